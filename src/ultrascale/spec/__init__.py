@@ -1,0 +1,1 @@
+"""What is trained, on what, cut how. Plain data: no torch, and nothing of ours but this package."""

@@ -1,0 +1,148 @@
+"""A run: everything that decides what a training run computes, as plain data.
+
+Read from one TOML by `spec.resolve`; the field names here are its keys, section by section.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+
+
+@dataclass(frozen=True)
+class RampStage:
+    """A stretch of the run with its own batch size."""
+
+    until_tokens: int
+    """The stretch ends when this many tokens have been trained on (the step that reaches it is the last)."""
+    sequences_per_batch: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The global batch: what one optimizer step sees, whatever the layout."""
+
+    sequence_length: int = 1024
+    """Tokens of a sequence that are predicted (one more is read)."""
+    sequences_per_batch: int = 8
+    """Sequences in one step over all ranks and micro-batches. In TOML and flags `tokens_per_batch` may stand instead."""
+    ramp: tuple[RampStage, ...] = ()
+    """Smaller batches first (GPT-3, Llama 3, DeepSeek): stretches in order of `until_tokens`, then `sequences_per_batch`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One prepared corpus and its share of the batch."""
+
+    path: str
+    """Folder made by `ultrascale data prepare`, or a Megatron prefix (`x` for `x.bin` and `x.idx`)."""
+    weight: float = 1.0
+    """Share of the sequences, relative to the other sources."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is trained on. The order is a pure function of (seed, step)."""
+
+    sources: tuple[Source, ...] = ()
+    validation: tuple[Source, ...] = ()
+    """Held-out corpora for `evaluation`; measured separately, weights unused."""
+    document_mask: bool = True
+    """Documents packed into one sequence do not see each other: attention stays inside a document, positions restart, and the
+    last token of a document predicts nothing. False: one stream of tokens."""
+    tokenizer: str | None = None
+    """`tokenizer.json` kept with checkpoints and exports. None: the one in the first source's folder, if there."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) and its learning rate."""
+
+    learning_rate: float = 3e-4
+    """The peak."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """After warm-up: cosine or linear down to `min_learning_rate_ratio`; wsd stays at the peak and goes down linearly over the
+    last `decay_steps`; constant stays."""
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    """wsd: steps of the final decay. None: a tenth of the run."""
+    min_learning_rate_ratio: float = 0.1
+    """The learning rate at the end, as a share of the peak."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Applied to matrices, not to norms and biases."""
+    clip_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this global 2-norm. None: no clipping."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is kept on disk, and when."""
+
+    every_steps: int | None = 100
+    """Save after each multiple of this many steps. None: only at the end and on SIGTERM or Ctrl-C."""
+    keep: int = 2
+    """Newest valid checkpoints that stay; older ones are removed. 0 keeps all."""
+    keep_every_steps: int | None = None
+    """Checkpoints of these steps stay for ever."""
+    asynchronous: bool = False
+    """Copy to memory, train on, write in the background."""
+    export: bool = True
+    """Write a Hugging Face folder at the end of the run."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss on held-out text."""
+
+    every_steps: int | None = None
+    """None: never."""
+    sequences: int = 32
+    """Sequences of each validation source, always the same ones."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """What is reported."""
+
+    every_steps: int = 1
+    """Write metrics and the console line after each multiple of this many steps."""
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Trackers fed beside `metrics.jsonl`; imported only when named here."""
+    gradient_noise_scale: bool = False
+    """Estimate the critical batch size online (McCandlish et al. 2018). Needs at least two micro-batches or ranks a step."""
+    memory_steps: int = 4
+    """Measure live memory by category over this many first steps and put it beside the plan. 0: never."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    model: Model
+    name: str = "run"
+    """The run's folder under `folder`; letters, digits, `.`, `_` and `-`."""
+    folder: str = "out"
+    """Where run folders are made."""
+    steps: int = 100
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA when there is one."""
+    cluster: str = "auto"
+    """A name of the catalogue (`8xh100`, `64xa100-80`, `cpu`); auto: this machine."""
+    compile: bool = False
+    """torch.compile each decoder block."""
+    collective_timeout_seconds: float = 600.0
+    """A collective that takes longer ends the run with an error."""
+    layout: Layout = field(default_factory=Layout)
+    batch: Batch = field(default_factory=Batch)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    log: Log = field(default_factory=Log)
