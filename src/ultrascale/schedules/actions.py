@@ -20,7 +20,7 @@ class Action:
     kind: Kind
     micro_batch: int
     reduce_gradients: bool = False
-    """BACKWARD: gradients are reduced over the ranks that share them as each bucket is ready. Otherwise they stay here, whole."""
+    """BACKWARD: gradients are reduced over their ranks, bucket by bucket as they are ready. Otherwise they stay here, whole."""
     keep_parameters: bool = False
     """Gathered parameters stay whole afterwards, because a later action of the step needs them."""
 

@@ -38,8 +38,9 @@ class Layout:
     micro_batch_size: int = 1
     """Sequences in one forward pass of one rank."""
     recompute: Literal["none", "selective", "full", "every-k"] = "none"
-    """Activations computed again in the backward pass: none; those of attention's core and the MLP's elementwise product
-    (selective); whole blocks (full); one block of every `recompute_every` (every-k)."""
+    """Activations computed again in the backward pass: none; all but the results of matrix products and attention
+    (selective: norms, rotary, activation functions and products); whole blocks (full); one block of every `recompute_every`
+    (every-k)."""
     recompute_every: int = 2
     """For recompute = "every-k": blocks 0, k, 2k, ... are recomputed."""
     precision: Precision = "fp32"
