@@ -1,0 +1,155 @@
+"""The front of the command line: finds the verb, and turns its outcome into an exit code.
+
+    0  done                                     2    the command or the description is wrong
+    1  failed; one message says why             130  stopped by Ctrl-C
+
+A verb is a module with `command(arguments: list[str]) -> int`; nothing but the chosen one is imported, so that `plan` starts
+at once. An exception class defined anywhere in `ultrascale` is meant for people: its text is printed without a traceback.
+ULTRASCALE_TRACEBACK=1 brings tracebacks back.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+
+from ultrascale import __version__
+from ultrascale.spec.problems import SpecError
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A word of the command line, and the module that does it."""
+
+    module: str
+    summary: str
+    group: str
+
+
+VERBS = {
+    "demo": Verb("demo", "plan, prove, train, kill, resume, compare: five minutes", "Start here"),
+    "doctor": Verb("doctor", "what this machine has, and what would stop a run on it", "Start here"),
+    "plan": Verb("plan", "memory and time of a run, before it runs", "Before a run"),
+    "show": Verb("show", "a run's settings and where each came from; presets, machines", "Before a run"),
+    "check": Verb("check", "prove that N processes compute what one does", "Before a run"),
+    "data": Verb("data", "turn text into token files, and look into them", "Before a run"),
+    "train": Verb("train", "train, or go on where a run stopped", "A run and after"),
+    "checkpoint": Verb("checkpoint", "list and verify checkpoints", "A run and after"),
+    "generate": Verb("generate", "sample text from a checkpoint or an exported folder", "A run and after"),
+    "export": Verb("export", "a checkpoint as a Hugging Face folder", "A run and after"),
+    "import": Verb("import_", "a Hugging Face folder as a first checkpoint", "A run and after"),
+}
+
+EXAMPLES = (
+    "ultrascale plan --model llama-3-8b --gpus 64xh100 --seq-len 8192 --tokens-per-batch 4M",
+    "ultrascale check run.toml --layout.dp 2 --layout.zero-stage 3",
+    "ultrascale train run.toml --processes 2",
+)
+
+EXTRA_OF = {
+    "torch": "train", "numpy": "train", "safetensors": "train", "tokenizers": "train",
+    "pyarrow": "data", "zstandard": "data", "matplotlib": "plot",
+}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code. `arguments` are the words after `ultrascale`; None: the process's own."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or words[0] in ("-h", "--help", "help"):
+        print_help()
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"ultrascale {__version__}")
+        return 0
+    if words[0] not in VERBS:
+        return unknown_verb(words[0])
+    return run_verb(words[0], words[1:])
+
+
+def run_verb(word: str, arguments: list[str]) -> int:
+    """Import the verb's module, run it, and turn whatever it raises into a message on stderr and an exit code."""
+    try:
+        code = import_module(f"ultrascale.cli.{VERBS[word].module}").command(arguments)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        say("stopped.")
+        return 130
+    except BrokenPipeError:  # `ultrascale plan ... | head`: the reader has left, which is no fault of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get("ULTRASCALE_TRACEBACK") == "1":
+            raise
+        return explain(error, word)
+
+
+def explain(error: Exception, word: str) -> int:
+    """Print what a person can act on and return the exit code; an error that is not meant for people is raised again."""
+    if isinstance(error, SpecError):
+        say(problem_list(error))
+        return 2
+    if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").split(".")[0]) in EXTRA_OF:
+        say(f"`ultrascale {word}` needs {package}, which is not installed: pip install 'ultrascale[{EXTRA_OF[package]}]'")
+        return 1
+    if isinstance(error, OSError) and error.filename is not None:
+        say(f"{error.filename}: {error.strerror}.")
+        return 1
+    if type(error).__module__.split(".")[0] == "ultrascale":
+        say(str(error))
+        return 1
+    raise error
+
+
+def problem_list(error: SpecError) -> str:
+    """Every mistake of a description: its key, where the value came from, the rule, and the remedy."""
+    count = len(error.problems)
+    lines = [f"{count} mistakes in the description:" if count > 1 else "a mistake in the description:"]
+    for problem in error.problems:
+        origin = f"  ({problem.where})" if problem.where else ""
+        lines += ["", f"  {problem.key}{origin}", f"    {problem.rule}", f"    -> {problem.remedy}"]
+    return "\n".join(lines)
+
+
+def unknown_verb(word: str) -> int:
+    """Say which verb was probably meant. Returns exit code 2."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, VERBS, n=1, cutoff=0.5)
+    hint = f" Did you mean `{close[0]}`?" if close else ""
+    say(f"there is no verb `{word}`.{hint}\nThe verbs are {', '.join(VERBS)}; `ultrascale --help` says what each does.")
+    return 2
+
+
+def say(message: str) -> None:
+    """Print an error to stderr; under torchrun the rank stands before it."""
+    rank = f" on rank {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else ""
+    print(f"ultrascale: error{rank}: {message}", file=sys.stderr, flush=True)
+
+
+def print_help() -> None:
+    """What `ultrascale` alone prints."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"[bold]ultrascale[/bold] {__version__}  plan, prove, train, measure: pretraining of language models\n")
+    for group in dict.fromkeys(verb.group for verb in VERBS.values()):
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="cyan", min_width=12)
+        table.add_column()
+        for word, verb in VERBS.items():
+            if verb.group == group:
+                table.add_row(f"  {word}", verb.summary)
+        console.print(f"[bold]{group}[/bold]")
+        console.print(table)
+    console.print("\n[bold]Examples[/bold]")
+    for example in EXAMPLES:
+        console.print(f"  {example}", soft_wrap=True)
+    console.print("\n`ultrascale VERB --help` explains a verb, `--json` prints for machines.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
