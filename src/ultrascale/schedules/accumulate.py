@@ -1,10 +1,10 @@
 """Gradient accumulation on one pipeline stage: F0 B0 F1 B1 ... , and where ZeRO puts its collectives.
 
-    stage 0, 1   F0k B0k   F1k B1k   F2k B2r     gradients summed here, reduced once; parameters gathered once
-    stage 2      F0k B0rk  F1k B1rk  F2k B2r     gradients cut at once (less memory, more traffic); parameters gathered once
-    stage 3      F0  B0r   F1  B1r   F2  B2r     parameters gathered for every pass of every layer as well
+    stage 0, 1   F0k B0k   F1k B1k   F2k B2rs    gradients summed here, reduced once; parameters gathered once
+    stage 2      F0k B0rk  F1k B1rk  F2k B2rs    gradients cut at once (less memory, more traffic); parameters gathered once
+    stage 3      F0  B0r   F1  B1r   F2  B2rs    parameters gathered for every pass of every layer as well
 
-(r: reduce gradients; k: keep gathered parameters.) Over m micro-batches of P parameters on n ranks, a rank sends about
+(r: reduce gradients over dp_shard; s: and sum them over dp_replicate; k: keep gathered parameters.) Over m micro-batches of P parameters on n ranks, a rank sends about
 P (n-1)/n elements for every gather and for every reduce-scatter: stage 1 one of each, stage 2 one gather and m reductions,
 stage 3 2m gathers and m reductions. Source: Rajbhandari et al. 2020, section 7; playbook, "ZeRO".
 """
@@ -28,7 +28,12 @@ def accumulate(num_micro_batches: int, zero_stage: int) -> list[Action]:
         last = index == num_micro_batches - 1
         keep = zero_stage < 3
         actions.append(Action(Kind.FORWARD, index, keep_parameters=keep))
-        actions.append(
-            Action(Kind.BACKWARD, index, reduce_gradients=last or zero_stage >= 2, keep_parameters=keep and not last)
+        backward = Action(
+            Kind.BACKWARD,
+            index,
+            reduce_gradients=last or zero_stage >= 2,
+            sum_replicas=last,
+            keep_parameters=keep and not last,
         )
+        actions.append(backward)
     return actions

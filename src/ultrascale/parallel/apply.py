@@ -1,0 +1,39 @@
+"""A layout put on a model, in one order."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.initialise import initialise
+from ultrascale.parallel.data import TORCH_DTYPE, apply_data_parallel
+from ultrascale.parallel.mesh import build_mesh, needs_sharding
+from ultrascale.parallel.recompute import apply_recompute
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+
+
+def build_decoder(model: Model, layout: Layout, *, device: torch.device, seed: int, compile_blocks: bool = False) -> Decoder:
+    """The decoder of this rank: cut as `layout` says, on `device`, with the initial weights of `seed`.
+
+    Weights are the same bits for every layout. A process group must be up if `parallel.mesh.needs_sharding`.
+    """
+    # 1. Shapes only: no rank ever holds the whole model on its way to a part of it.
+    with torch.device("meta"):
+        decoder = Decoder(model).to(TORCH_DTYPE[layout.master_dtype])
+    # 2. Recomputation inside compilation, so that the compiler sees what it may drop.
+    apply_recompute(decoder, layout)
+    # 3. Compilation inside sharding: gathering parameters stays outside the compiled graph.
+    if compile_blocks:
+        for block in cast(nn.ModuleList, decoder.layers):
+            block.forward = torch.compile(block.forward)
+    # 4. Data parallelism.
+    if needs_sharding(layout):
+        apply_data_parallel(decoder, layout, build_mesh(layout, device))
+    # 5. Memory, then values.
+    decoder.to_empty(device=device)
+    initialise(decoder, model, seed)
+    return decoder

@@ -1,0 +1,63 @@
+"""Data parallelism and ZeRO: FSDP2 with the knobs of `spec.layout` turned.
+
+    parameters   p0 p1 p2 ... are cut over the dp_shard ranks, bucket by bucket; a forward pass gathers a bucket before its
+                 first block, and stage 3 lets go of it after the last and gathers again on the way back
+    gradients    when a bucket's backward pass is done it is reduce-scattered over dp_shard and all-reduced over dp_replicate,
+                 while the blocks before it still compute (on CUDA, on streams of their own)
+
+Stage 0 is the same with dp_shard = 1: nothing is cut and only the all-reduce is left. Per step and rank a bucket of P
+elements costs P (n-1)/n to gather, as much to reduce-scatter, twice that to all-reduce (`schedules.accumulate` says how often).
+Why not DDP for stage 0 and FSDP2 for the rest: two mechanisms with two numerics, two checkpoint forms and two bugs each.
+
+Gradients are *summed*, never averaged: the loss is already divided by the step's global count of valid tokens.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ultrascale.schedules.actions import Action
+from ultrascale.spec.layout import Layout, Precision
+
+TORCH_DTYPE: dict[Precision, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def apply_data_parallel(decoder: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
+    """Cut the parameters of `decoder` over `mesh`, in place. Its blocks must be in `decoder.layers`."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE[layout.precision], reduce_dtype=TORCH_DTYPE[layout.gradient_reduce_dtype]
+    )
+    blocks = list(cast(nn.ModuleList, decoder.layers))
+    for first in range(0, len(blocks), layout.layers_per_bucket):
+        bucket = blocks[first : first + layout.layers_per_bucket]
+        fully_shard(bucket, mesh=mesh, mp_policy=policy, reshard_after_forward=layout.zero_stage == 3)
+    # The head is used last and again first on the way back: letting go of it in between would gather it twice for nothing.
+    root = fully_shard(decoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in sharded_modules(root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def prepare_action(decoder: nn.Module, action: Action) -> None:
+    """Tell FSDP2 what `action`, about to run, does with gradients and gathered parameters."""
+    if not isinstance(decoder, FSDPModule):
+        return
+    decoder.set_requires_gradient_sync(action.reduce_gradients)
+    decoder.set_requires_all_reduce(action.sum_replicas)
+    decoder.set_reshard_after_backward(not action.keep_parameters)
+
+
+def release_parameters(decoder: nn.Module) -> None:
+    """Let go of gathered parameters, so that `decoder.parameters()` are the cut ones again (after an evaluation)."""
+    for module in sharded_modules(decoder):
+        module.reshard()
+
+
+def sharded_modules(decoder: nn.Module) -> list[FSDPModule]:
+    """The modules FSDP2 manages; none when it was not applied."""
+    return [module for module in decoder.modules() if isinstance(module, FSDPModule)]

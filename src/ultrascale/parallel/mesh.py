@@ -1,0 +1,127 @@
+"""The processes of a run: who am I, with whom, on which device.
+
+torchrun (or `ultrascale train --processes N`) starts the processes and tells each its rank through the environment; alone, a
+process is rank 0 of 1 and needs no network at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import Problem, SpecError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the processes of the run."""
+
+    rank: int
+    world: int
+    device: torch.device
+    host_group: dist.ProcessGroup | None = None
+    """All ranks over gloo, for what the CPUs agree on; None when alone."""
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0, the one that prints and writes."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a CPU tensor over all ranks, on every rank."""
+        if self.host_group is not None:
+            dist.all_reduce(values, group=self.host_group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.host_group is not None:
+            dist.barrier(group=self.host_group)
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's `text`, on every rank, without pickle."""
+        if self.host_group is None:
+            return [text]
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.host_group)
+        longest = max(1, *(int(length) for length in lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        parts = [torch.zeros_like(padded) for _ in range(self.world)]
+        dist.all_gather(parts, padded, group=self.host_group)
+        return [bytes(p[: int(n)].tolist()).decode() for p, n in zip(parts, lengths, strict=True)]
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto`, `cpu` or `cuda` as the device of this process. Raises SpecError if there is no CUDA device to give."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        rule = f"asks for CUDA, but torch {torch.__version__} sees no CUDA device"
+        raise SpecError([Problem("device", rule, 'Use device = "cpu", or install a CUDA build of torch.')])
+    if local_rank >= torch.cuda.device_count():
+        rule = f"local rank {local_rank} has no GPU of its own: this node has {torch.cuda.device_count()}"
+        raise SpecError([Problem("layout.dp", rule, "Start as many processes per node as it has GPUs.")])
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def process_group(layout: Layout, *, device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[Ranks]:
+    """Join the processes of the run and leave them again.
+
+    Raises SpecError if the number of processes is not the layout's.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != layout.dp:
+        rule = f"the layout is for {layout.dp} processes, but {world} were started"
+        remedy = f"Start {layout.dp} (`--processes {layout.dp}`), or give `--layout.dp {world}`."
+        raise SpecError([Problem("layout.dp", rule, remedy)])
+    here = choose_device(device)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    if world == 1 and not needs_sharding(layout):
+        yield Ranks(0, 1, here)
+        return
+    _join(here, world, timedelta(seconds=timeout_seconds))
+    try:
+        yield Ranks(dist.get_rank(), world, here, _host_group(here, timeout_seconds))
+    finally:
+        dist.destroy_process_group()
+
+
+def needs_sharding(layout: Layout) -> bool:
+    """Whether FSDP2 is applied: several ranks, or parameters whose compute dtype is not their own."""
+    return layout.dp > 1 or layout.precision != layout.master_dtype
+
+
+def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """The ranks as a grid, dp_replicate x dp_shard: neighbours share one copy of the state."""
+    return init_device_mesh(device.type, (layout.dp_replicate, layout.shard_size), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _join(device: torch.device, world: int, timeout: timedelta) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if world == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    # torchrun keeps its store over restarts, and a new worker then meets the addresses of dead ones: each attempt writes
+    # under its own prefix, unless the launcher already gives each a store of its own (pytorch#135712).
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _host_group(device: torch.device, timeout_seconds: float) -> dist.ProcessGroup | None:
+    timeout = timedelta(seconds=timeout_seconds)
+    return dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
