@@ -1,0 +1,51 @@
+# Everything is made in .venv, from nothing. A second run starts at once.
+#
+#   make demo                    the five-minute story
+#   make test                    the tests
+#   make lint docs-check bench   the checkers; the commands of README and docs; the CPU benchmarks
+#
+#   PYTHON=python3.12            another interpreter            TORCH=2.11.0   one torch release
+#   PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"         torch without CUDA (Linux, a tenth of the size)
+
+PYTHON ?= python3
+TORCH ?=
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+
+python := .venv/bin/python
+installed := .venv/installed$(addprefix -torch-,$(TORCH))
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint docs-check bench install
+.DELETE_ON_ERROR:
+
+demo: $(installed)
+	@$(python) -m ultrascale demo
+
+test: $(installed)
+	@$(python) -m pytest $(PYTEST_FLAGS)
+
+lint: $(installed)
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+	$(python) -m pyright
+
+docs-check: $(installed)
+	$(python) .ci/run_commands.py README.md docs/*.md
+
+bench: $(installed)
+	$(python) benchmarks/cpu/train_speed.py
+
+install: $(installed)
+
+# Works without python3-venv: the system's pip installs into the new environment. `half-made` outlives an interruption, and the
+# next run then starts afresh; an environment that somebody else made is kept and added to.
+$(installed): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("ultrascale needs Python 3.11 or later; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12" % v)'
+	@$(PYTHON) -m pip --version >/dev/null 2>&1 || { echo "$(PYTHON) has no pip. On Debian and Ubuntu: apt install python3-pip" >&2; exit 1; }
+	@echo "Installing into .venv (once; some minutes, most of it torch)."
+	@if [ -e .venv/half-made ] || [ ! -x $(python) ]; then $(PYTHON) -m venv --without-pip --clear .venv; fi
+	@rm -f .venv/installed* && touch .venv/half-made
+	@$(PYTHON) -m pip --python $(python) install --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev]' $(if $(TORCH),'torch==$(TORCH)')
+	@touch .venv/half-made && mv .venv/half-made $@
