@@ -1,0 +1,1 @@
+"""What really happens on this machine: live memory, its ceilings, and the plan held against them."""
