@@ -14,6 +14,7 @@ PYTEST_FLAGS ?=
 
 python := .venv/bin/python
 installed := .venv/installed$(addprefix -torch-,$(TORCH))
+pip = $(PYTHON) -m pip --disable-pip-version-check --python $(python)
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint docs-check bench install
@@ -25,7 +26,7 @@ demo: $(installed)
 test: $(installed)
 	@$(python) -m pytest $(PYTEST_FLAGS)
 
-lint: $(installed)
+lint: .venv/linters
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
@@ -47,5 +48,9 @@ $(installed): pyproject.toml
 	@echo "Installing into .venv (once; some minutes, most of it torch)."
 	@if [ -e .venv/half-made ] || [ ! -x $(python) ]; then $(PYTHON) -m venv --without-pip --clear .venv; fi
 	@rm -f .venv/installed* && touch .venv/half-made
-	@$(PYTHON) -m pip --python $(python) install --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev]' $(if $(TORCH),'torch==$(TORCH)')
+	@$(pip) install $(PIP_FLAGS) --editable '.[test]' $(if $(TORCH),'torch==$(TORCH)')
 	@touch .venv/half-made && mv .venv/half-made $@
+
+.venv/linters: $(installed)
+	@$(pip) install --quiet $(PIP_FLAGS) --editable '.[lint]'
+	@touch $@
