@@ -1,0 +1,108 @@
+"""Numbers with units: read what people write, print what people read. The only place with unit words.
+
+Inside the program everything is bytes, seconds, FLOPs and tokens; `GiB` is 2^30 bytes and `GB` 10^9, `4M` tokens are 4,000,000
+and `4Mi` are 4 x 2^20.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12, "P": 10**15}
+BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+BYTES = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {f"{p}B": n for p, n in BINARY.items()}
+TOKENS = {k: v for k, v in DECIMAL.items() if k not in ("G", "P")} | BINARY
+SECONDS = {"": 1, "us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
+_NUMBER = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)\s*(.*?)\s*")
+
+
+class UnitError(ValueError):
+    """A quantity that cannot be read; the message says what was expected."""
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `80GiB`, `80 GB`, `512MiB`. Raises UnitError; a bare number is refused, because nobody can tell what it counts."""
+    return _whole(text, _parse(text, BYTES, "bytes, such as 80GiB or 80GB"), "bytes")
+
+
+def parse_bytes_per_second(text: str) -> float:
+    """Bytes per second of `450GB/s`, `3.35 TB/s`. Raises UnitError. (Network bits are not read: 400 Gb/s is 50GB/s.)"""
+    return _parse(text, {f"{unit}/s": n for unit, n in BYTES.items()}, "bytes per second, such as 450GB/s")
+
+
+def parse_flops_per_second(text: str) -> float:
+    """FLOPs per second of `989.4TFLOP/s`, `100 GFLOP/s`. Raises UnitError."""
+    units = {f"{p}{word}": n for p, n in DECIMAL.items() if p != "B" for word in ("FLOP/s", "FLOPS")}
+    return _parse(text, units, "FLOPs per second, such as 989TFLOP/s")
+
+
+def parse_tokens(text: str) -> int:
+    """Tokens of `4M`, `69B`, `1.5T`, `4Mi`, `4194304`, `4_194_304`. Raises UnitError."""
+    return _whole(text, _parse(text, TOKENS, "tokens, such as 4M, 69B, 4Mi or 4194304"), "tokens")
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of `250ms`, `10min`, `1.5h`, `30`. Raises UnitError."""
+    return _parse(text, SECONDS, "a time, such as 250ms, 30s or 10min")
+
+
+def format_bytes(value: float) -> str:
+    """`17.0 GiB`: binary units, three figures."""
+    return _scaled(value, [(2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")], "B")
+
+
+def format_bytes_per_second(value: float) -> str:
+    """`450 GB/s`: decimal units, as vendors print bandwidth."""
+    return _scaled(value, [(10**12, "TB/s"), (10**9, "GB/s"), (10**6, "MB/s"), (10**3, "kB/s")], "B/s")
+
+
+def format_flops_per_second(value: float) -> str:
+    """`989 TFLOP/s`."""
+    return _scaled(value, [(10**15, "PFLOP/s"), (10**12, "TFLOP/s"), (10**9, "GFLOP/s"), (10**6, "MFLOP/s")], "FLOP/s")
+
+
+def format_count(value: float) -> str:
+    """`8.03B`, `4.19M`, `512`: parameters and tokens."""
+    return _scaled(value, [(10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")], "", space="")
+
+
+def format_seconds(value: float) -> str:
+    """`12.3 ms`, `4.56 s`, `1h02m`, `3d04h`."""
+    if value < 60:
+        return _scaled(value, [(1, "s"), (1e-3, "ms")], "us", last=1e-6)
+    seconds = round(value)
+    days, hours, minutes = seconds // 86400, seconds % 86400 // 3600, seconds % 3600 // 60
+    if days:
+        return f"{days}d{hours:02d}h"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds % 60:02d}s"
+
+
+def _parse(text: str, units: dict[str, float] | dict[str, int], expected: str) -> float:
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2] not in units:
+        raise UnitError(f"expected {expected}, found {text!r}")
+    value = float(match[1].replace("_", "").replace(",", "")) * units[match[2]]
+    if not math.isfinite(value):
+        raise UnitError(f"expected {expected}, found {text!r}, which is too large")
+    return value
+
+
+def _whole(text: str, value: float, noun: str) -> int:
+    if abs(value - round(value)) > 1e-6 * max(1.0, value) * 1e-6:
+        raise UnitError(f"expected a whole number of {noun}, found {text!r} = {value}")
+    return round(value)
+
+
+def _scaled(value: float, units: list[tuple[float, str]], smallest: str, *, last: float = 1, space: str = " ") -> str:
+    for size, unit in units:
+        # 999.5 of a unit would print as 1000 of it.
+        if abs(value) >= size * 0.9995:
+            return f"{_three_figures(value / size)}{space}{unit}"
+    return f"{_three_figures(value / last)}{space if smallest else ''}{smallest}"
+
+
+def _three_figures(value: float) -> str:
+    if value == int(value) and abs(value) < 1000:
+        return str(int(value))
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
