@@ -1,0 +1,64 @@
+"""`ultrascale doctor`: what this machine has, and what would stop a run on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from ultrascale.measure.doctor import Finding
+
+
+@dataclass
+class Doctor:
+    """Say what this machine has, and what would stop a training run on it.
+
+    Exit code 0: a run can start here; 1: something would stop it.
+
+    Example: ultrascale doctor --folder /scratch/runs
+    """
+
+    folder: Path = Path(".")
+    """Where runs would be written."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print for machines."""
+
+
+def command(arguments: list[str]) -> int:
+    """Parse, examine, print. Returns 1 if a training run would be stopped."""
+    options = tyro.cli(Doctor, prog="ultrascale doctor", args=arguments)
+    from ultrascale.measure.doctor import examine
+
+    findings = examine(options.folder)
+    stops = [found for found in findings if found.state == "stop"]
+    if options.json:
+        print(json.dumps({"can_train": not stops, "findings": [asdict(found) for found in findings]}, indent=2))
+    else:
+        print_report(findings)
+    return 1 if stops else 0
+
+
+def print_report(findings: list[Finding]) -> None:
+    """A table by part, and one sentence."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    marks = {"good": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "stop": "[bold red]stop[/bold red]"}
+    console = Console(highlight=False)
+    for part in dict.fromkeys(found.part for found in findings):
+        table = Table.grid(padding=(0, 2))
+        table.add_column(min_width=4)
+        table.add_column(style="cyan", min_width=15)
+        table.add_column()
+        for found in (found for found in findings if found.part == part):
+            remedy = f"\n[yellow]{escape(found.remedy)}[/yellow]" if found.remedy else ""
+            table.add_row(marks[found.state], found.name, escape(found.value) + remedy)
+        console.print(f"[bold]{part.capitalize()}[/bold]", table, "")
+    stops = sum(found.state == "stop" for found in findings)
+    verdict = f"[bold red]{stops} of these would stop a training run.[/bold red]" if stops else "A run can start here."
+    console.print(verdict)

@@ -1,0 +1,84 @@
+"""`ultrascale doctor` tells what would stop a run, and nothing secret."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from ultrascale.cli.doctor import command
+from ultrascale.measure import doctor
+
+
+@pytest.fixture
+def hide(monkeypatch):
+    """Make packages look as if they were not installed."""
+
+    def pretend(*packages: str):
+        def version(package: str) -> str:
+            if package in packages:
+                raise metadata.PackageNotFoundError(package)
+            return metadata.version(package)
+
+        monkeypatch.setattr(doctor, "metadata", type("metadata", (), {
+            "version": staticmethod(version), "PackageNotFoundError": metadata.PackageNotFoundError,
+        }))  # fmt: skip
+
+    return pretend
+
+
+def findings(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
+    code = command([*arguments, "--json"])
+    return code, {found["name"]: found for found in json.loads(capsys.readouterr().out)["findings"]}
+
+
+def test_a_machine_with_everything_can_train_and_gives_exit_code_0(capsys, tmp_path):
+    code, found = findings(capsys, "--folder", str(tmp_path))
+    assert (code, found["torch"]["state"], found["gloo"]["state"]) == (0, "good", "good")
+
+
+def test_without_torch_it_names_the_extra_and_gives_exit_code_1(capsys, hide):
+    hide("torch")
+    code, found = findings(capsys)
+    assert (code, found["torch"]["state"], found["torch"]["remedy"]) == (1, "stop", "pip install 'ultrascale[train]'")
+    assert "gloo" not in found
+
+
+def test_a_missing_optional_package_is_a_note_that_does_not_stop(capsys, hide):
+    hide("pyarrow")
+    code, found = findings(capsys)
+    assert (code, found["pyarrow"]["state"]) == (0, "note")
+
+
+def test_a_torch_release_that_is_too_new_stops(monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.14.0+cpu")
+    assert doctor.torch_installed().state == "stop"
+
+
+def test_processes_that_cannot_reach_each_other_stop(monkeypatch):
+    monkeypatch.setattr(doctor, "sum_over_gloo", lambda rank, store: exit(1))
+    assert doctor.gloo_loopback().state == "stop"
+
+
+def test_a_folder_that_cannot_be_written_stops(monkeypatch, tmp_path):
+    def refuse(**_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    assert [found.state for found in doctor.disk(tmp_path)] == ["good", "stop"]
+
+
+def test_no_value_of_the_environment_is_shown_but_the_named_ones(capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    command([])
+    printed = capsys.readouterr().out
+    assert ("hf_secret_value" in printed, "INFO" in printed) == (False, True)
+
+
+def test_the_tested_torch_releases_are_those_of_pyproject():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (oldest, first_too_new) = (".".join(map(str, release)) for release in doctor.TORCH_RANGE)
+    assert f'"torch>={oldest},<{first_too_new}"' in text
