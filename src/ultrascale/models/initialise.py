@@ -1,0 +1,62 @@
+"""Initial values that do not depend on the layout: each weight's are a pure function of (seed, its name).
+
+Every weight is drawn whole, in fp32, from its own generator, and a rank keeps its slice. Ranks that share a weight draw the
+same numbers, so nothing is sent. The cost is one whole weight in memory at a time, and world-size times the drawing; the
+alternative, one stream for all weights, ties the values to the order and the cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ultrascale.spec.model import Model
+from ultrascale.spec.weights import Weight, weights
+
+
+@torch.no_grad()
+def initialise(decoder: nn.Module, model: Model, seed: int, *, draw_on_device: bool = False) -> None:
+    """Fill every parameter of `decoder` (plain or DTensor, on any device) as the table of weights says.
+
+    Numbers are drawn on the CPU, so that all devices start from the same bits; `draw_on_device` draws where the parameter is,
+    which is faster and gives that device's own numbers.
+    Raises ValueError if the names or shapes differ from the table.
+    """
+    parameters = dict(decoder.named_parameters())
+    table = {weight.name: weight for weight in weights(model)}
+    if parameters.keys() != table.keys():
+        odd = sorted(parameters.keys() ^ table.keys())
+        raise ValueError(f"the decoder's parameters are not those of its description; these differ: {odd}")
+    for name, parameter in parameters.items():
+        if tuple(parameter.shape) != table[name].shape:
+            raise ValueError(f"{name} has shape {tuple(parameter.shape)}, its description says {table[name].shape}")
+        fill(parameter, initial_value(table[name], seed, device=parameter.device if draw_on_device else "cpu"))
+
+
+def initial_value(weight: Weight, seed: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """The whole initial value of `weight`, fp32 on `device`."""
+    if weight.init_std is None:
+        return torch.full(weight.shape, weight.init_fill, dtype=torch.float32, device=device)
+    generator = torch.Generator(device).manual_seed(weight_seed(seed, weight.name))
+    value = torch.empty(weight.shape, dtype=torch.float32, device=device)
+    return value.normal_(0.0, weight.init_std, generator=generator)
+
+
+def weight_seed(seed: int, name: str) -> int:
+    """A 63-bit seed of its own for every (seed, name)."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def fill(parameter: Tensor, value: Tensor) -> None:
+    """Copy the whole `value` into `parameter`; of a DTensor this rank's slice, with nothing sent."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(value)
+        return
+    mesh = parameter.device_mesh
+    whole = value.to(parameter.device)
+    cut = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
+    parameter.to_local().copy_(cut.to_local())

@@ -1,0 +1,127 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from families import FAMILIES, GPT2, LLAMA
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.initialise import initialise
+from ultrascale.spec.model import Model
+from ultrascale.spec.weights import num_parameters, weights
+
+
+def build(model: Model, dtype: torch.dtype = torch.float64) -> Decoder:
+    decoder = Decoder(model).to(dtype)
+    initialise(decoder, model, seed=1)
+    return decoder
+
+
+def tokens_of(model: Model, batch: int = 2, length: int = 20) -> torch.Tensor:
+    return torch.randint(model.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_table_of_weights(family):
+    model = FAMILIES[family]
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    found = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
+    assert sorted(found) == sorted((weight.name, weight.shape) for weight in weights(model))
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == num_parameters(model)
+    assert list(decoder.buffers()) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_the_summed_cross_entropy_of_the_logits_over_valid_targets(family):
+    model = FAMILIES[family]
+    decoder, tokens = build(model), tokens_of(model)
+    targets = tokens.roll(-1, 1)
+    targets[0, 3:9] = -100
+    expected = F.cross_entropy(decoder(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = decoder(tokens, targets=targets)
+    assert loss.shape == () and loss.dtype == torch.float64
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_packed_into_one_sequence_give_the_loss_and_gradients_of_each_alone(family):
+    model = FAMILIES[family]
+    tokens = tokens_of(model, batch=1)
+    targets = tokens_of(model, batch=1).flip(1)
+    lengths = [9, 1, 10]
+    alone = build(model)
+    total = sum(
+        alone(part, targets=goal) for part, goal in zip(tokens.split(lengths, 1), targets.split(lengths, 1), strict=True)
+    )
+    total.backward()
+    packed = build(model)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
+    loss = packed(tokens, targets=targets, positions=positions, document_ids=ids)
+    loss.backward()
+    torch.testing.assert_close(loss, total, rtol=1e-13, atol=0)
+    for (name, one), other in zip(alone.named_parameters(), packed.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_token_sees_only_its_sliding_window():
+    model = replace(LLAMA, sliding_window=3, num_hidden_layers=1)
+    decoder, tokens = build(model), tokens_of(model)
+    changed = tokens.clone()
+    changed[:, 5] += 1
+    changed %= model.vocab_size
+    differs = (decoder(tokens) != decoder(changed)).any(-1).any(0)
+    assert differs.nonzero().flatten().tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_bf16_and_fp32_losses_agree_with_fp64_to_their_precision(family):
+    model = FAMILIES[family]
+    tokens = tokens_of(model)
+    exact = build(model)(tokens, targets=tokens).item()
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        loss = build(model, dtype)(tokens, targets=tokens)
+        assert loss.dtype == torch.float32
+        assert loss.item() == pytest.approx(exact, rel=tolerance)
+
+
+@pytest.mark.parametrize("model", [GPT2, FAMILIES["qwen3"]], ids=["gpt2", "qwen3"])
+def test_recomputing_each_block_gives_the_same_bits(model):
+    from torch.utils.checkpoint import checkpoint
+
+    plain, recomputed, tokens = build(model), build(model), tokens_of(model)
+    for layer in recomputed.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
+    for decoder in (plain, recomputed):
+        decoder(tokens, targets=tokens).backward()
+    for one, other in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3"])
+def test_compiled_blocks_are_traced_whole_and_give_the_same_loss_and_gradients(family):
+    model = FAMILIES[family]
+    tokens = tokens_of(model)
+    plain, compiled = build(model, torch.float32), build(model, torch.float32)
+    for layer in compiled.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    losses = [decoder(tokens, targets=tokens) for decoder in (plain, compiled)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for (name, one), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_document_ids_with_a_cache_are_refused():
+    model = LLAMA
+    tokens = tokens_of(model)
+
+    class Full:
+        length = 4
+        layers = ()
+
+    with pytest.raises(ValueError, match="document_ids"):
+        build(model)(tokens, document_ids=torch.zeros_like(tokens), cache=Full())
