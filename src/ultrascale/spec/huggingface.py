@@ -16,16 +16,16 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rope_config import read_rope, write_rope
 
-_HARMLESS = frozenset(
-    """
-    architectures auto_map transformers_version torch_dtype dtype _name_or_path _attn_implementation attn_implementation use_cache
-    bos_token_id eos_token_id pad_token_id decoder_start_token_id task_specific_params id2label label2id num_labels
-    problem_type finetuning_task tokenizer_class prefix chunk_size_feed_forward is_llama_config pretraining_tp
-    attention_dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout summary_type summary_use_proj summary_activation
-    summary_proj_to_labels summary_first_dropout n_ctx return_dict output_hidden_states output_attentions model_type
-    max_length min_length do_sample temperature top_k top_p gradient_checkpointing transformers.js_config
-    """.split()
-)
+_HARMLESS = {
+    "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "_attn_implementation",
+    "attn_implementation", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
+    "task_specific_params", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "tokenizer_class",
+    "prefix", "chunk_size_feed_forward", "is_llama_config", "pretraining_tp", "attention_dropout", "resid_pdrop",
+    "embd_pdrop", "attn_pdrop", "hidden_dropout", "summary_type", "summary_use_proj", "summary_activation",
+    "summary_proj_to_labels", "summary_first_dropout", "n_ctx", "return_dict", "output_hidden_states", "output_attentions",
+    "model_type", "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "gradient_checkpointing",
+    "transformers.js_config",
+}  # fmt: skip
 # transformers' own defaults, where a key may be missing from the file; families differ only where named.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -52,12 +52,16 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # n_embd and friends are GPT-2's own words for the same things; transformers accepts both.
 _GPT2_NAMES = {
-    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "n_positions"
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
 }  # fmt: skip
 
 
 def from_hf(path: str | Path) -> Model:
-    """The model of a folder with a `config.json`, or of that file. Raises SpecError naming the file and every key it refuses."""
+    """The model of a folder with a `config.json`, or of that file.
+
+    Raises SpecError naming the file and every key it refuses.
+    """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:

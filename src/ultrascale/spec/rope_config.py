@@ -1,4 +1,4 @@
-"""Rotary positions in `config.json`: the old form (`rope_theta`, `rope_scaling`) and that of transformers 5 (`rope_parameters`)."""
+"""Rotary positions in `config.json`: `rope_theta` and `rope_scaling`, or the `rope_parameters` of transformers 5."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def read_rope(
         refuse(key, "must be one table for all layers")
         return default_theta, None, problems
     rope = dict(rope)
-    theta = rope.pop("rope_theta", config.get("rope_theta"))
-    theta = default_theta if theta is None else theta
+    written = rope.pop("rope_theta", config.get("rope_theta"))
+    theta = default_theta if written is None else _positive(written)
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     for place, value in (
@@ -43,17 +43,17 @@ def read_rope(
     ):
         if value not in (None, 1, 1.0):
             refuse(place, f"partial_rotary_factor = {value!r} is not supported: all dimensions of a head turn")
-    if not _is_number(theta):
-        refuse("rope_theta", f"must be a number, is {theta!r}")
+    if theta is None:
+        refuse("rope_theta", f"must be a positive number, is {written!r}")
         theta = default_theta
     if kind in (None, "default"):
         _refuse_rest(rope, f"{key} of type 'default'", refuse)
-        return float(theta), None, problems
+        return theta, None, problems
     if kind not in _KEYS:
         refuse(f"{key}.rope_type", f"{kind!r} is not supported; supported are default, llama3, yarn")
-        return float(theta), None, problems
+        return theta, None, problems
     scaling = _read_scaling(kind, rope, positions, key, refuse)
-    return float(theta), scaling, problems
+    return theta, scaling, problems
 
 
 def write_rope(model: Model) -> dict[str, Any]:
@@ -77,10 +77,10 @@ def _read_scaling(kind: Any, rope: dict[str, Any], positions: int, key: str, ref
         value = rope.pop(name, None)
         if value is None and name not in required:
             continue
-        if not _is_number(value):
-            refuse(f"{key}.{name}", f"must be a number, is {value!r}")
+        values[name] = _positive(value)
+        if values[name] is None:
+            refuse(f"{key}.{name}", f"must be a positive number, is {value!r}")
             return None
-        values[name] = float(value)
     if rope.get("truncate") is True:  # yarn's default
         del rope["truncate"]
     _refuse_rest(rope, f"{key} of type {kind!r}", refuse)
@@ -93,5 +93,6 @@ def _refuse_rest(rope: dict[str, Any], place: str, refuse) -> None:
             refuse(f"{place.split()[0]}.{name}", f"is not known in a {place}, so its effect would be lost")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+def _positive(value: Any) -> float | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return float(value) if number else None

@@ -22,7 +22,7 @@ class UnitError(ValueError):
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of `80GiB`, `80 GB`, `512MiB`. Raises UnitError; a bare number is refused, because nobody can tell what it counts."""
+    """Bytes of `80GiB`, `80 GB`, `512MiB`. Raises UnitError, also for a bare number: nobody can tell what it counts."""
     return _whole(text, _parse(text, BYTES, "bytes, such as 80GiB or 80GB"), "bytes")
 
 
