@@ -77,8 +77,8 @@ def _read_scaling(kind: Any, rope: dict[str, Any], positions: int, key: str, ref
         value = rope.pop(name, None)
         if value is None and name not in required:
             continue
-        values[name] = _positive(value)
-        if values[name] is None:
+        number = values[name] = _positive(value)
+        if number is None:
             refuse(f"{key}.{name}", f"must be a positive number, is {value!r}")
             return None
     if rope.get("truncate") is True:  # yarn's default

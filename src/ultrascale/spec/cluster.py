@@ -1,0 +1,150 @@
+"""The machines a run is planned for: what an accelerator, a link, a node and a cluster are, and how their names are read.
+
+The numbers are in `spec.machines`, each with its source and date. Bandwidths count one direction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from ultrascale.spec.problems import Problem, SpecError
+
+_COUNTED = re.compile(r"(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w.-]*)")
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """A number with its birth certificate."""
+
+    value: float
+    source: str
+    """Who says so: a datasheet, a measurement, a public table; `assumed` when nobody does, with the reason."""
+    date: str
+    """When the source was published or measured: a year, or year and month."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device that a rank computes on."""
+
+    name: str
+    title: str
+    memory_bytes: Sourced
+    """What a process can see of the device's memory; the share of one process for `cpu`."""
+    memory_bytes_per_second: Sourced | None
+    """Bandwidth of that memory. None: measured at run time."""
+    peak_flops: Mapping[str, Sourced] = field(default_factory=dict)
+    """Dense peak FLOPs per second by dtype (`fp64 fp32 tf32 bf16 fp8`). `fp32` is without TF32. Empty: measured at run time."""
+    matmul_fraction: Sourced | None = None
+    """Share of the bf16 peak that large matrix products reach; taken for the other dtypes too. None: measured at run time."""
+    cores: int | None = None
+    """CPU cores of the machine, for `cpu`."""
+
+    @property
+    def measured_at_run_time(self) -> bool:
+        """Whether its rates are not in the catalogue: only measuring the machine can tell."""
+        return not self.peak_flops
+
+    def peak_flops_per_second(self, dtype: str) -> float:
+        """Dense peak of `dtype`. Raises SpecError if the device has none, or it must be measured."""
+        if dtype in self.peak_flops:
+            return self.peak_flops[dtype].value
+        if self.measured_at_run_time:
+            rule, remedy = (
+                "has no peak in the catalogue: it is measured at run time",
+                "Measure it, or plan for a catalogued device.",
+            )
+        else:
+            rule, remedy = f"has no {dtype} peak in the catalogue", f"It has {', '.join(self.peak_flops)}."
+        raise SpecError([Problem(f"cluster.{self.name}", rule, remedy)])
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way for bytes to travel."""
+
+    name: str
+    bytes_per_second: Sourced
+    """Nominal, one direction: of one accelerator inside a node, of the whole node between nodes."""
+    achieved_bytes_per_second: Sourced | None = None
+    """Bus bandwidth that large all-gathers over the node reach, where it has been measured."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine, or one domain with a fast network inside."""
+
+    name: str
+    title: str
+    accelerator: Accelerator
+    num_accelerators: int
+    intra_link: Link | None
+    """Between the accelerators of the node. None: measured at run time."""
+    inter_link: Link | None
+    """From this node to others, all network cards together. None: it stands alone."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes, of which the last may be used in part."""
+
+    name: str
+    node: Node
+    num_accelerators: int
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.node.accelerator
+
+    @property
+    def accelerators_per_node(self) -> int:
+        """Accelerators that are used in a full node."""
+        return min(self.num_accelerators, self.node.num_accelerators)
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_accelerators // self.node.num_accelerators)
+
+
+def parse_cluster(text: str) -> Cluster:
+    """The cluster called `64xh100`, `8xa100-80`, `2xdgx-h100`, `cpu` or `8xcpu`; upper and lower case are the same.
+
+    A count before an accelerator counts accelerators, in nodes of its usual shape; before a node it counts nodes. `8xcpu` is
+    eight processes that share this machine. Raises SpecError with the nearest names.
+    """
+    from ultrascale.spec import machines
+
+    match = _COUNTED.fullmatch(text.strip())
+    if match is None or (match[1] and int(match[1]) < 1):
+        raise SpecError([Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100 or cpu.")])
+    count, name = int(match[1] or 1), match[2].lower()
+    name = machines.ALIASES.get(name, name)
+    if name == "cpu":
+        return Cluster(f"{count}xcpu", machines.this_machine(count), count)
+    if name in machines.NODES:
+        node = machines.NODES[name]
+        return Cluster(f"{count}x{name}", node, count * node.num_accelerators)
+    if name in machines.USUAL_NODE:
+        return _of_accelerators(count, name, machines.NODES[machines.USUAL_NODE[name]])
+    raise SpecError([_unknown(text, name, [*machines.USUAL_NODE, *machines.NODES, *machines.ALIASES, "cpu"])])
+
+
+def _of_accelerators(count: int, name: str, node: Node) -> Cluster:
+    per_node = node.num_accelerators
+    if count > per_node and count % per_node:
+        below = count - count % per_node
+        rule = f"{count} is not a whole number of nodes of {per_node} {name}"
+        raise SpecError([Problem("cluster", rule, f"Choose {below}x{name} or {below + per_node}x{name}.")])
+    return Cluster(f"{count}x{name}", node, count)
+
+
+def _unknown(text: str, name: str, known: list[str]) -> Problem:
+    if name == "auto":
+        rule = "auto means the machine that trains, which a plan does not see"
+        return Problem("cluster", rule, "Name one: 8xh100, 2xdgx-h100, cpu.")
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    remedy = f"Did you mean {' or '.join(near)}? " if near else ""
+    return Problem("cluster", f"there is no machine called {text!r}", f"{remedy}`ultrascale show clusters` lists them all.")
