@@ -1,0 +1,1 @@
+"""Text to tokens to batches. NumPy only: no torch."""

@@ -1,0 +1,140 @@
+"""A source of tokens: the shards of a prepared folder, or one foreign prefix, as one stream of documents in stored order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ultrascale.data.errors import DataError
+from ultrascale.data.indexed import Shard, prefix_paths, read_header
+from ultrascale.data.manifest import Manifest, TokenizerFacts, load_manifest
+
+OPEN_SHARDS = 128  # each holds two file descriptors, and 1,024 is a usual limit
+_ENDS = 1 << 20
+
+
+class Corpus:
+    """The stream of one source.
+
+    `path` is a folder made by `ultrascale data prepare`, or a Megatron prefix (`x` for `x.bin` and `x.idx`).
+    Raises DataError, naming the file, if it is neither, is not complete, or a shard is missing or has another size.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.manifest: Manifest | None = None
+        if self.path.is_dir():
+            self.manifest = load_manifest(self.path)
+            self.prefixes = [self.path / shard.name for shard in self.manifest.shards]
+            counts = [shard.tokens for shard in self.manifest.shards]
+            for prefix, count in zip(self.prefixes, counts, strict=True):
+                _expect_size(prefix, count * np.dtype(self.manifest.dtype).itemsize)
+        else:
+            self.prefixes, counts = [_foreign_prefix(self.path)], []
+        self.shard = lru_cache(maxsize=OPEN_SHARDS)(self._open)
+        if self.manifest is None:
+            self.shard(0).verify_index()
+            counts = [self.shard(0).num_tokens]
+        self.offsets = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))  # [shards + 1]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def num_documents(self) -> int:
+        return self.manifest.documents if self.manifest else self.shard(0).num_documents
+
+    @property
+    def tokenizer(self) -> TokenizerFacts | None:
+        """None for a foreign prefix, which does not say."""
+        return self.manifest.tokenizer if self.manifest else None
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """`tokenizer.json` beside the shards, if there."""
+        path = (self.path if self.manifest else self.path.parent) / "tokenizer.json"
+        return path if path.is_file() else None
+
+    def pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """The shards that hold tokens start..start+count-1 of the stream, as (shard, first, last) in the shard's own tokens."""
+        index = int(np.searchsorted(self.offsets, start, "right")) - 1
+        while count > 0:
+            first = start - int(self.offsets[index])
+            last = min(first + count, int(self.offsets[index + 1] - self.offsets[index]))
+            if last > first:
+                yield index, first, last
+            count, start, index = count - (last - first), start + (last - first), index + 1
+
+    def read_into(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.bool_], start: int) -> None:
+        """Copies tokens from `start` of the stream into `tokens` [n], and marks in `starts` [n] those that begin a document."""
+        at = 0
+        for index, first, last in self.pieces(start, len(tokens)):
+            shard = self.shard(index)
+            tokens[at : at + last - first] = shard.tokens[first:last]
+            starts[shard.document_starts(first, last) + (at - first)] = True
+            at += last - first
+
+    def document(self, number: int) -> npt.NDArray[Any]:
+        """The ids of one document, counted over all shards. Raises IndexError if there is no such document."""
+        first = 0
+        for index in range(len(self.prefixes)):
+            here = self.manifest.shards[index].documents if self.manifest else self.num_documents
+            if 0 <= number - first < here:
+                return self.shard(index).document(number - first)
+            first += here
+        raise IndexError(f"{self.path} has documents 0 to {first - 1}, not {number}")
+
+    def fingerprint(self) -> str:
+        """Changes when ids or document boundaries do; the same wherever the files lie.
+
+        A prepared folder has checksums of all it holds; of a foreign prefix the sizes, the header and the first and last MiB of
+        both files are taken.
+        """
+        if self.manifest:
+            return self.manifest.content
+        digest = hashlib.sha256()
+        for path in prefix_paths(self.prefixes[0]):
+            size = path.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            with open(path, "rb") as file:
+                digest.update(file.read(_ENDS))
+                file.seek(max(0, size - _ENDS))
+                digest.update(file.read(_ENDS))
+        return digest.hexdigest()
+
+    def _open(self, index: int) -> Shard:
+        shard = Shard(self.prefixes[index])
+        if self.manifest and shard.num_tokens != self.manifest.shards[index].tokens:
+            promised = self.manifest.shards[index].tokens
+            problem = f"holds {shard.num_tokens} tokens, the manifest promises {promised}"
+            raise DataError(str(shard.bin_path), problem, "Run the same `data prepare` again: it makes damaged shards anew.")
+        return shard
+
+
+def _expect_size(prefix: Path, size: int) -> None:
+    bin_path, idx_path = prefix_paths(prefix)
+    remedy = "Run the same `ultrascale data prepare` again: it makes missing and damaged shards anew."
+    for path in (bin_path, idx_path):
+        if not path.is_file():
+            raise DataError(str(path), "is missing, but the manifest lists it", remedy)
+    if bin_path.stat().st_size != size:
+        raise DataError(str(bin_path), f"is {bin_path.stat().st_size} bytes, the manifest promises {size}", remedy)
+
+
+def _foreign_prefix(path: Path) -> Path:
+    for suffix in (".bin", ".idx"):
+        if path.name.endswith(suffix):
+            path = path.with_name(path.name.removesuffix(suffix))
+    bin_path, idx_path = prefix_paths(path)
+    if not bin_path.exists() and not idx_path.exists():
+        problem = f"is neither a prepared folder nor a prefix: there is no {bin_path.name} beside it"
+        raise DataError(str(path), problem, "Make it with `ultrascale data prepare ... --output FOLDER`.")
+    read_header(idx_path)
+    return path

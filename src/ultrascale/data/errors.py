@@ -1,0 +1,18 @@
+"""The one error of this package."""
+
+from __future__ import annotations
+
+
+class DataError(ValueError):
+    """Something is wrong with input text, a shard, or where it is to be written.
+
+    `where` names the file, with the line, byte or token it is about; `problem` says what was expected and found; `remedy` says
+    what to do; `reason` is the short name under which `--on-bad skip` counts it ("" when it cannot be skipped).
+    """
+
+    def __init__(self, where: str, problem: str, remedy: str, reason: str = ""):
+        super().__init__(where, problem, remedy, reason)
+        self.where, self.problem, self.remedy, self.reason = where, problem, remedy, reason
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}. {self.remedy}"

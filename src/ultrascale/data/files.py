@@ -1,0 +1,75 @@
+"""Files that are either whole or not there: temporary name, fsync, rename, fsync of the folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ultrascale.data.errors import DataError
+
+PARTIAL = ".partial"
+BLOCK_BYTES = 1 << 20
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an OSError of the body into a DataError that names `path` and says that nothing finished is lost."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "Make room or choose another folder and run the same command again: finished shards are kept."
+        raise DataError(str(error.filename or path), f"cannot be written: {error.strerror or error}", remedy) from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replaces `path` with `content` in one step. Raises DataError if the disk is full or the folder is read-only."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    with writing(path):
+        try:
+            with open(partial, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            publish(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Renames a finished, fsynced file and makes the new name durable."""
+    os.replace(partial, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON with sorted keys, whole or not at all."""
+    write_whole(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises DataError if it is not one."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(str(path), f"cannot be read: {error}", "Prepare the data again, into a new folder.") from error
+    if not isinstance(value, dict):
+        raise DataError(str(path), "does not hold a JSON object", "Prepare the data again, into a new folder.")
+    return value
+
+
+def sha256_of(path: Path) -> str:
+    """Checksum of a file, in hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

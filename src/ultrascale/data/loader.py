@@ -1,0 +1,150 @@
+"""Global sequence number -> sequence. A pure function of (sources' content, seed, number), so there is no state to save.
+
+A source is one stream, its documents in stored order, cut every S tokens; each sequence reads one token more than it predicts
+from, so every token but the stream's first is predicted once an epoch. At most S tokens at the stream's end are left over.
+Which sequence has which number is in `order`. Any split of a step's numbers over ranks and micro-batches therefore gives the
+same global batch, and a run resumes at any step by asking for that step's numbers (`spec.progress.step_span`).
+
+With `document_mask`, documents packed into one sequence are kept apart: `document_ids` tells attention, `positions` restart,
+and the last token of a document predicts nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ultrascale.data.corpus import Corpus
+from ultrascale.data.errors import DataError
+from ultrascale.data.order import Blend, shuffled, source_key
+from ultrascale.spec.run import Source
+
+IGNORED = -100
+"""Target of a position that predicts nothing; torch's `ignore_index`."""
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences as the model takes them: int64 arrays [N, S]."""
+
+    tokens: Integers
+    targets: Integers
+    """The next token, or -100."""
+    positions: Integers
+    """Within the sequence, or within the document when documents are kept apart."""
+    document_ids: Integers
+    """0, 1, 2, ... within a sequence; all 0 when documents are not kept apart."""
+
+
+class Loader:
+    """Reads sequences by their global numbers.
+
+    Raises DataError at once if there is no source, one is missing, damaged or shorter than one sequence, was made with another
+    tokenizer than the first one, or has more ids than `vocab_size`.
+    """
+
+    def __init__(
+        self,
+        sources: tuple[Source, ...],
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        seed: int,
+        document_mask: bool = True,
+    ):
+        if not sources:
+            raise DataError("data.sources", "names no source", "Give at least one folder made by `ultrascale data prepare`.")
+        if sequence_length < 1:
+            raise ValueError(f"sequence_length must be at least 1, is {sequence_length}")
+        self.sources, self.sequence_length, self.vocab_size = sources, sequence_length, vocab_size
+        self.document_mask = document_mask
+        self.corpora = tuple(Corpus(source.path) for source in sources)
+        _expect_one_tokenizer(self.corpora, vocab_size)
+        self.sequences_per_epoch = tuple(_count_sequences(corpus, sequence_length) for corpus in self.corpora)
+        try:
+            self._blend = Blend(tuple(source.weight for source in sources))
+        except ValueError as error:
+            raise DataError("data.sources", str(error), "Raise the weight, or leave the source out.") from error
+        self._keys = tuple(source_key(seed, place) for place in range(len(sources)))
+
+    def locate(self, numbers: Iterable[int]) -> tuple[Integers, Integers]:
+        """The source [N], and the sequence within it [N], of each global number."""
+        wanted = np.fromiter(numbers, np.int64)
+        if wanted.size and wanted.min() < 0:
+            raise ValueError(f"sequences are numbered from 0, got {wanted.min()}")
+        source, counts = self._blend.locate(wanted)
+        inside = np.empty_like(counts)
+        for place, size in enumerate(self.sequences_per_epoch):
+            mine = source == place
+            if mine.any():
+                inside[mine] = shuffled(counts[mine], size=size, key=self._keys[place])
+        return source, inside
+
+    def read(self, numbers: Iterable[int]) -> Sequences:
+        """The sequences with these global numbers, in the order given; int64 arrays [N, S].
+
+        Raises DataError, with shard and offset, if an id is not in the vocabulary; ValueError for a negative number.
+        """
+        source, inside = self.locate(numbers)
+        s = self.sequence_length
+        tokens = np.empty((len(source), s + 1), np.int64)
+        starts = np.zeros(tokens.shape, np.bool_)
+        for row, (place, sequence) in enumerate(zip(source.tolist(), inside.tolist(), strict=True)):
+            self.corpora[place].read_into(tokens[row], starts[row], sequence * s)
+        self._check_ids(tokens, source, inside)
+        return _sequences(tokens, starts, self.document_mask)
+
+    def fingerprint(self) -> str:
+        """Of the sources' content and weights, so that a resumed run on other data can be refused. Paths do not enter."""
+        parts = [f"{corpus.fingerprint()}:{source.weight!r}" for corpus, source in zip(self.corpora, self.sources, strict=True)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def _check_ids(self, tokens: Integers, source: Integers, inside: Integers) -> None:
+        if tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < self.vocab_size):
+            return
+        for place, sequence in zip(source.tolist(), inside.tolist(), strict=True):
+            corpus = self.corpora[place]
+            for index, first, last in corpus.pieces(sequence * self.sequence_length, self.sequence_length + 1):
+                corpus.shard(index).check_ids(first, last, self.vocab_size)
+
+
+def _sequences(tokens: Integers, starts: npt.NDArray[np.bool_], document_mask: bool) -> Sequences:
+    """Targets, positions and document ids from tokens and document starts, both [N, S+1]."""
+    n, s = tokens.shape[0], tokens.shape[1] - 1
+    places = np.broadcast_to(np.arange(s), (n, s))
+    inputs, targets = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+    if not document_mask:
+        return Sequences(inputs, targets, np.ascontiguousarray(places), np.zeros((n, s), np.int64))
+    targets[starts[:, 1:]] = IGNORED
+    begins = starts[:, :-1]
+    begins[:, 0] = True  # a document cut by the sequence's start begins anew there
+    document_ids = np.cumsum(begins, axis=1, dtype=np.int64) - 1
+    first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return Sequences(inputs, targets, places - first, document_ids)
+
+
+def _count_sequences(corpus: Corpus, sequence_length: int) -> int:
+    count = (corpus.num_tokens - 1) // sequence_length
+    if count < 1:
+        problem = f"holds {corpus.num_tokens} tokens, a sequence needs {sequence_length + 1}"
+        raise DataError(str(corpus.path), problem, "Prepare more text, or lower batch.sequence_length.")
+    return count
+
+
+def _expect_one_tokenizer(corpora: tuple[Corpus, ...], vocab_size: int) -> None:
+    first: Corpus | None = None
+    for corpus in corpora:
+        if corpus.tokenizer is None:
+            continue
+        if corpus.tokenizer.vocab_size > vocab_size:
+            problem = f"its tokenizer has ids up to {corpus.tokenizer.vocab_size - 1}, the model {vocab_size} (vocab_size)"
+            raise DataError(str(corpus.path), problem, f"Set model.vocab_size to {corpus.tokenizer.vocab_size} or more.")
+        first = first or corpus
+        if first.tokenizer and corpus.tokenizer.fingerprint != first.tokenizer.fingerprint:
+            problem = f"was prepared with another tokenizer than {first.path}"
+            raise DataError(str(corpus.path), problem, "Prepare all sources with the same tokenizer.json.")

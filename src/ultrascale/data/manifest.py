@@ -1,0 +1,115 @@
+"""`manifest.json`: what a prepared folder holds and what it was made from. Its presence says that the folder is complete."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ultrascale.data.errors import DataError
+from ultrascale.data.files import read_json, write_json
+
+NAME = "manifest.json"
+FORMAT = "ultrascale-data-1"
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One finished shard."""
+
+    name: str
+    """Prefix of its `.bin` and `.idx` in the folder."""
+    documents: int
+    tokens: int
+    bin_sha256: str
+    idx_sha256: str
+    sources: tuple[Mapping[str, Any], ...] = ()
+    """The files it was made from, with the range of bytes (row groups for Parquet), size and modification time."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Documents left out, by reason."""
+    skipped_first: Mapping[str, str] = field(default_factory=dict)
+    """For each reason, where it was met first."""
+    inexact_cuts: int = 0
+    """Cuts of very long documents where ids may differ from those of the document tokenized whole."""
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What ids mean."""
+
+    fingerprint: str
+    """sha256 of `tokenizer.json`."""
+    vocab_size: int
+    """The largest id, plus one."""
+    eod_token: str
+    eod_id: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A prepared folder."""
+
+    dtype: str
+    tokenizer: TokenizerFacts
+    shards: tuple[ShardRecord, ...]
+    request: Mapping[str, Any]
+    """What was asked for; the same command may come again, another one is refused."""
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Documents left out, by reason."""
+        total: dict[str, int] = {}
+        for shard in self.shards:
+            for reason, count in shard.skipped.items():
+                total[reason] = total.get(reason, 0) + count
+        return dict(sorted(total.items()))
+
+    @property
+    def content(self) -> str:
+        """Checksum over all ids and document boundaries, in order."""
+        return hashlib.sha256("".join(s.bin_sha256 + s.idx_sha256 for s in self.shards).encode()).hexdigest()
+
+    def summary(self) -> dict[str, Any]:
+        """The facts a reader wants first, JSON-able."""
+        return {
+            "documents": self.documents, "tokens": self.tokens, "dtype": self.dtype, "num_shards": len(self.shards),
+            "skipped": self.skipped, "inexact_cuts": sum(s.inexact_cuts for s in self.shards), "content": self.content,
+            "tokenizer": asdict(self.tokenizer),
+        }  # fmt: skip
+
+
+def save_manifest(manifest: Manifest, folder: Path) -> None:
+    """Writes `manifest.json`, whole or not at all."""
+    shards = [asdict(shard) for shard in manifest.shards]
+    write_json(folder / NAME, {"format": FORMAT, **manifest.summary(), "request": dict(manifest.request), "shards": shards})
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Reads `manifest.json`. Raises DataError if it is missing, damaged, or of another format."""
+    path = folder / NAME
+    if not path.exists():
+        remedy = "Run `ultrascale data prepare` (again: it goes on where it stopped)."
+        raise DataError(str(folder), f"holds no {NAME}, so it was not prepared to the end", remedy)
+    value = read_json(path)
+    if value.get("format") != FORMAT:
+        raise DataError(str(path), f"has format {value.get('format')!r}, expected {FORMAT!r}", "Prepare the data again.")
+    try:
+        shards = tuple(record_from(shard) for shard in value["shards"])
+        return Manifest(value["dtype"], TokenizerFacts(**value["tokenizer"]), shards, value["request"])
+    except (KeyError, TypeError) as error:
+        raise DataError(str(path), f"is damaged: {error}", "Prepare the data again, into a new folder.") from error
+
+
+def record_from(value: Mapping[str, Any]) -> ShardRecord:
+    """A record from its JSON. Raises TypeError or KeyError if a field is missing or unknown."""
+    return ShardRecord(**{**value, "sources": tuple(value["sources"])})
