@@ -226,7 +226,7 @@ class LiveMemory(TorchDispatchMode):
     def _after_gather(self, group: Any, *unused: Any) -> None:
         """Watch the gradients of the gathered parameters, which exist from the first all-gather on."""
         for parameter in (shard._unsharded_param for shard in group.fsdp_params if hasattr(shard, "_unsharded_param")):
-            if parameter.requires_grad and not getattr(parameter, "_counted_by", None) is self:
+            if parameter.requires_grad and getattr(parameter, "_counted_by", None) is not self:
                 hook = parameter.register_post_accumulate_grad_hook(lambda p: self._retag(p.grad, "gradients"))
                 parameter._counted_by = self
                 self._undo += [hook.remove, lambda parameter=parameter: setattr(parameter, "_counted_by", None)]
