@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import FAMILIES, GPT2, LLAMA
 from torch.nn import functional as F
 
-from families import FAMILIES, GPT2, LLAMA
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
 from ultrascale.spec.model import Model

@@ -1,0 +1,74 @@
+"""The tokenizer's files in a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ultrascale.spec.problems import Problem, SpecError
+
+TOKENIZER_FILE = "tokenizer.json"
+# What common tokenizers call the token that ends, or begins, a document.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+_BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt")
+
+
+def find_tokenizer(path: str | Path) -> Path:
+    """The `tokenizer.json` that `path` is, or that lies in it. Raises SpecError if there is none."""
+    path = Path(path)
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise SpecError([Problem(str(file), "is not there", f"Give a {TOKENIZER_FILE} or a folder with one.")])
+    return file
+
+
+def copy_tokenizer(source: str | Path, folder: Path, *, max_length: int) -> dict[str, int]:
+    """Copy a tokenizer into `folder`; returns the token ids that belong in config.json (`bos_token_id`, `eos_token_id`).
+
+    Files that lie beside `tokenizer.json` go along; without a `tokenizer_config.json` one is made.
+    Raises SpecError if the file is missing or no tokenizer.
+    """
+    file = find_tokenizer(source)
+    special = special_tokens(file)
+    shutil.copyfile(file, folder / TOKENIZER_FILE)
+    for name in _BESIDE:
+        if (file.parent / name).is_file():
+            shutil.copyfile(file.parent / name, folder / name)
+    if not (folder / "tokenizer_config.json").exists():
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
+        config |= {f"{role}_token": token for role, (token, _) in special.items()}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return {f"{role}_token_id": number for role, (_, number) in special.items()}
+
+
+def special_tokens(file: Path) -> dict[str, tuple[str, int]]:
+    """The tokens that end ("eos") and begin ("bos") a document, with their ids, as far as `tokenizer.json` has usual ones.
+
+    A `tokenizer_config.json` beside it has the say; a lone special token ends documents.
+    """
+    ids = {token["content"]: token["id"] for token in _read(file).get("added_tokens", []) if token.get("special")}
+    named = file.with_name("tokenizer_config.json")
+    said = _read(named) if named.is_file() else {}
+    found: dict[str, tuple[str, int]] = {}
+    for role, usual in (("eos", _ENDS), ("bos", _BEGINS)):
+        token = said.get(f"{role}_token")
+        token = token["content"] if isinstance(token, dict) else token
+        if token is None and not said:
+            lone = list(ids) if role == "eos" and len(ids) == 1 else []
+            token = next((name for name in (*usual, *lone) if name in ids), None)
+        if token is not None and token in ids:
+            found[role] = (token, ids[token])
+    return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError([Problem(str(file), f"cannot be read: {error}", "Repair or replace the file.")]) from None
+    if not isinstance(content, dict):
+        raise SpecError([Problem(str(file), "must hold a JSON object", "Repair or replace the file.")])
+    return content

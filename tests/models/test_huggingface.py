@@ -1,0 +1,189 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from families import FAMILIES, LLAMA
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.huggingface import export_folder, import_folder, stored_weights
+from ultrascale.models.initialise import initialise
+from ultrascale.spec.model import Model
+from ultrascale.spec.problems import SpecError
+
+transformers = pytest.importorskip("transformers")
+
+
+def random_decoder(model: Model, dtype: torch.dtype) -> Decoder:
+    """Norms and biases are shaken too: at one and zero they would hide a mistake."""
+    decoder = Decoder(model)
+    initialise(decoder, model, seed=5)
+    generator = torch.Generator().manual_seed(6)
+    for parameter in decoder.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return decoder.to(dtype)
+
+
+def state_of(decoder: Decoder) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+
+
+def reload_in_transformers(folder, dtype: torch.dtype):
+    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+    )
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
+    if dtype == torch.float64:
+        widen_norms(theirs)
+    return theirs.train()
+
+
+def widen_norms(theirs) -> None:
+    """transformers rounds to fp32 inside every RMSNorm, whatever the model's dtype; nothing else of it stays below fp64."""
+    for module in theirs.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = lambda x, m=module: F.rms_norm(x, m.weight.shape, m.weight, m.variance_epsilon)
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_every_gradient_equal_transformers_reading_our_export(family, dtype, tolerance, tmp_path):
+    model = FAMILIES[family]
+    ours = random_decoder(model, dtype)
+    theirs = reload_in_transformers(export_folder(state_of(ours), model, tmp_path / "hf"), dtype)
+    tokens = torch.randint(model.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+    targets = tokens.roll(-1, 1)
+
+    logits, expected = ours(tokens), theirs(tokens, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * expected.abs().max().item())
+
+    ours(tokens, targets=targets).backward()
+    loss_of(expected, targets).backward()
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    table, compared = stored_weights(model), 0
+    for name, parameter in theirs.named_parameters():
+        stored = table[name]
+        whole = torch.cat([gradients[part] for part in stored.names])
+        whole = whole.t() if stored.transposed else whole
+        torch.testing.assert_close(whole, parameter.grad, rtol=0, atol=tolerance * parameter.grad.abs().max().item(), msg=name)
+        compared += len(stored.names)
+    assert compared == len(gradients)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000], ids=["one file", "shards"])
+@pytest.mark.parametrize("family", ["gpt2", "llama3-scaling", "llama-yarn", "mistral", "qwen2-window", "smollm3"])
+def test_export_then_import_is_bit_equal(family, max_shard_bytes, tmp_path):
+    model = FAMILIES[family]
+    state = state_of(random_decoder(model, torch.bfloat16))
+    folder = export_folder(state, model, tmp_path / "hf", max_shard_bytes=max_shard_bytes)
+    assert (folder / "model.safetensors.index.json").exists() == (max_shard_bytes == 20_000)
+    found, restored = import_folder(folder)
+    assert replace(found, name="") == model
+    assert list(restored) == list(state)
+    assert all(torch.equal(restored[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama3-scaling", "qwen2-tied", "qwen3", "smollm3"])
+def test_what_transformers_saves_is_read_with_equal_logits(family, tmp_path):
+    model = FAMILIES[family]
+    first = export_folder(state_of(random_decoder(model, torch.float32)), model, tmp_path / "first")
+    theirs = reload_in_transformers(first, torch.float32)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    found, state = import_folder(tmp_path / "theirs")
+    ours = Decoder(found)
+    ours.load_state_dict(state)
+    tokens = torch.arange(30)[None] % model.vocab_size
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_files_of_the_bare_model_with_derived_tables_and_a_repeated_tied_head_are_read(tmp_path):
+    model = FAMILIES["gpt2"]
+    folder = export_folder(state_of(random_decoder(model, torch.float32)), model, tmp_path / "hf")
+    tensors = {name.removeprefix("transformer."): value for name, value in load_file(folder / "model.safetensors").items()}
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": tensors["wte.weight"].clone()}
+    save_file(tensors, folder / "model.safetensors")
+    _, state = import_folder(folder)
+    assert torch.equal(state["embed_tokens.weight"], tensors["wte.weight"])
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(SpecError, match=r"lm_head\.weight.*differs from the embedding"):
+        import_folder(folder)
+
+
+def test_every_missing_unknown_and_misshapen_tensor_is_named(tmp_path):
+    folder = export_folder(state_of(random_decoder(LLAMA, torch.float32)), LLAMA, tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.extra"] = torch.ones(1)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:5].clone()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(SpecError) as raised:
+        import_folder(folder)
+    assert sorted((problem.key, problem.rule) for problem in raised.value.problems) == [
+        ("lm_head.weight", "must have shape (97, 32), has (5, 32)"),
+        ("model.extra", "is no weight of this model"),
+        ("model.norm.weight", "is missing"),
+    ]
+
+
+def test_a_folder_with_pickles_only_is_refused(tmp_path):
+    folder = export_folder(state_of(random_decoder(LLAMA, torch.float32)), LLAMA, tmp_path / "hf")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(SpecError, match="Pickle files are never read"):
+        import_folder(folder)
+
+
+def test_a_damaged_or_absent_shard_is_named(tmp_path):
+    state = state_of(random_decoder(LLAMA, torch.float32))
+    folder = export_folder(state, LLAMA, tmp_path / "hf", max_shard_bytes=20_000)
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(SpecError, match=shard.name):
+        import_folder(folder)
+    shard.unlink()
+    with pytest.raises(SpecError, match=f"{shard.name}.*not there"):
+        import_folder(folder)
+
+
+def test_an_export_never_replaces_a_folder_unasked_and_leaves_nothing_when_it_fails(tmp_path):
+    state = state_of(random_decoder(LLAMA, torch.float32))
+    folder = export_folder(state, LLAMA, tmp_path / "hf")
+    with pytest.raises(SpecError, match="exists already"):
+        export_folder(state, LLAMA, folder)
+    export_folder(state, LLAMA, folder, dtype=torch.bfloat16, overwrite=True)
+    assert import_folder(folder)[1]["norm.weight"].dtype == torch.bfloat16
+    with pytest.raises(SpecError, match=r"tokenizer\.json.*not there"):
+        export_folder(state, LLAMA, tmp_path / "other", tokenizer=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_a_state_that_is_not_the_models_is_refused_by_name(tmp_path):
+    state = state_of(random_decoder(LLAMA, torch.float32))
+    state["nonsense"] = state.pop("norm.weight")
+    with pytest.raises(SpecError, match=r"nonsense: is no weight[\s\S]*norm\.weight: is missing"):
+        export_folder(state, LLAMA, tmp_path / "hf")
+
+
+def test_the_tokenizer_goes_along_and_transformers_encodes_with_it(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=80, special_tokens=["<|endoftext|>"])
+    tokenizer.train_from_iterator(["a plain text about a plain model"], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    state = state_of(random_decoder(LLAMA, torch.float32))
+    folder = export_folder(state, LLAMA, tmp_path / "hf", tokenizer=tmp_path / "tokenizer.json")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs("a plain model")["input_ids"] == tokenizer.encode("a plain model").ids
+    assert theirs.eos_token == "<|endoftext|>"
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 0
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
+    assert import_folder(folder)[0].vocab_size == 97
