@@ -76,8 +76,10 @@ def choose_device(device: str) -> torch.device:
 
 
 @contextmanager
-def process_group(layout: Layout, *, device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[Ranks]:
-    """Join the processes of the run and leave them again.
+def process_group(
+    layout: Layout, *, device: str = "auto", timeout_seconds: float = 600.0, rendezvous: str = "env://"
+) -> Iterator[Ranks]:
+    """Join the processes of the run and leave them again. They meet where `rendezvous` says, a URL torch understands.
 
     Raises SpecError if the number of processes is not the layout's.
     """
@@ -92,7 +94,7 @@ def process_group(layout: Layout, *, device: str = "auto", timeout_seconds: floa
     if world == 1 and not needs_sharding(layout):
         yield Ranks(0, 1, here)
         return
-    _join(here, world, timedelta(seconds=timeout_seconds))
+    _join(here, world, timedelta(seconds=timeout_seconds), rendezvous)
     try:
         yield Ranks(dist.get_rank(), world, here, _host_group(here, timeout_seconds))
     finally:
@@ -109,12 +111,13 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (layout.dp_replicate, layout.shard_size), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def _join(device: torch.device, world: int, timeout: timedelta) -> None:
+def _join(device: torch.device, world: int, timeout: timedelta, rendezvous: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    rank = int(os.environ["RANK"])
+    store, rank, world = next(iter(dist.rendezvous(rendezvous, rank, world, timeout=timeout)))
     # torchrun keeps its store over restarts, and a new worker then meets the addresses of dead ones: each attempt writes
     # under its own prefix, unless the launcher already gives each a store of its own (pytorch#135712).
     if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":

@@ -1,0 +1,40 @@
+"""The global gradient norm, clipping, and the search for a parameter that has gone bad."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ultrascale.train.optimizer import local, local_gradients
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite; nothing has been updated."""
+
+
+def gradient_norm(decoder: nn.Module) -> torch.Tensor:
+    """The 2-norm of the whole gradient, 0-d, on the device, equal on every rank.
+
+    Each element counts once: squares are summed over this rank's parts, then, in fp64, over the ranks that share one copy.
+    """
+    parameters = list(decoder.parameters())
+    nothing = torch.zeros(1, device=local(parameters[0]).device)  # a rank may hold no element of any gradient
+    norms = torch._foreach_norm([g for g in local_gradients(parameters) if g.numel()] or [nothing])
+    squares = torch.stack(list(norms)).double().square().sum()
+    mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
+    if mesh is not None and mesh["dp_shard"].size() > 1:
+        dist.all_reduce(squares, group=mesh.get_group("dp_shard"))
+    return squares.sqrt()
+
+
+def clip_gradients(decoder: nn.Module, norm: float, limit: float | None) -> None:
+    """Scale all gradients by limit / norm if norm is above limit."""
+    if limit is not None and norm > limit:
+        torch._foreach_mul_(local_gradients(decoder.parameters()), limit / (norm + 1e-6))
+
+
+def name_bad_gradients(decoder: nn.Module) -> list[str]:
+    """Parameters whose part on this rank has a gradient that is not finite."""
+    return [name for name, p in decoder.named_parameters() if p.grad is not None and not torch.isfinite(local(p.grad)).all()]

@@ -1,0 +1,164 @@
+"""A run from start to end: join, build, go on where it stopped, step, save, leave.
+
+train(run)
+  process_group      who is here
+  Trainer            model cut as the layout says, optimizer, data            (trainer.py)
+  restore_newest     if the run's folder has a checkpoint                     (resume.py)
+  for each step      train_step, evaluate, record, save
+  finish             last checkpoint, Hugging Face folder
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ultrascale.checkpoint import Saver, check_writable
+from ultrascale.data.loader import Loader
+from ultrascale.parallel.mesh import Ranks, process_group
+from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.run import Run, Source
+from ultrascale.train.evaluate import evaluate
+from ultrascale.train.metrics import Metrics, Row, console_line
+from ultrascale.train.performance import Performance
+from ultrascale.train.resume import facts_of, restore_newest, tensors_of
+from ultrascale.train.run_folder import RunFolder, environment
+from ultrascale.train.signals import on_stop_signal
+from ultrascale.train.trainer import StepResult, StopRequested, Trainer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    steps_done: int
+    stopped: bool
+    """A signal ended it before its last step."""
+    last_loss: float | None
+
+
+def train(run: Run, *, allow_changes: bool = False) -> Outcome:
+    """Train `run`, or go on with it, in this process and those that torchrun started beside it.
+
+    Raises SpecError (the run does not fit the processes, the data or the checkpoint), DataError, CheckpointError,
+    NonFiniteError.
+    """
+    with process_group(run.layout, device=run.device, timeout_seconds=run.collective_timeout_seconds) as ranks:
+        session = Session.start(run, ranks, allow_changes=allow_changes)
+        with on_stop_signal(session.trainer.request_stop), ExitStack() as leaving:
+            leaving.callback(session.metrics.close)
+            outcome = session.steps()
+            session.finish(outcome)
+        return outcome
+
+
+@dataclass
+class Session:
+    """One stretch of a run, from start or resume to its end or a signal."""
+
+    run: Run
+    ranks: Ranks
+    folder: RunFolder
+    trainer: Trainer
+    saver: Saver
+    metrics: Metrics
+    performance: Performance
+    validation: list[tuple[str, Loader]] = field(default_factory=list)
+    saved_at: int = -1
+
+    @classmethod
+    def start(cls, run: Run, ranks: Ranks, *, allow_changes: bool) -> Session:
+        folder = RunFolder.of(run)
+        if ranks.is_first:
+            check_writable(folder.checkpoints)
+        ranks.barrier()
+        trainer = Trainer(run, ranks, build_loader(run, run.data.sources))
+        checkpoint, rejected = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes)
+        if ranks.is_first:
+            folder.write_text("run.toml", to_toml(run))
+            folder.write_json("environment.json", environment())
+            folder.forget_metrics_from(trainer.steps_done)
+            folder.event("start", step=trainer.steps_done, world=ranks.world, checkpoint=checkpoint and checkpoint.name)
+        metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
+        for reason in rejected:
+            metrics.line(f"damaged checkpoint passed over: {reason}")
+        if checkpoint is not None:
+            metrics.line(f"resumed from {checkpoint} at step {trainer.steps_done}")
+        saver = Saver(
+            folder.checkpoints,
+            keep=run.checkpoint.keep,
+            keep_every_steps=run.checkpoint.keep_every_steps,
+            asynchronous=run.checkpoint.asynchronous,
+            process_group=ranks.host_group,
+        )
+        validation = [(Path(s.path).name, build_loader(run, (s,))) for s in run.data.validation]
+        performance = Performance(run, ranks, folder, metrics)
+        saved_at = trainer.steps_done if checkpoint is not None else -1
+        return cls(run, ranks, folder, trainer, saver, metrics, performance, validation, saved_at)
+
+    def steps(self) -> Outcome:
+        """Step until the run is done or a signal came."""
+        last_loss = None
+        with self.performance.watching(self.trainer):
+            while self.trainer.steps_done < self.run.steps:
+                started = time.perf_counter()
+                try:
+                    result = self.trainer.train_step()
+                except StopRequested:
+                    return Outcome(self.trainer.steps_done, True, last_loss)
+                last_loss = result.loss
+                values = self.performance.after_step(result, time.perf_counter() - started)
+                self._after_step(result, values)
+        return Outcome(self.trainer.steps_done, False, last_loss)
+
+    def finish(self, outcome: Outcome) -> None:
+        """Keep what there is, and export it if the run is complete."""
+        if self.saved_at != self.trainer.steps_done:
+            self.save()
+        self.saver.close()
+        if outcome.stopped:
+            self.metrics.line(f"stopped at step {outcome.steps_done}: saved; the same command goes on from here")
+        elif self.run.checkpoint.export:
+            from ultrascale.train.export import export_checkpoint
+
+            if self.ranks.is_first:
+                target = export_checkpoint(self.folder.checkpoints, self.folder.path / "export", run=self.run)
+                self.metrics.line(f"done: {outcome.steps_done} steps; Hugging Face folder in {target}")
+            self.ranks.barrier()
+        if self.ranks.is_first:
+            self.folder.event("stop" if outcome.stopped else "end", step=outcome.steps_done)
+
+    def save(self) -> None:
+        """Save the state as it is now."""
+        self.saver.save(self.trainer.steps_done, tensors_of(self.trainer), facts_of(self.trainer))
+        self.saved_at = self.trainer.steps_done
+
+    def _after_step(self, result: StepResult, values: Row) -> None:
+        done, run = self.trainer.steps_done, self.run
+        if _due(run.evaluation.every_steps, done) or (run.evaluation.every_steps and done == run.steps):
+            for name, loader in self.validation:
+                loss = evaluate(self.trainer, loader, run.evaluation.sequences)
+                values["val/loss" if len(self.validation) == 1 else f"val/loss/{name}"] = loss
+        if _due(run.log.every_steps, done) or done == run.steps:
+            self.metrics.row(result.step, values)
+            self.metrics.line(console_line(run, values, done))
+        self.metrics.advance(done)
+        if _due(run.checkpoint.every_steps, done):
+            self.save()
+
+
+def build_loader(run: Run, sources: tuple[Source, ...]) -> Loader:
+    """The loader of a run over `sources`."""
+    return Loader(
+        sources,
+        sequence_length=run.batch.sequence_length,
+        vocab_size=run.model.vocab_size,
+        seed=run.seed,
+        document_mask=run.data.document_mask,
+    )
+
+
+def _due(every: int | None, steps_done: int) -> bool:
+    return bool(every) and steps_done % every == 0

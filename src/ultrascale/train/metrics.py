@@ -1,0 +1,124 @@
+"""What a run says about itself: rows of numbers, one line on the console, a bar on a terminal.
+
+`metrics.jsonl` is the truth; trackers are fed the same rows when the run names them, and are imported only then.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from ultrascale.spec.run import Run
+from ultrascale.train.run_folder import RunFolder
+
+Row = dict[str, float | int | None]
+
+
+class Metrics:
+    """Rows to `metrics.jsonl` and trackers, lines to the console and log.txt. Only rank 0 has one that writes."""
+
+    def __init__(self, run: Run, folder: RunFolder, *, first_step: int, writes: bool):
+        self.run, self.folder, self.writes = run, folder, writes
+        self.sinks = [SINKS[name](run, folder) for name in run.log.sinks] if writes else []
+        self.bar = _bar(first_step, run.steps) if writes and sys.stderr.isatty() else None
+        self._warned = False
+
+    def row(self, step: int, values: Row) -> None:
+        """Record the values of a step (counted from zero)."""
+        if not self.writes:
+            return
+        known = {key: value for key, value in values.items() if value is not None}
+        try:
+            self.folder.append(self.folder.metrics.name, {"step": step, "time": time.time(), **known})
+        except OSError as error:  # a full disk must not end a run that is otherwise well; its checkpoints will say so
+            self._warn_once(f"metrics are not being written: {error}")
+        for sink in self.sinks:
+            sink(step, known)
+
+    def line(self, text: str) -> None:
+        """Say one line."""
+        if not self.writes:
+            return
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        else:
+            print(text, flush=True)
+        try:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            with open(self.folder.path / "log.txt", "a") as file:
+                file.write(text + "\n")
+        except OSError as error:
+            self._warn_once(f"log.txt is not being written: {error}")
+
+    def advance(self, steps_done: int) -> None:
+        """Move the progress bar."""
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=steps_done)
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self.bar is not None:
+            self.bar.stop()
+
+    def _warn_once(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def console_line(run: Run, values: Row, steps_done: int) -> str:
+    """`step 10 loss 7.1234 gnorm 0.98 lr 3.0e-04 mem 61.2GiB tok/s/gpu 12,345 mfu 41.2% eta 1h02m`."""
+    parts = [f"step {steps_done}/{run.steps}", f"loss {values['train/loss']:.4f}", f"gnorm {values['train/grad_norm']:.2f}"]
+    parts.append(f"lr {values['train/lr']:.1e}")
+    if (validation := values.get("val/loss")) is not None:
+        parts.append(f"val {validation:.4f}")
+    if (memory := values.get("mem/peak_allocated_gib")) is not None:
+        parts.append(f"mem {memory:.1f}GiB")
+    parts.append(f"tok/s/{'gpu' if 'mem/peak_allocated_gib' in values else 'proc'} {values['perf/tokens_per_s_per_gpu']:,.0f}")
+    if (mfu := values.get("perf/mfu")) is not None:
+        parts.append(f"mfu {mfu:.1%}")
+    seconds = (run.steps - steps_done) * (values["perf/step_s"] or 0.0)
+    parts.append(f"eta {duration(seconds)}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`1h02m`, `3m20s`, `12s`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def _bar(first_step: int, steps: int) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, transient=True)
+    bar.add_task("training", total=steps, completed=first_step)
+    bar.start()
+    return bar
+
+
+def _tensorboard(run: Run, folder: RunFolder) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder.path / "tensorboard"))
+
+    def write(step: int, values: Row) -> None:
+        for key, value in values.items():
+            writer.add_scalar(key, value, step)
+
+    return write
+
+
+def _wandb(run: Run, folder: RunFolder) -> Any:
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    session = wandb.init(project="ultrascale", name=run.name, dir=str(folder.path), resume="allow", id=run.name)
+    return lambda step, values: session.log(values, step=step)
+
+
+SINKS = {"tensorboard": _tensorboard, "wandb": _wandb}

@@ -1,0 +1,60 @@
+"""AdamW over the decoder's parameters, with weight decay where the weights table says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from ultrascale.spec.model import Model
+from ultrascale.spec.run import Optimizer
+from ultrascale.spec.weights import weights
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(decoder: nn.Module, model: Model, settings: Optimizer) -> AdamW:
+    """Fused AdamW in two groups, with and without weight decay. Its state exists from the start, so that it can be saved,
+    loaded and planned at any step."""
+    decays = {weight.name: weight.decay for weight in weights(model)}
+    named = list(decoder.named_parameters())
+    groups = [
+        {"params": [p for name, p in named if decays[name]], "weight_decay": settings.weight_decay},
+        {"params": [p for name, p in named if not decays[name]], "weight_decay": 0.0},
+    ]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def create_state(optimizer: AdamW, steps_done: int) -> None:
+    """Give every parameter its moments (zero) and its count of updates, as AdamW's first step would."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(steps_done), dtype=torch.float32, device=parameter.device),
+                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+            }
+
+
+def set_learning_rate(optimizer: AdamW, rate: float) -> None:
+    """Use `rate` for the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor; the tensor itself if it is whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """This rank's parts of the gradients that are there."""
+    return [local(p.grad) for p in parameters if p.grad is not None]

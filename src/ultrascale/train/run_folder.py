@@ -1,0 +1,96 @@
+"""The folder a run lives in. Everything about a run is here, and what is here is enough to go on with it.
+
+run.toml          the resolved run, as `ultrascale train` would read it again
+plan.json         what was predicted          metrics.jsonl     one row a logged step
+memory.json       live memory, first steps    events.jsonl      starts, resumes, saves, stops
+environment.json  machine and versions        log.txt           what was said
+checkpoints/      step-*/                     export/           the Hugging Face folder, at the end
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale import __version__
+from ultrascale.spec.run import Run
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and plain files of one run. Only rank 0 writes, except for checkpoints."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, run: Run) -> RunFolder:
+        """The folder of `run`, which need not be there yet."""
+        return cls(Path(run.folder) / run.name)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def write_text(self, name: str, text: str) -> None:
+        """Replace a file of the folder in one piece."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        partial = self.path / f".{name}.tmp"
+        partial.write_text(text)
+        os.replace(partial, self.path / name)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Replace a JSON file of the folder in one piece."""
+        self.write_text(name, json.dumps(value, indent=1) + "\n")
+
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Add a row to a JSONL file of the folder."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / name, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Add a row to events.jsonl."""
+        self.append("events.jsonl", {"time": time.time(), "event": kind, **facts})
+
+    def forget_metrics_from(self, step: int) -> None:
+        """Drop rows of steps that will be done again, and a row torn by a crash, so that every step stands there once."""
+        if not self.metrics.exists():
+            return
+        rows = [row for row in map(_parsed, self.metrics.read_text().splitlines()) if row is not None]
+        kept = [json.dumps(row) for row in rows if row["step"] < step]
+        self.write_text(self.metrics.name, "".join(f"{row}\n" for row in kept))
+
+
+def environment() -> dict[str, Any]:
+    """Machine and versions, without anything secret: no environment variables, no user or host name."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "ultrascale": __version__,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        facts |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return facts
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

@@ -1,0 +1,38 @@
+"""SIGTERM and Ctrl-C: finish the step, save, leave.
+
+A handler only takes a note. Python runs handlers between bytecodes, so one that arrives inside a collective waits for it; all
+ranks then learn of the note when they next count tokens together, and stop before the same step. A second signal some seconds
+later is the usual one and ends the process at once; not sooner, because a terminal and torchrun both deliver a Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_WISH_SECONDS = 3.0
+
+
+@contextmanager
+def on_stop_signal(take_note: Callable[[], None]) -> Iterator[None]:
+    """While inside, the first SIGTERM or SIGINT calls `take_note` instead of ending the process."""
+
+    noted: list[float] = []
+
+    def handler(number: int, frame: object) -> None:
+        if noted and time.monotonic() - noted[0] > SAME_WISH_SECONDS:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
+        elif not noted:
+            noted.append(time.monotonic())
+            take_note()
+
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

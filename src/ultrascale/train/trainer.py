@@ -1,0 +1,212 @@
+"""One rank of a run: everything that exists between steps, and the step.
+
+1. read this rank's sequences of the step, and count its valid targets
+2. agree with the other ranks on the count and on whether to stop
+3. play the actions of `schedules.accumulate`: forward, backward, forward, backward, ...
+4. gradient norm, and stop before the update if it is not finite
+5. clip, update, forget the gradients
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from math import isfinite
+
+import numpy as np
+import torch
+
+from ultrascale.data.loader import Loader, Sequences
+from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.apply import build_decoder
+from ultrascale.parallel.data import prepare_action
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.schedules.accumulate import accumulate
+from ultrascale.schedules.actions import Kind
+from ultrascale.spec.progress import StepSpan, step_span
+from ultrascale.spec.run import Run
+from ultrascale.train.gradients import NonFiniteError, clip_gradients, gradient_norm, name_bad_gradients
+from ultrascale.train.learning_rate import learning_rate
+from ultrascale.train.noise_scale import NoiseScale
+from ultrascale.train.optimizer import build_optimizer, create_state, set_learning_rate
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass sees, on the device; shapes [B, S], int64."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor | None
+    document_ids: torch.Tensor | None
+    num_targets: int
+    """Targets that count."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What is known of a step before its update; equal on every rank."""
+
+    step: int
+    loss: float
+    """Mean over the valid targets of the global batch, in nats."""
+    norm: float
+    """2-norm of the whole gradient, before clipping."""
+    num_sequences: int
+    num_targets: int
+    """Valid targets of the global batch."""
+    data_seconds: float
+    noise_scale_tokens: float | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step that is done."""
+
+    gradients: Gradients
+    learning_rate: float
+
+
+class StopRequested(Exception):
+    """Some rank was asked to stop; raised on all of them before the same step."""
+
+
+@dataclass
+class Trainer:
+    """The state of one rank of a run."""
+
+    run: Run
+    ranks: Ranks
+    loader: Loader
+    decoder: Decoder = field(init=False)
+    optimizer: torch.optim.AdamW = field(init=False)
+    noise_scale: NoiseScale | None = field(init=False, default=None)
+    steps_done: int = field(init=False, default=0)
+    stop_requested: bool = field(init=False, default=False)
+    """Set by a signal handler; all ranks act on it before the next step."""
+
+    def __post_init__(self) -> None:
+        run = self.run
+        self.decoder = build_decoder(run.model, run.layout, device=self.ranks.device, seed=run.seed, compile_blocks=run.compile)
+        self.optimizer = build_optimizer(self.decoder, run.model, run.optimizer)
+        create_state(self.optimizer, 0)
+        if run.log.gradient_noise_scale:
+            self.noise_scale = NoiseScale(self.decoder)
+
+    def request_stop(self) -> None:
+        """Stop before the next step, with all ranks."""
+        self.stop_requested = True
+
+    def train_step(self) -> StepResult:
+        """Do the next step.
+
+        Raises StopRequested (nothing done) if any rank was asked to stop, and NonFiniteError (nothing updated) if the loss or a
+        gradient is NaN or infinite.
+        """
+        gradients = self.compute_gradients()
+        rate = self.update(gradients.norm)
+        return StepResult(gradients, rate)
+
+    def compute_gradients(self) -> Gradients:
+        """Everything of the next step up to and including the norm of its gradient, which is left in the parameters."""
+        span = step_span(self.run.batch, self.steps_done)
+        started = time.perf_counter()
+        micro_batches = [self.to_device(s) for s in self.read_micro_batches(span)]
+        data_seconds = time.perf_counter() - started
+        num_targets = self._agree_on_targets(micro_batches)
+        sums = self._forward_backward(micro_batches, num_targets)
+        norm = gradient_norm(self.decoder)
+        loss_sum, small_squares = self.ranks.sum(sums.clone()).tolist()
+        self._expect_finite(loss_sum, norm, own_loss=float(sums[0]))
+        return Gradients(
+            step=self.steps_done,
+            loss=loss_sum / max(1, num_targets),
+            norm=float(norm),
+            num_sequences=span.num_sequences,
+            num_targets=num_targets,
+            data_seconds=data_seconds,
+            noise_scale_tokens=self._update_noise_scale(
+                small_squares, float(norm), num_targets, parts=len(micro_batches) * self.ranks.world
+            ),
+        )
+
+    def update(self, norm: float) -> float:
+        """Clip by the gradient's `norm`, update the weights, forget the gradients. Returns the learning rate used."""
+        clip_gradients(self.decoder, norm, self.run.optimizer.clip_grad_norm)
+        rate = learning_rate(self.run.optimizer, self.steps_done, self.run.steps)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps_done += 1
+        return rate
+
+    def read_micro_batches(self, span: StepSpan) -> list[Sequences]:
+        """This rank's sequences of a step: micro-batch j of rank r takes the (j dp + r)-th run of micro_batch_size numbers."""
+        size, ranks = self.run.layout.micro_batch_size, self.ranks.world
+        starts = range(span.first_sequence + self.ranks.rank * size, span.first_sequence + span.num_sequences, ranks * size)
+        return [self.loader.read(range(start, start + size)) for start in starts]
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Loss summed over the valid targets of `batch`, 0-d."""
+        return self.decoder(batch.tokens, targets=batch.targets, positions=batch.positions, document_ids=batch.document_ids)
+
+    def to_device(self, sequences: Sequences) -> MicroBatch:
+        """`sequences` as tensors where the model is; without positions and documents when they are one stream."""
+
+        def moved(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
+
+        packed = self.run.data.document_mask
+        return MicroBatch(
+            tokens=moved(sequences.tokens),
+            targets=moved(sequences.targets),
+            positions=moved(sequences.positions) if packed else None,
+            document_ids=moved(sequences.document_ids) if packed else None,
+            num_targets=int((sequences.targets >= 0).sum()),
+        )
+
+    def _agree_on_targets(self, micro_batches: list[MicroBatch]) -> int:
+        own = sum(batch.num_targets for batch in micro_batches)
+        targets, stop = self.ranks.sum(torch.tensor([own, int(self.stop_requested)])).tolist()
+        if stop:
+            raise StopRequested
+        return targets
+
+    def _forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> torch.Tensor:
+        """Play the step's actions. Returns this rank's [summed loss, summed squared gradient norms of its micro-batches' own
+        means], float64 on the CPU."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        small_squares = 0.0
+        losses: dict[int, torch.Tensor] = {}
+        for action in accumulate(len(micro_batches), self.run.layout.zero_stage):
+            prepare_action(self.decoder, action)
+            batch = micro_batches[action.micro_batch]
+            if action.kind is Kind.FORWARD:
+                loss = self.forward(batch)
+                loss_sum += loss.detach()
+                losses[action.micro_batch] = loss / max(1, num_targets)
+            else:
+                losses.pop(action.micro_batch).backward()
+                if self.noise_scale is not None:
+                    own_mean = num_targets / max(1, batch.num_targets)
+                    small_squares += self.noise_scale.take_small_square() * own_mean**2
+        return torch.tensor([float(loss_sum), small_squares], dtype=torch.float64)
+
+    def _update_noise_scale(self, small_squares: float, norm: float, num_targets: int, *, parts: int) -> float | None:
+        if self.noise_scale is None:
+            return None
+        return self.noise_scale.update(
+            small_square=small_squares / parts, small_tokens=num_targets / parts, big_square=norm**2, big_tokens=num_targets
+        )
+
+    def _expect_finite(self, loss_sum: float, norm: torch.Tensor, *, own_loss: float) -> None:
+        if isfinite(loss_sum) and isfinite(float(norm)):
+            return
+        told = [] if isfinite(own_loss) else [f"loss {own_loss}"]
+        told += [f"gradient of {name}" for name in name_bad_gradients(self.decoder)[:3]]
+        reports = self.ranks.gather_text(", ".join(told))
+        culprits = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report)
+        raise NonFiniteError(
+            f"step {self.steps_done}: not finite ({culprits or 'the gradient norm overflowed'}). Nothing was updated and "
+            "nothing saved. Lower optimizer.learning_rate, or look at the step's sequences with `ultrascale data inspect`."
+        )
