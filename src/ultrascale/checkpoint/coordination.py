@@ -1,0 +1,154 @@
+"""What ranks tell each other while they save and load: JSON over gloo, and failures that become everybody's failure.
+
+Values travel as JSON in byte tensors, not as pickled objects. `agree` is the heart: a step of work runs on every rank, and if
+it failed anywhere, every rank raises the same `CheckpointError`. A rank that has died shows as a broken collective, which
+becomes the same error type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ultrascale.checkpoint.errors import CheckpointError
+
+T = TypeVar("T")
+MAX_SHOWN = 8
+SLOW_DISK_TIMEOUT = timedelta(minutes=60)
+"""Ranks wait for the slowest writer here, not in a training collective, whose time-out is meant for a step."""
+
+
+class Coordinator:
+    """This rank's way to the others. Without a group: the only rank there is."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.world = 1 if group is None else group.size()
+
+    def agree(self, doing: str, work: Callable[[], T]) -> T:
+        """Run `work` here and return its result, once it is known to have succeeded on every rank.
+
+        Raises CheckpointError on every rank if it raised on any; `doing` begins the message.
+        """
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        failures = self.failures(None if failure is None else _describe(failure))
+        if failures:
+            raise CheckpointError(_tell(doing, failures, self.world)) from failure
+        return result  # type: ignore[return-value]
+
+    def failures(self, mine: str | None) -> dict[int, str]:
+        """Every rank's failure by rank, on every rank; empty if all is well. One small reduction in that case."""
+        if self.group is None:
+            return {} if mine is None else {0: mine}
+        bad = torch.tensor([mine is not None], dtype=torch.int64)
+        with _contact():
+            dist.all_reduce(bad, group=self.group)
+        if not bad.item():
+            return {}
+        gathered = self.gather(mine)
+        told = self.broadcast({str(rank): text for rank, text in enumerate(gathered or []) if text is not None})
+        return {int(rank): text for rank, text in told.items()}
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """JSON-able values of all ranks, in order of rank, on rank 0; None elsewhere."""
+        if self.group is None:
+            return [value]
+        data = _to_bytes(value)
+        with _contact():
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+            dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
+            padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
+            padded[: len(data)] = data
+            received = [torch.empty_like(padded) for _ in range(self.world)] if self.rank == 0 else None
+            dist.gather(padded, received, group=self.group, group_dst=0)
+        if received is None:
+            return None
+        return [_from_bytes(part[: int(length)]) for part, length in zip(received, lengths, strict=True)]
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Rank 0's JSON-able value, on every rank."""
+        if self.group is None:
+            return value
+        data = _to_bytes(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        with _contact():
+            dist.broadcast(length, group=self.group, group_src=0)
+            data = data if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(data, group=self.group, group_src=0)
+        return _from_bytes(data)
+
+    def on_rank_0(self, doing: str, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and give its JSON-able result to all. Raises CheckpointError on every rank if it fails."""
+        result = self.agree(doing, lambda: work() if self.rank == 0 else None)
+        return self.broadcast(result)
+
+
+@contextmanager
+def coordinating(process_group: dist.ProcessGroup | None, *, own_group: bool = False) -> Iterator[Coordinator]:
+    """A coordinator over `process_group`, or over all ranks, or over this process alone where torch.distributed is not up.
+
+    A group that cannot reduce CPU tensors (NCCL) gets a gloo group beside it for the time being; `own_group` makes one in any
+    case, for use from another thread. Collective over the group's ranks."""
+    if not dist.is_initialized():
+        yield Coordinator(None)
+        return
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None or group.rank() < 0:
+        raise CheckpointError("process_group: this rank is not in it. Save and load on the ranks of the group only.")
+    if not own_group and "cpu:gloo" in str(dist.get_backend_config(group)):
+        yield Coordinator(group)
+        return
+    ranks = dist.get_process_group_ranks(group)
+    own = dist.new_group(ranks, backend="gloo", timeout=SLOW_DISK_TIMEOUT, use_local_synchronization=True)
+    assert isinstance(own, dist.ProcessGroup)  # This rank is one of `ranks`.
+    try:
+        yield Coordinator(own)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group(own)
+
+
+@contextmanager
+def _contact() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        problem = f"lost contact with another rank while saving or loading a checkpoint ({error})"
+        raise CheckpointError(f"{problem}. Look for the rank that ended first; what was published before is intact.") from error
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    remedy = " Free space or choose another folder." if isinstance(error, OSError) and error.errno in (27, 28, 122) else ""
+    return f"{type(error).__name__}: {error}.{remedy}"
+
+
+def _tell(doing: str, failures: dict[int, str], world: int) -> str:
+    if world == 1:
+        return f"{doing}: {failures[0]}"
+    same = len(set(failures.values())) == 1
+    ranks = sorted(failures)
+    shown = ranks[:1] if same else ranks[:MAX_SHOWN]
+    whose = f"ranks {ranks}" if same and len(ranks) > 1 else None
+    lines = [f"{whose or f'rank {rank}'} of {world}: {failures[rank]}" for rank in shown]
+    more = len(ranks) - len(shown)
+    return f"{doing}: " + "\n".join(lines) + (f"\nand {more} more ranks" if more and not same else "")
+
+
+def _to_bytes(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(data: torch.Tensor) -> Any:
+    return json.loads(bytes(data.numpy()))

@@ -1,0 +1,217 @@
+"""Loading, and finding what can be loaded.
+
+Every byte of a checkpoint is verified before the first number of a tensor changes. The shards are shared out for that: each is
+read in full by one rank. Then DCP's planner cuts each rank's boxes out of the stored ones, whatever cut them when they were
+saved, and they are read in place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+
+from ultrascale.checkpoint.coordination import Coordinator, coordinating
+from ultrascale.checkpoint.dtypes import DTYPE_NAMES, DTYPES
+from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.files import opened, read_box, read_manifest, verify_shard
+from ultrascale.checkpoint.folders import Candidate, candidates, step_folder
+from ultrascale.checkpoint.manifest import Entry, Manifest
+from ultrascale.checkpoint.save import check_tensor
+from ultrascale.failpoints import failpoint
+
+VERIFY_THREADS = 4
+"""Reading and CRC-32 run outside the interpreter's lock."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A folder that is named like a checkpoint and must not be loaded."""
+
+    folder: Path
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """The newest checkpoint that verifies, if any, and the newer ones that do not."""
+
+    folder: Path | None
+    rejected: tuple[Rejected, ...] = ()
+
+
+def load(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Fill `tensors` (tensors or DTensors of any layout, any device) in place from the checkpoint; its metadata.
+
+    Collective like `save`. `strict=False` leaves tensors alone that the checkpoint lacks, and ignores what it has more. Raises
+    CheckpointError on every rank, naming every tensor that is missing, too many, or of another shape or dtype, and every
+    damaged file. No tensor has changed then, unless the disk failed between verifying and reading; the message says so."""
+    with coordinating(process_group) as ranks:
+        return _load(folder, tensors, strict, ranks)
+
+
+def load_full(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Every tensor whole, on the CPU, and the metadata; alone, with or without torch.distributed. Raises CheckpointError."""
+    alone = Coordinator(None)
+    manifest = read_manifest(folder)
+    verify(folder)
+    tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in manifest.tensors.items()}
+    alone.agree(f"reading {folder}", lambda: _read_into(folder, manifest, tensors))
+    return tensors, manifest.metadata
+
+
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """What was given to `save` as metadata. Raises CheckpointError if the manifest is damaged; shards are not read."""
+    return read_manifest(folder).metadata
+
+
+def verify(folder: Path, *, process_group: dist.ProcessGroup | None = None, ranks: Coordinator | None = None) -> Manifest:
+    """Read every byte of a checkpoint and compare with its manifest, which is returned. Alone, unless given ranks to share
+    with.
+
+    Raises CheckpointError naming all damaged files.
+    """
+    if process_group is not None:
+        with coordinating(process_group) as ranks:
+            return verify(folder, ranks=ranks)
+    ranks = ranks or Coordinator(None)
+    doing = f"verifying {folder}"
+    manifest = ranks.agree(doing, lambda: _expected_manifest(folder))
+    ranks.agree(doing, lambda: _verify_shards(folder, manifest, ranks))
+    return manifest
+
+
+def newest_valid(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Path | None:
+    """The newest checkpoint in `root` of which every byte verifies; see `search`."""
+    return search(root, process_group=process_group).folder
+
+
+def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Search:
+    """The newest checkpoint of which every byte verifies, and why newer ones were passed over; the same on every rank.
+
+    Collective over `process_group` (all ranks by default); shards are shared out between ranks. Changes nothing on disk.
+    """
+    with coordinating(process_group) as ranks:
+        found = ranks.on_rank_0(f"listing {root}", lambda: [[c.step, c.path.name] for c in candidates(root)])
+        rejected: list[Rejected] = []
+        for step, name in found:
+            try:
+                verify(root / name, ranks=ranks)
+            except CheckpointError as error:
+                rejected.append(Rejected(root / name, step, str(error)))
+            else:
+                return Search(root / name, tuple(rejected))
+        return Search(None, tuple(rejected))
+
+
+def _load(folder: Path, tensors: Mapping[str, torch.Tensor], strict: bool, ranks: Coordinator) -> dict[str, Any]:
+    doing = f"loading {folder}"
+    manifest = ranks.agree(doing, lambda: read_manifest(folder))
+    ranks.agree(doing, lambda: _check_targets(manifest, tensors, strict))
+    verify(folder, ranks=ranks)
+    failpoint("load.verified")
+    wanted = {name: tensor for name, tensor in tensors.items() if name in manifest.tensors}
+    late = f"{doing} (after it verified; some tensors may have changed)"
+    ranks.agree(late, lambda: _read_into(folder, manifest, wanted))
+    failpoint("load.read")
+    return manifest.metadata
+
+
+def _expected_manifest(folder: Path) -> Manifest:
+    """The manifest, if it belongs to the folder's step and there are no shards it does not know."""
+    manifest = read_manifest(folder)
+    named = [candidate for candidate in _as_candidate(folder) if candidate.step != manifest.step]
+    if named:
+        found = f"holds step {manifest.step}, expected step {named[0].step}"
+        raise CheckpointError(
+            f"{folder}: {found}: it was renamed or copied. Use {step_folder(folder.parent, manifest.step).name}."
+        )
+    unknown = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in manifest.shards)
+    if unknown:
+        raise CheckpointError(
+            f"{folder}: {unknown} are not in its manifest: two checkpoints are mixed. Use another checkpoint."
+        )
+    return manifest
+
+
+def _as_candidate(folder: Path) -> list[Candidate]:
+    return [candidate for candidate in candidates(folder.parent) if candidate.path.name == folder.name]
+
+
+def _verify_shards(folder: Path, manifest: Manifest, ranks: Coordinator) -> None:
+    """This rank's share of the shards, all damage in one error."""
+    mine = list(manifest.shards.items())[ranks.rank :: ranks.world]
+
+    def damage(item: tuple[str, Any]) -> str | None:
+        try:
+            verify_shard(folder, *item, manifest.save_id)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(VERIFY_THREADS) as pool:
+        found = [text for text in pool.map(damage, mine) if text is not None]
+    if found:
+        raise CheckpointError("\n".join(found))
+
+
+def _check_targets(manifest: Manifest, tensors: Mapping[str, torch.Tensor], strict: bool) -> None:
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+    wrong = []
+    for name in sorted(tensors.keys() & manifest.tensors.keys()):
+        entry, here = manifest.tensors[name], tensors[name]
+        if tuple(here.shape) != entry.shape:
+            wrong.append(f"{name}: shape {list(entry.shape)} in the checkpoint, {list(here.shape)} here")
+        if here.dtype != DTYPES[entry.dtype]:
+            wrong.append(f"{name}: dtype {entry.dtype} in the checkpoint, {DTYPE_NAMES[here.dtype]} here")
+    if strict:
+        wrong += [f"{name}: not in the checkpoint" for name in sorted(tensors.keys() - manifest.tensors.keys())]
+        wrong += [f"{name}: only in the checkpoint" for name in sorted(manifest.tensors.keys() - tensors.keys())]
+    if wrong:
+        remedy = "Load into the model and optimizer that were saved." + (" strict=False skips missing names." if strict else "")
+        raise CheckpointError(f"{len(wrong)} tensors do not match:\n  " + "\n  ".join(wrong) + f"\n{remedy}")
+
+
+def _read_into(folder: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy this rank's boxes in, file by file in the order of the bytes."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    described = Metadata({name: _describe(manifest.tensors[name]) for name in tensors})
+    with torch.no_grad():
+        planner.set_up_planner(dict(tensors), described)
+        plan = planner.create_local_plan()
+        jobs = []
+        for item in plan.items:
+            entry = manifest.tensors[item.storage_index.fqn]
+            assert item.storage_index.index is not None
+            if prod(item.lengths) > 0:
+                jobs.append((entry.chunks[item.storage_index.index], entry, item))
+        jobs.sort(key=lambda job: (job[0].file, job[0].begin))
+        for file, group in groupby(jobs, key=lambda job: job[0].file):
+            with opened(folder, file) as fd:
+                read = partial(read_box, fd, path=folder / file)
+                for chunk, entry, item in group:
+                    read(entry, chunk, tuple(item.storage_offsets), planner.resolve_tensor(item))
+
+
+def _describe(entry: Entry) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)

@@ -1,0 +1,104 @@
+"""`Saver`: saving again and again during a run, in the foreground or behind training, and clearing away old checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ultrascale.checkpoint.coordination import coordinating
+from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.folders import check_writable, discard, prunable, step_folder, sweep
+from ultrascale.checkpoint.load import verify
+from ultrascale.checkpoint.save import Plan, copy_to_host, plan_save, write_and_publish
+
+
+class Saver:
+    """Saves into `root` and keeps the `keep` newest valid checkpoints (0: all) and every multiple of `keep_every_steps`.
+
+    All methods are collective over `process_group` (all ranks by default). At its start it proves that every rank can write,
+    and sweeps away what a killed run has left, so one job at a time may own `root`.
+
+    With `asynchronous`, `save` returns once the numbers are copied to host memory (each rank copies only what it will write)
+    and a thread does the rest through a gloo group of its own. One save is pending at most: the next one waits for it. What
+    went wrong in the background is raised on every rank by the next `save`, `wait` or `close`."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep: int = 2,
+        keep_every_steps: int | None = None,
+        asynchronous: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ):
+        if keep < 0 or (keep_every_steps is not None and keep_every_steps < 1):
+            raise CheckpointError(
+                f"keep {keep}, keep_every_steps {keep_every_steps}: expected keep >= 0 and a positive interval."
+            )
+        self.root = Path(root)
+        self.keep = keep
+        self.keep_every_steps = keep_every_steps
+        self._pending: Future[Path] | None = None
+        self._resources = ExitStack()
+        self._ranks = self._resources.enter_context(coordinating(process_group, own_group=True))
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._ranks.agree("before the first save", lambda: check_writable(self.root))
+        self.swept: list[str] = self._ranks.on_rank_0("removing leftovers", lambda: sweep(self.root))
+        """Names of unfinished saves and deletions of earlier runs that were removed."""
+
+    def save(self, step: int, tensors: Mapping[str, torch.Tensor], metadata: dict[str, Any]) -> Path:
+        """Save as `checkpoint.save` does; where the checkpoint is, or will be once `wait` returns.
+
+        Raises CheckpointError on every rank, for this save or for the pending one; in the latter case this one was not begun.
+        """
+        self.wait()
+        plan = plan_save(self.root, step, tensors, metadata, ranks=self._ranks)
+        if self._thread is None:
+            return self._write(plan)
+        copied = self._ranks.agree(f"copying step {step} to host memory", lambda: copy_to_host(plan))
+        self._pending = self._thread.submit(self._write, copied)
+        return step_folder(self.root, step)
+
+    def wait(self) -> Path | None:
+        """Wait for the pending save; its folder, None if there was none. Raises its CheckpointError, once."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
+
+    def close(self) -> None:
+        """Wait for the pending save and let go of the thread and the group. Raises its CheckpointError."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._resources.close()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _write(self, plan: Plan) -> Path:
+        folder = write_and_publish(plan, ranks=self._ranks)
+        self._prune(plan.step, folder)
+        return folder
+
+    def _prune(self, step: int, newest: Path) -> None:
+        """Remove old checkpoints, once every byte of the newest has been read back."""
+
+        def doomed() -> list[str]:
+            found = prunable(self.root, step, keep=self.keep, keep_every_steps=self.keep_every_steps) if self.keep else []
+            return [folder.name for folder in found]
+
+        names = self._ranks.on_rank_0("choosing old checkpoints to remove", doomed)
+        if names:
+            verify(newest, ranks=self._ranks)
+            self._ranks.on_rank_0("removing old checkpoints", lambda: [discard(self.root / name) for name in names])
