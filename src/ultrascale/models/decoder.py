@@ -6,6 +6,7 @@ wrap are attributes: `layers[i]`, `self_attn.core`, the norms, `loss`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -31,8 +32,13 @@ class KeyValues(Protocol):
 class Cache(Protocol):
     """Keys and values of earlier tokens, so that only new ones are computed."""
 
-    length: int
-    layers: list[KeyValues]
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values all layers have."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[KeyValues]: ...
 
 
 class RMSNorm(nn.Module):

@@ -1,0 +1,128 @@
+"""Sampling text, one token at a time, with the keys and values of earlier tokens kept.
+
+The cache holds 2 L T K E numbers for T tokens; with it a new token costs one row of every matrix product instead of T rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ultrascale.models.decoder import Decoder
+from ultrascale.spec.model import Model
+from ultrascale.spec.problems import Problem, SpecError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    """Logits are divided by this; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Only the k likeliest tokens are drawn from."""
+    top_p: float | None = None
+    """Only the likeliest tokens that together reach this probability are drawn from (Holtzman et al. 2020)."""
+    seed: int = 0
+    stop_token: int | None = None
+    """Ends the text; not part of it."""
+
+    def problems(self) -> list[Problem]:
+        """Every rule the fields break."""
+        found: list[Problem] = []
+        if self.max_new_tokens < 1:
+            found.append(Problem("max_new_tokens", f"must be at least 1, is {self.max_new_tokens}", "Give a positive number."))
+        if self.temperature < 0:
+            found.append(Problem("temperature", f"must be at least 0, is {self.temperature}", "1 is usual; 0 is greedy."))
+        if self.top_k is not None and self.top_k < 1:
+            found.append(Problem("top_k", f"must be at least 1, is {self.top_k}", "Leave it out to draw from all tokens."))
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            found.append(Problem("top_p", f"must be above 0 and at most 1, is {self.top_p}", "0.95 is usual."))
+        return found
+
+
+class LayerCache:
+    """Keys and values of one layer, [B, T, K, E] each, in memory taken once."""
+
+    def __init__(self, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device):
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.length = 0
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new tokens; returns those of all tokens."""
+        end = self.length + key.shape[1]
+        self.keys[:, self.length : end] = key
+        self.values[:, self.length : end] = value
+        self.length = end
+        return self.keys[:, :end], self.values[:, :end]
+
+
+class DecoderCache:
+    """Keys and values of every layer, for `Decoder.forward(cache=...)`."""
+
+    def __init__(self, model: Model, *, batch: int, max_length: int, dtype: torch.dtype, device: torch.device):
+        shape = (batch, max_length, model.num_key_value_heads, model.head_dim)
+        self.layers = [LayerCache(shape, dtype=dtype, device=device) for _ in range(model.num_hidden_layers)]
+
+    @property
+    def length(self) -> int:
+        """Tokens that have passed all layers."""
+        return self.layers[-1].length
+
+
+@torch.no_grad()
+def generate(decoder: Decoder, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
+    """New token ids after `prompt`, one by one, until `max_new_tokens`, the stop token, or the end of the model's context.
+
+    The same seed gives the same text. Raises SpecError if `sampling` is wrong, or the prompt is empty, longer than the context,
+    or has an id outside the vocabulary.
+    """
+    problems = sampling.problems() + prompt_problems(decoder.spec, prompt)
+    if problems:
+        raise SpecError(problems)
+    weight = decoder.embed_tokens.weight
+    max_length = min(len(prompt) + sampling.max_new_tokens, decoder.spec.max_position_embeddings)
+    cache = DecoderCache(decoder.spec, batch=1, max_length=max_length, dtype=weight.dtype, device=weight.device)
+    generator = torch.Generator().manual_seed(sampling.seed)
+    new = torch.tensor([list(prompt)], device=weight.device)
+    for _ in range(len(prompt), max_length):
+        logits = decoder(new, cache=cache)[0, -1]
+        token = choose(logits.float().cpu(), sampling, generator)
+        if token == sampling.stop_token:
+            return
+        yield token
+        new = torch.tensor([[token]], device=weight.device)
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token id drawn from `logits` [V] fp32 on the CPU."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    probabilities, tokens = (logits / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+    kept = torch.ones_like(tokens, dtype=torch.bool)
+    if sampling.top_k is not None:
+        kept[sampling.top_k :] = False
+    if sampling.top_p is not None:
+        kept &= probabilities.cumsum(-1) - probabilities < sampling.top_p
+    drawn = torch.multinomial(probabilities * kept, 1, generator=generator)
+    return int(tokens[drawn])
+
+
+def prompt_problems(model: Model, prompt: Sequence[int]) -> list[Problem]:
+    """Why `model` cannot continue `prompt`; empty if it can."""
+    if not prompt:
+        return [Problem("prompt", "is empty", "Give at least one token.")]
+    found: list[Problem] = []
+    beyond = [token for token in prompt if not 0 <= token < model.vocab_size]
+    if beyond:
+        rule = f"has token id {beyond[0]}, but the vocabulary has {model.vocab_size} tokens"
+        found.append(Problem("prompt", rule, "Use the tokenizer that the model was trained with."))
+    if len(prompt) >= model.max_position_embeddings:
+        rule = f"has {len(prompt)} tokens, but the model's context of {model.max_position_embeddings} leaves no room for more"
+        found.append(Problem("prompt", rule, f"Give at most {model.max_position_embeddings - 1} tokens."))
+    return found

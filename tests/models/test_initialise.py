@@ -1,0 +1,84 @@
+import multiprocessing
+
+import pytest
+import torch
+from families import FAMILIES, LLAMA
+
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.initialise import initial_value, initialise, weight_seed
+from ultrascale.spec.model import Model
+from ultrascale.spec.weights import Weight, weights
+
+
+def initialised(model: Model, dtype: torch.dtype, seed: int = 3) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        decoder = Decoder(model).to(dtype)
+    decoder.to_empty(device="cpu")
+    initialise(decoder, model, seed)
+    return dict(decoder.named_parameters())
+
+
+def test_values_follow_the_table_of_weights():
+    big = Weight("x", (400, 500), "mlp", 0, init_std=0.02)
+    value = initial_value(big, seed=0)
+    assert abs(value.mean().item()) < 2e-4
+    assert abs(value.std().item() - 0.02) < 2e-4
+    for weight in weights(FAMILIES["gpt2"]):
+        if weight.init_std is None:
+            assert (initial_value(weight, 0) == weight.init_fill).all()
+
+
+def test_values_depend_on_seed_and_name_alone():
+    found = initialised(LLAMA, torch.float32)
+    for weight in reversed(list(weights(LLAMA))):
+        assert torch.equal(found[weight.name], initial_value(weight, seed=3))
+    assert not torch.equal(found["layers.0.mlp.up_proj.weight"], found["layers.1.mlp.up_proj.weight"])
+    assert not torch.equal(found["lm_head.weight"], initialised(LLAMA, torch.float32, seed=4)["lm_head.weight"])
+
+
+def test_values_stay_the_same_from_one_version_to_the_next():
+    """Checked in: runs of an older version can be repeated."""
+    assert weight_seed(0, "embed_tokens.weight") == 3608968891763947199
+    value = initial_value(Weight("embed_tokens.weight", (4, 8), "embedding", None, init_std=1.0), seed=0)
+    torch.testing.assert_close(value[0, :3], torch.tensor([-1.499727, 0.838826, 2.499842]), rtol=0, atol=1e-6)
+
+
+def test_precision_does_not_change_the_draw():
+    fp32, fp64, bf16 = (initialised(LLAMA, dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16))
+    for name, value in fp32.items():
+        assert torch.equal(fp64[name], value.double())
+        assert torch.equal(bf16[name], value.bfloat16())
+
+
+def initialise_sharded(rank: int, world_size: int, store: str, model: Model) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    for layer in decoder.layers:
+        fully_shard(layer)
+    fully_shard(decoder)
+    decoder.to_empty(device="cpu")
+    initialise(decoder, model, seed=3)
+    for weight in weights(model):
+        whole = decoder.get_parameter(weight.name).full_tensor()
+        assert torch.equal(whole, initial_value(weight, seed=3)), weight.name
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sharded_weights_hold_slices_of_the_same_values_uneven_ones_too(world_size, tmp_path):
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=initialise_sharded, args=(rank, world_size, str(tmp_path / "store"), LLAMA))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0] * world_size
