@@ -121,18 +121,17 @@ class _Reader:
         self.read: set[str] = set(_HARMLESS)
         self.problems: list[Problem] = []
 
-    def take(self, key: str, kind: type | tuple[type, ...], *, optional: bool = False) -> Any:
+    def take(self, key: str, kind: type, *, optional: bool = False) -> Any:
         """The value of `key`, else the default; a wrong type is a problem."""
         self.read.add(key)
-        value = self.config.get(key, self.defaults.get(key))
+        value: Any = self.config.get(key, self.defaults.get(key))
         if value is None and optional:
             return None
         wanted = (int, float) if kind is float else kind
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-            noun = kind.__name__ if isinstance(kind, type) else "value"
-            self.problem(key, f"must be of type {noun}, is {value!r}", "Repair the file.")
+            self.problem(key, f"must be of type {kind.__name__}, is {value!r}", "Repair the file.")
             return 1.0 if kind is float else 1
-        return float(value) if kind is float else value
+        return float(value or 0) if kind is float else value
 
     def must_be(self, key: str, allowed: tuple[Any, ...], reason: str) -> None:
         """Refuses `key` unless it is missing or one of `allowed`."""
@@ -192,7 +191,7 @@ def _read_llama_like(reader: _Reader, kind: str) -> dict[str, Any]:
         fields["mlp_bias"] = take("mlp_bias", bool)
     if kind == "smollm3":
         fields["no_rope_layer_interval"] = _read_no_rope_interval(reader, layers)
-    theta, scaling, problems = read_rope(reader.config, float(reader.defaults.get("rope_theta", 1e4)), positions, reader.where)
+    theta, scaling, problems = read_rope(reader.config, reader.defaults.get("rope_theta", 1e4), positions, reader.where)
     reader.read |= {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
     reader.must_be("rope_interleaved", (False, None), "rotary dimensions are paired by halves")
     reader.problems += problems

@@ -1,8 +1,8 @@
 """The catalogue of machines. Every number has its source and date; what nobody publishes says `assumed`.
 
 Peaks are dense (vendors often print the double, with sparsity). Memory is what the driver reports, which is a little less than
-the number on the box where error correction or the firmware keeps some. Fractions of the peak are medians over matrix products of
-0.5 to 2 TFLOP in the tables published with NVIDIA's aiconfigurator (TensorRT-LLM torch flow, bf16).
+the number on the box where error correction or the firmware keeps some. Fractions of the peak are medians over matrix products
+of 0.5 to 2 TFLOP in the tables of NVIDIA's aiconfigurator (TensorRT-LLM torch flow, bf16).
 """
 
 from __future__ import annotations

@@ -36,6 +36,33 @@ class RopeScaling:
     attention_factor: float | None = None
     """yarn: scale of cos and sin; None means 0.1 ln(factor) + 1."""
 
+    def problems(self) -> list[Problem]:
+        """Every rule the fields break, with keys relative to `model.rope_scaling`."""
+        found: list[Problem] = []
+
+        def expect(holds: bool, key: str, rule: str, remedy: str) -> None:
+            if not holds:
+                found.append(Problem(f"model.rope_scaling.{key}", rule, remedy))
+
+        expect(self.factor >= 1, "factor", f"must be at least 1, is {self.factor}", "A factor of 1 changes nothing.")
+        original = self.original_max_position_embeddings
+        expect(original >= 1, "original_max_position_embeddings", f"must be at least 1, is {original}", "Llama 3 has 8192.")
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            rule = f"must be above 0 and below {high} = {getattr(self, high)}, is {getattr(self, low)}"
+            expect(0 < getattr(self, low) < getattr(self, high), low, rule, "1.0 is usual.")
+        positive = self.attention_factor is None or self.attention_factor > 0
+        expect(positive, "attention_factor", f"must be above 0, is {self.attention_factor}", 'Leave it out, or "none".')
+        for key, default in _UNREAD_ROPE_FIELDS[self.rope_type].items():
+            expect(getattr(self, key) == default, key, f"has no effect for rope_type = {self.rope_type}", "Leave it out.")
+        return found
+
+
+# Fields that a type of scaling does not read, and their defaults.
+_UNREAD_ROPE_FIELDS: dict[str, dict[str, float | None]] = {
+    "llama3": {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
+    "yarn": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+
 
 @dataclass(frozen=True)
 class Model:
@@ -128,6 +155,20 @@ class Model:
             self.sliding_window is None or self.sliding_window >= 1, "sliding_window",
             f"must be at least 1, is {self.sliding_window}", "Leave it out for full attention.",
         )  # fmt: skip
+        expect(
+            self.max_window_layers >= 0, "max_window_layers",
+            f"must be at least 0, is {self.max_window_layers}", "0 puts the window on every layer.",
+        )  # fmt: skip
+        expect(
+            self.no_rope_layer_interval is None or self.no_rope_layer_interval >= 1, "no_rope_layer_interval",
+            f"must be at least 1, is {self.no_rope_layer_interval}", 'Leave it out, or "none".',
+        )  # fmt: skip
+        if self.position_embedding == "learned":
+            for key, default in (("rope_theta", 10000.0), ("rope_scaling", None), ("no_rope_layer_interval", None)):
+                holds = getattr(self, key) == default
+                expect(holds, key, "has no effect with learned positions", 'Leave it out, or position_embedding = "rotary".')
+        elif self.rope_scaling is not None:
+            found += self.rope_scaling.problems()
         expect(self.norm_eps > 0, "norm_eps", f"must be above 0, is {self.norm_eps}", "1e-5 is usual.")
         expect(self.rope_theta > 0, "rope_theta", f"must be above 0, is {self.rope_theta}", "10000 is usual.")
         expect(

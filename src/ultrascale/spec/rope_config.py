@@ -49,7 +49,7 @@ def read_rope(
     if kind in (None, "default"):
         _refuse_rest(rope, f"{key} of type 'default'", refuse)
         return theta, None, problems
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         refuse(f"{key}.rope_type", f"{kind!r} is not supported; supported are default, llama3, yarn")
         return theta, None, problems
     scaling = _read_scaling(kind, rope, positions, key, refuse)

@@ -1,0 +1,266 @@
+"""From what people write to a `Run`: files, presets and flags in, every value with its origin out, all mistakes at once.
+
+    default  <  preset or config.json  <  file that is extended  <  file  <  flag
+
+A preset (or path) names a whole model, so it replaces what lower layers say about the model; fields beside it or above it
+change it. `batch.tokens_per_batch` stands for `sequences_per_batch`. Paths of corpora and models are relative to where the
+command is run; `extends` is relative to its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ultrascale.spec.families import FAMILIES
+from ultrascale.spec.huggingface import from_hf
+from ultrascale.spec.layers import Entry, Layer, read_files, read_flags
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model, RopeScaling
+from ultrascale.spec.model_presets import PRESETS, preset
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.rules import range_problem, run_problems
+from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer, RampStage, Run
+from ultrascale.spec.run_toml import to_toml
+from ultrascale.spec.schema import BAD, At, convert, leaves
+from ultrascale.spec.units import UnitError, parse_tokens
+
+__all__ = ["Resolved", "resolve", "sequences_for_tokens", "to_toml"]
+
+_SECTIONS = {
+    "layout": Layout, "batch": Batch, "data": Data, "optimizer": Optimizer, "checkpoint": Checkpoint,
+    "evaluation": Evaluation, "log": Log,
+}  # fmt: skip
+# A batch given as about 4M tokens may be moved this far to a size that divides among the ranks.
+_BATCH_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run, and where each of its values came from."""
+
+    run: Run
+    provenance: dict[str, str]
+    """Dotted key -> `default`, `runs/a.toml:12`, `preset llama-3-8b`, `flag`, `derived ...`."""
+
+
+def resolve(
+    path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = (), *, require_data: bool = False
+) -> Resolved:
+    """The run that a TOML file (or a run folder, or nothing) and overrides describe.
+
+    `overrides` are command-line words (`["--layout.dp", "4", "--compile"]`) or a mapping from dotted keys to values.
+    `require_data` demands a corpus to train on. Raises SpecError with every mistake found.
+    """
+    problems: list[Problem] = []
+    layers = [] if path is None else read_files(Path(path), problems)
+    layers.append(read_flags(overrides, problems))
+    if path is not None and len(layers) == 1:
+        raise SpecError(problems)  # without its file, the rest would only be noise
+    entries = _model_entries(layers, problems) | _other_entries(layers, problems)
+    values, bad = _convert_all(entries, problems)
+    provenance = {key: entries[key].origin if key in entries else "default" for key in leaves()}
+    _batch_from_tokens(entries, values, provenance, bad, problems)
+    run = _build(values, bad, problems, entries)
+    found = _section_problems(run, bad) + run_problems(run, require_data=require_data, without=frozenset(bad))
+    problems += [_placed(problem, provenance) for problem in found]
+    if problems:
+        raise SpecError(problems)
+    return Resolved(run, provenance)
+
+
+def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: int = 1) -> int:
+    """Sequences of a batch of `tokens`: a multiple of `multiple` (data-parallel ranks x micro-batch size).
+
+    A number must fit exactly. One with a suffix, such as "4M", means about that many and is brought to the nearest multiple,
+    at most a tenth away. Raises UnitError naming the nearest sizes that fit.
+    """
+    unit = sequence_length * multiple
+    count = parse_tokens(tokens) if isinstance(tokens, str) else tokens
+    near = max(1, round(count / unit))
+    exact = isinstance(tokens, int) or tokens.strip().isdigit()
+    if count == near * unit or (not exact and abs(near * unit - count) <= _BATCH_TOLERANCE * count):
+        return near * multiple
+    options = sorted({max(1, count // unit) * unit, (count // unit + 1) * unit})
+    raise UnitError(
+        f"{tokens} tokens are not a whole number of sequences of {sequence_length} on every rank and micro-batch"
+        f" ({multiple} at a time); nearest: {' or '.join(map(str, options))} tokens"
+    )
+
+
+def _other_entries(layers: list[Layer], problems: list[Problem]) -> dict[str, Entry]:
+    """The last word on every key outside the model. Of two ways to give the batch, the later layer's counts."""
+    entries: dict[str, Entry] = {}
+    rivals = ("batch.tokens_per_batch", "batch.sequences_per_batch")
+    for layer in layers:
+        _refuse_both(layer, rivals, problems)
+        if any(key in layer.entries for key in rivals):
+            entries = {key: entry for key, entry in entries.items() if key not in rivals}
+        entries |= {key: entry for key, entry in layer.entries.items() if not key.startswith("model.")}
+    return entries
+
+
+def _model_entries(layers: list[Layer], problems: list[Problem]) -> dict[str, Entry]:
+    """The last word on every key of the model; what a chosen preset or folder says comes below its own layer."""
+    entries: dict[str, Entry] = {}
+    rivals = ("model.preset", "model.path")
+    for layer in layers:
+        _refuse_both(layer, rivals, problems)
+        if chosen := next((key for key in rivals if key in layer.entries), None):
+            entries = _whole_model(chosen, layer.entries[chosen], problems)
+        if "model.rope_scaling" in layer.entries:
+            entries = {key: entry for key, entry in entries.items() if not key.startswith("model.rope_scaling.")}
+        entries |= {k: e for k, e in layer.entries.items() if k.startswith("model.") and k not in rivals}
+    return _complete(entries) if "model" not in entries else entries
+
+
+def _refuse_both(layer: Layer, rivals: tuple[str, str], problems: list[Problem]) -> None:
+    if all(key in layer.entries for key in rivals):
+        rule = f"is given beside {rivals[1]}: they say the same thing twice"
+        problems.append(Problem(rivals[0], rule, "Keep one of the two.", layer.entries[rivals[0]].origin))
+
+
+def _whole_model(key: str, entry: Entry, problems: list[Problem]) -> dict[str, Entry]:
+    """The fields of the model that a `preset` or `path` names. One that cannot be read leaves the entry `model` as a mark."""
+    unknown = {"model": Entry(None, entry.origin)}
+    value = convert(entry.value, str, At(key, entry.origin, entry.text, problems))
+    if value is BAD:
+        return unknown
+    try:
+        model = preset(value) if key == "model.preset" else from_hf(value)
+    except SpecError as error:
+        problems += [replace(p, where=p.where or entry.origin) for p in error.problems]
+        return unknown
+    origin = f"preset {model.name}" if key == "model.preset" else f"config.json of {value}"
+    fields = asdict(model)
+    scaling = fields.pop("rope_scaling") or {}
+    found = {f"model.{name}": Entry(field, origin) for name, field in fields.items()}
+    return found | {f"model.rope_scaling.{name}": Entry(field, origin) for name, field in scaling.items()}
+
+
+def _complete(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Fills what a model written field by field leaves open: its family's fixed choices, one key/value head per head, D / H."""
+    if not entries:
+        return entries
+    kind = entries["model.model_type"].value if "model.model_type" in entries else "llama"
+    derived: dict[str, Entry] = {}
+    for name, value in (FAMILIES[kind].fixed if isinstance(kind, str) and kind in FAMILIES else {}).items():
+        if value != leaves()[f"model.{name}"].default:
+            derived[f"model.{name}"] = Entry(value, f"derived from model_type {kind}")
+    hidden, heads = (entries.get(f"model.{name}") for name in ("hidden_size", "num_attention_heads"))
+    if heads is not None:
+        derived["model.num_key_value_heads"] = replace(heads, origin="derived from num_attention_heads")
+    try:
+        if hidden is not None and heads is not None:
+            width = Entry(int(hidden.value) // int(heads.value), "derived from hidden_size / num_attention_heads")
+            derived["model.head_dim"] = width
+    except (ValueError, TypeError, ZeroDivisionError):
+        derived["model.head_dim"] = Entry(1, "derived")  # hidden_size or heads are wrong, and say so themselves
+    return derived | entries
+
+
+def _convert_all(entries: dict[str, Entry], problems: list[Problem]) -> tuple[dict[str, Any], set[str]]:
+    """Values by key, and the keys that could not be read or are out of range."""
+    values: dict[str, Any] = {}
+    bad: set[str] = {"model"} if "model" in entries else set()
+    for key, entry in entries.items():
+        if key not in leaves():
+            continue
+        value = convert(entry.value, leaves()[key].kind, At(key, entry.origin, entry.text, problems))
+        problem = None if value is BAD else range_problem(key, value)
+        if problem is not None:
+            problems.append(replace(problem, where=entry.origin))
+        if value is BAD or problem is not None:
+            bad.add(key)
+        else:
+            values[key] = value
+    return values, bad
+
+
+def _batch_from_tokens(
+    entries: dict[str, Entry], values: dict[str, Any], provenance: dict[str, str], bad: set[str], problems: list[Problem]
+) -> None:
+    """Turns `tokens_per_batch`, of the batch and of the ramp's stages, into sequences."""
+    length, dp, micro = (
+        values.get(key, leaves()[key].default) for key in ("batch.sequence_length", "layout.dp", "layout.micro_batch_size")
+    )
+    known = not bad & {"batch.sequence_length", "layout.dp", "layout.micro_batch_size"} and dp > 0 and micro > 0
+
+    def sequences(key: str, tokens: Any, origin: str) -> int | None:
+        if not isinstance(tokens, str | int) or isinstance(tokens, bool) or (isinstance(tokens, int) and tokens < 1):
+            problems.append(Problem(key, f"must be a number of tokens, is {tokens!r}", "Write 4M, 4Mi or 4194304.", origin))
+        elif known:
+            try:
+                return sequences_for_tokens(tokens, length, multiple=dp * micro)
+            except UnitError as error:
+                problems.append(Problem(key, str(error), "Choose one of these, or another layout.", origin))
+        return None
+
+    if (entry := entries.get("batch.tokens_per_batch")) is not None:
+        count = sequences("batch.tokens_per_batch", entry.value, entry.origin)
+        values["batch.sequences_per_batch"] = count
+        asked = f"tokens_per_batch {entry.value} ({entry.origin})"
+        provenance["batch.sequences_per_batch"] = f"derived from {asked}: {(count or 0) * length:,} tokens"
+        if count is None:
+            bad.add("batch.sequences_per_batch")
+    stages = []
+    for index, stage in enumerate(values.get("batch.ramp", ())):
+        if isinstance(stage, dict):
+            key, origin = f"batch.ramp[{index}]", provenance["batch.ramp"]
+            if "sequences_per_batch" in stage:
+                rule = "is given beside sequences_per_batch: they say the same thing twice"
+                problems.append(Problem(f"{key}.tokens_per_batch", rule, "Keep one of the two.", origin))
+            count = sequences(f"{key}.tokens_per_batch", stage["tokens_per_batch"], origin)
+            bad |= {"batch.ramp"} if count is None else set()
+            stage = RampStage(stage["until_tokens"], count or 1)
+        stages.append(stage)
+    values["batch.ramp"] = tuple(stages)
+
+
+def _build(values: dict[str, Any], bad: set[str], problems: list[Problem], entries: dict[str, Entry]) -> Run:
+    """The run of these values; what is bad or missing takes its default, and is in `bad` so that no rule judges it."""
+    good = {key: value for key, value in values.items() if key not in bad}
+    sections = {name: cls(**_fields_of(good, name)) for name, cls in _SECTIONS.items()}
+    scalars = {key: value for key, value in good.items() if "." not in key}
+    return Run(model=_build_model(good, bad, problems, entries), **scalars, **sections)
+
+
+def _build_model(good: dict[str, Any], bad: set[str], problems: list[Problem], entries: dict[str, Entry]) -> Model:
+    placeholder = PRESETS["tiny-llama"]
+    if not any(key.startswith("model") for key in entries):
+        rule = "is missing: nothing says which model"
+        problems.append(Problem("model", rule, 'Write [model] preset = "llama-3-8b", path = "FOLDER", or its fields.'))
+        bad.add("model")
+    if "model" in bad:
+        return placeholder
+    scaling = _fields_of(good, "model.rope_scaling")
+    wanted = [key for key, leaf in leaves().items() if key.startswith("model.") and leaf.default is MISSING]
+    derived = [] if "model.num_attention_heads" in entries else ["model.num_key_value_heads", "model.head_dim"]
+    for key in wanted:
+        needed = not key.startswith("model.rope_scaling.") or any(k.startswith("model.rope_scaling.") for k in entries)
+        if needed and key not in (*good, *bad, *derived):
+            problems.append(Problem(key, "is missing", "Give it, or start from model.preset or model.path."))
+            bad.add(key)
+    if any(key.startswith("model.") for key in bad):
+        bad.add("model")
+        return placeholder
+    return Model(**_fields_of(good, "model"), rope_scaling=RopeScaling(**scaling) if scaling else None)
+
+
+def _fields_of(values: dict[str, Any], section: str) -> dict[str, Any]:
+    """The values directly in a section, by field name."""
+    split = ((key.rpartition("."), value) for key, value in values.items())
+    return {name: value for (place, _, name), value in split if place == section}
+
+
+def _section_problems(run: Run, bad: set[str]) -> list[Problem]:
+    found = [] if "model" in bad else run.model.problems()
+    return found if any(key.startswith("layout.") for key in bad) else found + run.layout.problems()
+
+
+def _placed(problem: Problem, provenance: dict[str, str]) -> Problem:
+    """`problem` with the origin of its key, or of the list that its key is in."""
+    key = problem.key.partition("[")[0]
+    return problem if problem.where else replace(problem, where=provenance.get(key, ""))

@@ -1,0 +1,191 @@
+"""Rules of a run that one section cannot see alone, and the ranges of plain numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from math import inf
+from typing import Any
+
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.families import export_problems
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.run import Run
+
+# key: lowest, highest value. None as a value is always allowed where the field allows it.
+_RANGES: dict[str, tuple[float, float]] = {
+    "steps": (1, inf), "seed": (0, 2**63 - 1),
+    "batch.sequence_length": (1, inf), "batch.sequences_per_batch": (1, inf),
+    "optimizer.learning_rate": (0, inf), "optimizer.warmup_steps": (0, inf), "optimizer.decay_steps": (1, inf),
+    "optimizer.min_learning_rate_ratio": (0, 1), "optimizer.weight_decay": (0, inf),
+    "checkpoint.every_steps": (1, inf), "checkpoint.keep": (0, inf), "checkpoint.keep_every_steps": (1, inf),
+    "evaluation.every_steps": (1, inf), "evaluation.sequences": (1, inf),
+    "log.every_steps": (1, inf), "log.memory_steps": (0, inf),
+}  # fmt: skip
+_ABOVE_ZERO = ("collective_timeout_seconds", "optimizer.eps", "optimizer.clip_grad_norm")
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def range_problem(key: str, value: Any) -> Problem | None:
+    """The problem of one plain number or name that is out of range, whatever the rest of the run."""
+    if value is None:
+        return None
+    if key in _RANGES:
+        low, high = _RANGES[key]
+        if not low <= value <= high:
+            rule = f"must be at least {low}" if high == inf else f"must be from {low} to {high}"
+            return Problem(key, f"{rule}, is {value}", f"Give {low} or more." if high == inf else "Give a value between them.")
+    if key in _ABOVE_ZERO and value <= 0:
+        return Problem(key, f"must be above 0, is {value}", _above_zero_remedy(key))
+    if key in _BELOW_ONE and not 0 <= value < 1:
+        return Problem(key, f"must be at least 0 and below 1, is {value}", "0.9 and 0.95 are usual.")
+    if key == "name" and not _NAME.fullmatch(value):
+        rule = f"must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit, is {value!r}"
+        return Problem(key, rule, "Rename the run.")
+    if key == "folder" and not value:
+        return Problem(key, "must not be empty", 'Write "." for the current folder.')
+    return None
+
+
+def run_problems(run: Run, *, require_data: bool = False, without: frozenset[str] = frozenset()) -> list[Problem]:
+    """Every rule that `run` breaks across its sections.
+
+    `without` names keys whose values could not be read: rules that depend on them say nothing. `require_data` demands a corpus,
+    as training does and planning does not.
+    """
+    found: list[Problem] = []
+    for depends, rule in _RULES:
+        if not any(bad == key or bad.startswith(f"{key}.") for bad in without for key in depends):
+            found += rule(run)
+    if require_data and not run.data.sources and "data.sources" not in without:
+        remedy = 'Prepare text with `ultrascale data prepare` and name its folder: [data] sources = [{path = "..."}].'
+        found.append(Problem("data.sources", "names no corpus to train on", remedy))
+    return found
+
+
+def _above_zero_remedy(key: str) -> str:
+    return (
+        'Give a positive number, or "none" for no clipping.' if key == "optimizer.clip_grad_norm" else "Give a positive number."
+    )
+
+
+def _global_batch(run: Run) -> Iterator[Problem]:
+    """Every optimizer step must be whole micro-batches on every rank."""
+    share = run.layout.dp * run.layout.micro_batch_size
+    sizes = [("batch.sequences_per_batch", run.batch.sequences_per_batch)]
+    sizes += [(f"batch.ramp[{i}].sequences_per_batch", stage.sequences_per_batch) for i, stage in enumerate(run.batch.ramp)]
+    for key, size in sizes:
+        if size < 1:
+            if "ramp" in key:  # the other has a range of its own
+                yield Problem(key, f"must be at least 1, is {size}", "Give a positive number.")
+        elif size % share:
+            legal = [n for n in (size - size % share, size - size % share + share) if n]
+            rule = f"must be a multiple of layout.dp x layout.micro_batch_size = {share}, is {size}"
+            yield Problem(key, rule, f"Nearest: {' or '.join(map(str, legal))}; or change dp or micro_batch_size.")
+
+
+def _ramp(run: Run) -> Iterator[Problem]:
+    previous = 0
+    for index, stage in enumerate(run.batch.ramp):
+        if stage.until_tokens <= previous:
+            rule = f"must be above that of the stage before, {previous}" if index else "must be above 0"
+            yield Problem(f"batch.ramp[{index}].until_tokens", f"{rule}, is {stage.until_tokens}", "Put the stages in order.")
+        previous = max(previous, stage.until_tokens)
+
+
+def _sequence_length(run: Run) -> Iterator[Problem]:
+    length, limit = run.batch.sequence_length, run.model.max_position_embeddings
+    if length > limit:
+        rule = f"must be at most model.max_position_embeddings = {limit}, is {length}"
+        yield Problem("batch.sequence_length", rule, f"Use {limit}, or raise model.max_position_embeddings.")
+
+
+def _schedule(run: Run) -> Iterator[Problem]:
+    steps, optimizer = run.steps, run.optimizer
+    if optimizer.warmup_steps >= steps:
+        rule = f"must be below steps = {steps}, is {optimizer.warmup_steps}"
+        yield Problem("optimizer.warmup_steps", rule, "Warm up for fewer steps, or train for more.")
+    elif optimizer.decay_steps is not None and optimizer.schedule != "wsd":
+        rule = f'is only for schedule = "wsd", but the schedule is {optimizer.schedule}'
+        yield Problem("optimizer.decay_steps", rule, 'Leave it out, or set optimizer.schedule = "wsd".')
+    elif optimizer.decay_steps is not None and optimizer.warmup_steps + optimizer.decay_steps > steps:
+        rule = f"does not fit: warm-up {optimizer.warmup_steps} + decay {optimizer.decay_steps} is more than steps = {steps}"
+        yield Problem("optimizer.decay_steps", rule, f"Use at most {steps - optimizer.warmup_steps}.")
+
+
+def _checkpoints(run: Run) -> Iterator[Problem]:
+    every, forever = run.checkpoint.every_steps, run.checkpoint.keep_every_steps
+    if forever is not None and (every is None or forever % every):
+        rule = f"must be a multiple of checkpoint.every_steps = {every}, is {forever}: other steps are not saved"
+        remedy = f"Use {every * max(1, round(forever / every))}." if every else "Set checkpoint.every_steps."
+        yield Problem("checkpoint.keep_every_steps", rule, remedy)
+
+
+def _evaluation(run: Run) -> Iterator[Problem]:
+    if run.evaluation.every_steps is not None and not run.data.validation:
+        remedy = "Name a held-out corpus there, or leave evaluation.every_steps out."
+        yield Problem("evaluation.every_steps", "is set, but data.validation names no corpus", remedy)
+
+
+def _corpora(run: Run) -> Iterator[Problem]:
+    for group, sources in (("data.sources", run.data.sources), ("data.validation", run.data.validation)):
+        for index, source in enumerate(sources):
+            if not source.path:
+                yield Problem(f"{group}[{index}].path", "must not be empty", "Name a prepared corpus.")
+            if not source.weight > 0 or source.weight == inf:
+                rule = f"must be above 0 and finite, is {source.weight}"
+                yield Problem(f"{group}[{index}].weight", rule, "Remove the source, or give it a share.")
+        for path, times in Counter(source.path for source in sources).items():
+            if times > 1:
+                yield Problem(group, f"names {path!r} {times} times", "Name it once, with the sum of the weights.")
+
+
+def _noise_scale(run: Run) -> Iterator[Problem]:
+    if not run.log.gradient_noise_scale:
+        return
+    sizes = [run.batch.sequences_per_batch, *(stage.sequences_per_batch for stage in run.batch.ramp)]
+    if min(sizes) // run.layout.micro_batch_size < 2:
+        rule = "compares gradients of at least two micro-batches a step, but some step has one"
+        remedy = "Use a smaller micro_batch_size or a larger batch, or leave it out."
+        yield Problem("log.gradient_noise_scale", rule, remedy)
+
+
+def _sinks(run: Run) -> Iterator[Problem]:
+    for name, times in Counter(run.log.sinks).items():
+        if times > 1:
+            yield Problem("log.sinks", f"names {name!r} {times} times", "Name it once.")
+
+
+def _cluster(run: Run) -> Iterator[Problem]:
+    if run.cluster == "auto":
+        return
+    try:
+        cluster = parse_cluster(run.cluster)
+    except SpecError as error:
+        yield from error.problems
+        return
+    if cluster.accelerator.name != "cpu" and run.layout.dp > cluster.num_accelerators:
+        rule = f"must be at most the {cluster.num_accelerators} accelerators of cluster = {run.cluster!r}, is {run.layout.dp}"
+        yield Problem("layout.dp", rule, "Name a larger cluster, or use fewer ranks.")
+
+
+def _export(run: Run) -> Iterator[Problem]:
+    if run.checkpoint.export:
+        yield from export_problems(run.model)
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] = (
+    (("batch.sequences_per_batch", "batch.ramp", "layout.dp", "layout.micro_batch_size"), _global_batch),
+    (("batch.ramp",), _ramp),
+    (("batch.sequence_length", "model"), _sequence_length),
+    (("steps", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule"), _schedule),
+    (("checkpoint.every_steps", "checkpoint.keep_every_steps"), _checkpoints),
+    (("evaluation.every_steps", "data.validation"), _evaluation),
+    (("data.sources", "data.validation"), _corpora),
+    (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout.micro_batch_size"), _noise_scale),
+    (("log.sinks",), _sinks),
+    (("cluster", "layout.dp"), _cluster),
+    (("checkpoint.export", "model"), _export),
+)

@@ -1,0 +1,235 @@
+"""The keys a description may have, read off the dataclasses of `spec.run`, and how a value is brought to a field's type."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ultrascale.spec.problems import Problem
+from ultrascale.spec.run import RampStage, Run
+from ultrascale.spec.units import UnitError, parse_tokens
+
+# Keys of a description that stand for others; `resolve` turns them into fields.
+STAND_INS = {"model.preset": str, "model.path": str, "batch.tokens_per_batch": int}
+TOKEN_KEYS = ("tokens_per_batch", "until_tokens")
+_NOT_YET = {
+    "tp": "zero_stage = 3 cuts the parameters over dp ranks",
+    "sp": "recompute = \"full\" or a smaller micro_batch_size saves activations",
+    "cp": "micro_batch_size = 1 with recompute = \"full\" fits the longest sequences",
+    "pp": "zero_stage = 3 cuts the parameters over dp ranks",
+    "ep": "models here have no experts; dp with zero_stage = 3 cuts dense ones",
+}  # fmt: skip
+_NOT_YET |= {"tensor_parallel": _NOT_YET["tp"], "pipeline_parallel": _NOT_YET["pp"], "context_parallel": _NOT_YET["cp"]}
+
+
+class _Bad:
+    """Stands where a value could not be read; its problem has been noted."""
+
+
+BAD = _Bad()
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One key with a value: dotted name, type and default."""
+
+    key: str
+    kind: Any
+    default: Any
+    """`dataclasses.MISSING` where a value must be given."""
+
+
+@dataclass(frozen=True)
+class At:
+    """A place in a description: collects what is wrong there."""
+
+    key: str
+    where: str
+    text: bool
+    """Whether the value is text from a command line, to be read as the field's type."""
+    problems: list[Problem]
+
+    def wrong(self, rule: str, remedy: str) -> _Bad:
+        self.problems.append(Problem(self.key, rule, remedy, self.where))
+        return BAD
+
+    def child(self, suffix: str) -> At:
+        return replace(self, key=self.key + suffix, text=False)
+
+
+@cache
+def leaves() -> dict[str, Leaf]:
+    """Every key of a run by its dotted name, in the order of the dataclasses."""
+    return {leaf.key: leaf for leaf in _leaves(Run, "")}
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Names of the tables: `model`, `model.rope_scaling`, `layout`, ..."""
+    return frozenset(key.rpartition(".")[0] for key in leaves()) - {""}
+
+
+def unknown_key(key: str, where: str) -> Problem:
+    """The problem of a key that does not exist, with the nearest that do."""
+    section, _, last = key.rpartition(".")
+    if last in _NOT_YET and section in ("", "layout"):
+        rule = "this axis is not in this version yet: it cuts a run by data parallelism (dp), with ZeRO"
+        return Problem(key, rule, f"Nearest: {_NOT_YET[last]}.", where)
+    known = [*leaves(), *STAND_INS]
+    same_name = [k for k in known if k.rpartition(".")[2] == last]
+    near = same_name or get_close_matches(key, [*known, *sections()], n=2, cutoff=0.7)
+    near = near or [
+        k for k in known if k.rpartition(".")[2] in get_close_matches(last, [k.rpartition(".")[2] for k in known], n=2)
+    ]
+    remedy = f"Did you mean {' or '.join(near)}?" if near else f"Keys of [{section}] are {_names(section)}."
+    return Problem(key, "is not a key of a run", remedy, where)
+
+
+def convert(value: Any, kind: Any, at: At) -> Any:
+    """`value` as `kind`; BAD, and a problem noted in `at`, if it is not one."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        (inner,) = (option for option in get_args(kind) if option is not type(None))
+        return None if value is None or value == "none" else convert(value, inner, at)
+    if origin is Literal:
+        return _literal(value, get_args(kind), at)
+    if origin is tuple:
+        return _tuple(value, get_args(kind)[0], at)
+    if is_dataclass(kind):
+        return _item(value, kind, at)
+    return _CONVERT[kind](value, at)
+
+
+def _leaves(cls: Any, prefix: str) -> list[Leaf]:
+    hints, found = get_type_hints(cls), []
+    for field in fields(cls):
+        kind, key = hints[field.name], prefix + field.name
+        inner = next((k for k in (kind, *get_args(kind)) if is_dataclass(k)), None)
+        if inner is not None and get_origin(kind) is not tuple:
+            found += _leaves(inner, f"{key}.")
+        else:
+            found.append(Leaf(key, kind, default_of(field)))
+    return found
+
+
+def default_of(field: Field) -> Any:
+    """A field's default, `MISSING` if it has none."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _names(section: str) -> str:
+    known = (key.rpartition(".") for key in (*leaves(), *STAND_INS))
+    return ", ".join(last for place, _, last in known if place == section) or "those of `ultrascale show --help`"
+
+
+def _described(value: Any) -> str:
+    words = {str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "a table"}
+    return f"{value!r}, {words.get(type(value), type(value).__name__)}"
+
+
+def _near_by_last(last: str, known: list[str]) -> list[str]:
+    """Keys of other sections with a name like `last`."""
+    by_name = {key.rpartition(".")[2]: key for key in known}
+    return [by_name[name] for name in get_close_matches(last, by_name, n=1, cutoff=0.7)]
+
+
+def _literal(value: Any, options: tuple[Any, ...], at: At) -> Any:
+    for option in options:
+        if (str(option) == value and (at.text or isinstance(option, str))) or (value == option and type(value) is type(option)):
+            return option
+    near = get_close_matches(str(value), [str(option) for option in options], n=1)
+    hint = f"Did you mean {near[0]!r}?" if near and near[0] != value else "Choose one of them, with no quotes around numbers."
+    return at.wrong(f"must be one of {', '.join(repr(o) for o in options)}, is {value!r}", hint)
+
+
+def _bool(value: Any, at: At) -> Any:
+    if at.text and value in ("true", "false"):
+        return value == "true"
+    return (
+        value if isinstance(value, bool) else at.wrong(f"must be true or false, is {_described(value)}", "Write true or false.")
+    )
+
+
+def _int(value: Any, at: At) -> Any:
+    if isinstance(value, str) and at.key.rpartition(".")[2] in TOKEN_KEYS:
+        try:
+            return parse_tokens(value)
+        except UnitError as error:
+            return at.wrong(str(error), "Write 4M, 4Mi or 4194304.")
+    if at.text and isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return at.wrong(f"must be a whole number, is {_described(value)}", "Write it without quotes and without a decimal point.")
+
+
+def _float(value: Any, at: At) -> Any:
+    try:
+        number = float(value) if (at.text or not isinstance(value, str)) and not isinstance(value, bool) else None
+    except (ValueError, TypeError, OverflowError):
+        number = None
+    if number is None:
+        return at.wrong(f"must be a number, is {_described(value)}", "Write it without quotes, such as 3e-4.")
+    return number if math.isfinite(number) else at.wrong(f"must be finite, is {number}", "Give an ordinary number.")
+
+
+def _str(value: Any, at: At) -> Any:
+    return value if isinstance(value, str) else at.wrong(f"must be text, is {_described(value)}", "Put it in quotes.")
+
+
+def _tuple(value: Any, kind: Any, at: At) -> Any:
+    if at.text and isinstance(value, str):
+        if not value.lstrip().startswith("["):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        else:
+            try:
+                value = tomllib.loads(f"v = {value}")["v"]
+            except tomllib.TOMLDecodeError as error:
+                return at.wrong(f"is not a list in TOML: {error}", 'Write [{path = "x", weight = 2.0}], or x,y.')
+    if not isinstance(value, list | tuple):
+        return at.wrong(f"must be a list, is {_described(value)}", "Put it in [brackets].")
+    items = [convert(item, kind, at.child(f"[{index}]")) for index, item in enumerate(value)]
+    return BAD if any(item is BAD for item in items) else tuple(items)
+
+
+def _item(value: Any, cls: Any, at: At) -> Any:
+    """A table of a list, such as a source or a stage of the ramp; a plain text stands for its first field."""
+    if isinstance(value, cls):
+        return value
+    hints, known = get_type_hints(cls), {field.name: field for field in fields(cls)}
+    if isinstance(value, str) and hints[next(iter(known))] is str:
+        value = {next(iter(known)): value}
+    if not isinstance(value, dict):
+        return at.wrong(
+            f"must be a table with {', '.join(known)}, is {_described(value)}", "Write {" + next(iter(known)) + " = ...}."
+        )
+    values = {}
+    for name, raw in value.items():
+        if name in known:
+            values[name] = convert(raw, hints[name], at.child(f".{name}"))
+        elif cls is RampStage and name == "tokens_per_batch":
+            values[name] = raw
+        else:
+            near = get_close_matches(name, known, n=1)
+            at.child(f".{name}").wrong(
+                "is not a key here", f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+            )
+            values[name] = BAD
+    stands_for = {"sequences_per_batch"} if "tokens_per_batch" in values else set()
+    for name in known.keys() - values.keys() - stands_for:
+        if default_of(known[name]) is MISSING:
+            values[name] = at.child(f".{name}").wrong("is missing", "Give it.")
+    if any(v is BAD for v in values.values()):
+        return BAD
+    return values if stands_for else cls(**values)
+
+
+_CONVERT = {bool: _bool, int: _int, float: _float, str: _str}
