@@ -15,11 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.progress import StepSpan
 from ultrascale.train.optimizer import local
 from ultrascale.train.trainer import Trainer
 
 FAULTS = ("missing-reduce", "mean-of-means", "counted-twice", "shifted-batch")
+
+
+def expect_fault(name: str, num_processes: int) -> None:
+    """Raise SpecError unless `name` is a fault (or `all`) that can be planted among so many processes."""
+    if name != "all" and name not in FAULTS:
+        raise SpecError([Problem("--plant", f"knows no fault {name!r}", f"Choose one of {', '.join(FAULTS)}, or all.")])
+    if num_processes < 2:
+        rule = "these are faults between processes, and there is one"
+        raise SpecError([Problem("--plant", rule, "Add --processes 2.")])
 
 
 @contextmanager
@@ -50,7 +60,12 @@ def _missing_reduce(trainer: Trainer) -> Callable[[], None]:
 
     for name in originals:
         setattr(dist, name, silenced(name))
-    return lambda: [setattr(dist, name, original) for name, original in originals.items()] and None
+
+    def undo() -> None:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+    return undo
 
 
 def _mean_of_means(trainer: Trainer) -> Callable[[], None]:

@@ -6,28 +6,18 @@ no fused optimizer, no norm over shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Protocol
 
 import torch
 
-from ultrascale.data.loader import Sequences
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
 from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
 from ultrascale.spec.weights import weights
 from ultrascale.train.learning_rate import learning_rate
-
-
-class Reads(Protocol):
-    """A loader, or something that stands in for one."""
-
-    def read(self, numbers: Iterable[int]) -> Sequences: ...
-
-    def fingerprint(self) -> str: ...
+from ultrascale.train.trainer import ReadsSequences
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class Reference:
     """A run on one process."""
 
     run: Run
-    loader: Reads
+    loader: ReadsSequences
     steps_done: int = 0
     decoder: Decoder = field(init=False)
     moments: dict[str, torch.Tensor] = field(init=False)

@@ -1,44 +1,76 @@
-"""Processes on this machine, through torchrun.
+"""Processes on this machine, through torchrun's agent.
 
-torchrun watches the workers and starts all of them again when one dies; they then go on from the newest whole checkpoint.
+The agent starts the ranks, watches them, and ends all of them when one dies. They are then started again with a rendezvous of
+their own, and go on from the newest whole checkpoint. (The agent could restart them itself, but keeps its store while it does,
+in which new workers of torch 2.11 to 2.13 find the addresses of dead ones: pytorch#135712.)
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 
-def launch_local(run_file: Path, num_processes: int, *, max_restarts: int = 3, arguments: list[str] | None = None) -> int:
-    """Run the worker on `num_processes` processes of this machine and return torchrun's exit code.
+@dataclass(frozen=True)
+class Ending:
+    """How the processes ended."""
 
-    `run_file` is the resolved run that every worker reads; `arguments` are passed on to the worker.
+    reason: str
+    """Empty when all of them ended well."""
+    by_signal: bool = False
+    """This process was asked to stop, and passed that on."""
+
+
+def launch_local(
+    run_file: Path,
+    num_processes: int,
+    *,
+    worker_arguments: tuple[str, ...] = (),
+    max_restarts: int = 3,
+    say: Callable[[str], None] = print,
+    may_restart: Callable[[], bool] = lambda: True,
+) -> Ending:
+    """Train the resolved run in `run_file` on `num_processes` processes of this machine, again after each crash.
+
+    `may_restart` is asked after a crash: False when the ranks themselves said that it would only happen again.
     """
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}",
-        f"--max-restarts={max_restarts}", "--no-python", sys.executable, "-m", "ultrascale.train.worker", str(run_file),
-        *(arguments or []),
-    ]  # fmt: skip
-    return wait_for(subprocess.Popen(command, env=worker_environment(num_processes)))
+    for restarts_left in range(max_restarts, -1, -1):
+        started = time.monotonic()
+        ending = _launch_once(run_file, num_processes, worker_arguments)
+        if not ending.reason or ending.by_signal or not may_restart():
+            return ending
+        say(f"after {time.monotonic() - started:.0f} s: {ending.reason}")
+        if restarts_left:
+            say(f"starting again from the newest checkpoint ({restarts_left} restarts left)")
+    return ending
 
 
-def worker_environment(num_processes: int) -> dict[str, str]:
-    """The environment of the processes: cores shared out, and every attempt with a store of its own."""
-    defaults = {
-        # torchrun 2.11 to 2.13 keeps its store over restarts, where new workers then find the addresses of dead ones.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes)),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    return {**defaults, **os.environ}
+def _launch_once(run_file: Path, num_processes: int, worker_arguments: tuple[str, ...]) -> Ending:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _share_out_cores(num_processes)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we tell the same in one line
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=num_processes, run_id=f"{os.getpid()}-{time.time_ns()}",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)("-m", "ultrascale.train.worker", str(run_file), *worker_arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"failed with exit code {failure.exitcode}"
+        return Ending(f"rank {rank} {how}")
+    except (SignalException, KeyboardInterrupt) as error:
+        return Ending(f"stopped by {error or 'Ctrl-C'}", by_signal=True)
+    return Ending("")
 
 
-def wait_for(process: subprocess.Popen[bytes]) -> int:
-    """Wait for `process`; on Ctrl-C, which reaches it as well, give it the time to save and leave."""
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue
+def _share_out_cores(num_processes: int) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))

@@ -37,8 +37,8 @@ def apply_data_parallel(decoder: nn.Module, layout: Layout, mesh: DeviceMesh) ->
         bucket = blocks[first : first + layout.layers_per_bucket]
         fully_shard(bucket, mesh=mesh, mp_policy=policy, reshard_after_forward=layout.zero_stage == 3)
     # The head is used last and again first on the way back: letting go of it in between would gather it twice for nothing.
-    root = fully_shard(decoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in sharded_modules(root):
+    fully_shard(decoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in sharded_modules(decoder):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 

@@ -15,6 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous as meet
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
@@ -114,17 +116,20 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 def _join(device: torch.device, world: int, timeout: timedelta, rendezvous: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     rank = int(os.environ["RANK"])
-    store, rank, world = next(iter(dist.rendezvous(rendezvous, rank, world, timeout=timeout)))
+    store, rank, world = next(iter(meet(rendezvous, rank, world, timeout=timeout)))
     # torchrun keeps its store over restarts, and a new worker then meets the addresses of dead ones: each attempt writes
     # under its own prefix, unless the launcher already gives each a store of its own (pytorch#135712).
     if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _host_group(device: torch.device, timeout_seconds: float) -> dist.ProcessGroup | None:
-    timeout = timedelta(seconds=timeout_seconds)
-    return dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
+    if dist.get_world_size() == 1:
+        return None
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    return group

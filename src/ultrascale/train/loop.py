@@ -75,17 +75,17 @@ class Session:
             check_writable(folder.checkpoints)
         ranks.barrier()
         trainer = Trainer(run, ranks, build_loader(run, run.data.sources))
-        checkpoint, rejected = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes)
+        found = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes)
         if ranks.is_first:
             folder.write_text("run.toml", to_toml(run))
             folder.write_json("environment.json", environment())
             folder.forget_metrics_from(trainer.steps_done)
-            folder.event("start", step=trainer.steps_done, world=ranks.world, checkpoint=checkpoint and checkpoint.name)
+            folder.event("start", step=trainer.steps_done, world=ranks.world, checkpoint=found.folder and found.folder.name)
         metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
-        for reason in rejected:
-            metrics.line(f"damaged checkpoint passed over: {reason}")
-        if checkpoint is not None:
-            metrics.line(f"resumed from {checkpoint} at step {trainer.steps_done}")
+        for rejected in found.rejected:
+            metrics.line(f"damaged checkpoint passed over: {rejected.folder}: {rejected.reason}")
+        if found.folder is not None:
+            metrics.line(f"resumed from {found.folder} at step {trainer.steps_done}")
         saver = Saver(
             folder.checkpoints,
             keep=run.checkpoint.keep,
@@ -95,7 +95,7 @@ class Session:
         )
         validation = [(Path(s.path).name, build_loader(run, (s,))) for s in run.data.validation]
         performance = Performance(run, ranks, folder, metrics)
-        saved_at = trainer.steps_done if checkpoint is not None else -1
+        saved_at = trainer.steps_done if found.folder is not None else -1
         return cls(run, ranks, folder, trainer, saver, metrics, performance, validation, saved_at)
 
     def steps(self) -> Outcome:

@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 
-from ultrascale.checkpoint import load, newest_valid
+from ultrascale.checkpoint import Search, load, read_metadata, search
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
 from ultrascale.train.optimizer import MOMENTS, create_state
 from ultrascale.train.trainer import Trainer
-
-MUST_NOT_CHANGE = ("model", "batch", "data", "seed")
-"""Parts of a run that decide what the steps already done have computed."""
 
 
 def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -52,8 +49,6 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False) 
     Raises SpecError if the run or its data are not those of the checkpoint (unless `allow_changes`), and CheckpointError if the
     files are damaged; nothing is changed then.
     """
-    from ultrascale.checkpoint import read_metadata
-
     facts = read_metadata(checkpoint)
     if not allow_changes:
         _expect_same_run(trainer, facts, checkpoint)
@@ -64,25 +59,20 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False) 
         trainer.noise_scale.load_state(facts["noise_scale"])
 
 
-def restore_newest(trainer: Trainer, root: Path, *, allow_changes: bool = False) -> tuple[Path | None, list[str]]:
-    """Restore the newest checkpoint under `root` that is whole. Returns it (None if there is none) and why others were not."""
-    chosen, rejected = newest_valid(root, process_group=trainer.ranks.host_group)
-    if chosen is not None:
-        restore(trainer, chosen, allow_changes=allow_changes)
-    return chosen, [f"{folder}: {reason}" for folder, reason in rejected]
+def restore_newest(trainer: Trainer, root: Path, *, allow_changes: bool = False) -> Search:
+    """Restore the newest checkpoint under `root` that is whole, if there is one. Says which, and why newer ones were not."""
+    found = search(root, process_group=trainer.ranks.host_group)
+    if found.folder is not None:
+        restore(trainer, found.folder, allow_changes=allow_changes)
+    return found
 
 
 def decisive_parts(run: Run) -> dict[str, Any]:
-    """`MUST_NOT_CHANGE` as plain data; where data lies does not matter (its fingerprint does), only in which shares."""
-    facts = {
-        key: asdict(value) if hasattr(value := getattr(run, key), "__dataclass_fields__") else value for key in MUST_NOT_CHANGE
-    }
-    facts["model"].pop("name")
-    facts["data"] = {
-        "weights": [source.weight for source in run.data.sources],
-        "document_mask": run.data.document_mask,
-    }
-    return facts
+    """What must not change on the way, as plain data. Where the data lies does not matter; its fingerprint stands for it."""
+    model = asdict(run.model)
+    model.pop("name")
+    data = {"weights": [source.weight for source in run.data.sources], "document_mask": run.data.document_mask}
+    return {"model": model, "batch": asdict(run.batch), "data": data, "seed": run.seed}
 
 
 def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path) -> None:

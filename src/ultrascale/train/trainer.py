@@ -10,13 +10,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from ultrascale.data.loader import Loader, Sequences
+from ultrascale.data.loader import Sequences
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.apply import build_decoder
 from ultrascale.parallel.data import prepare_action
@@ -29,6 +31,18 @@ from ultrascale.train.gradients import NonFiniteError, clip_gradients, gradient_
 from ultrascale.train.learning_rate import learning_rate
 from ultrascale.train.noise_scale import NoiseScale
 from ultrascale.train.optimizer import build_optimizer, create_state, set_learning_rate
+
+
+class ReadsSequences(Protocol):
+    """What a trainer needs of a loader (`data.loader.Loader`)."""
+
+    def read(self, numbers: Iterable[int]) -> Sequences:
+        """The sequences with these global numbers."""
+        ...
+
+    def fingerprint(self) -> str:
+        """What decides the sequences."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -77,13 +91,15 @@ class Trainer:
 
     run: Run
     ranks: Ranks
-    loader: Loader
+    loader: ReadsSequences
     decoder: Decoder = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
     noise_scale: NoiseScale | None = field(init=False, default=None)
     steps_done: int = field(init=False, default=0)
     stop_requested: bool = field(init=False, default=False)
     """Set by a signal handler; all ranks act on it before the next step."""
+    on_phase: Callable[[str, int], None] = field(init=False, default=lambda phase, step: None)
+    """Told what comes next (`forward`, `backward`, `optimizer`, `between`) and of which step."""
 
     def __post_init__(self) -> None:
         run = self.run
@@ -132,11 +148,13 @@ class Trainer:
 
     def update(self, norm: float) -> float:
         """Clip by the gradient's `norm`, update the weights, forget the gradients. Returns the learning rate used."""
+        self.on_phase("optimizer", self.steps_done)
         clip_gradients(self.decoder, norm, self.run.optimizer.clip_grad_norm)
         rate = learning_rate(self.run.optimizer, self.steps_done, self.run.steps)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.on_phase("between", self.steps_done)
         self.steps_done += 1
         return rate
 
@@ -181,6 +199,7 @@ class Trainer:
         for action in accumulate(len(micro_batches), self.run.layout.zero_stage):
             prepare_action(self.decoder, action)
             batch = micro_batches[action.micro_batch]
+            self.on_phase("forward" if action.kind is Kind.FORWARD else "backward", self.steps_done)
             if action.kind is Kind.FORWARD:
                 loss = self.forward(batch)
                 loss_sum += loss.detach()
