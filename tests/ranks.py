@@ -27,7 +27,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here once and not on every rank
 import torch.distributed as dist
+import torch.distributed.fsdp
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may go on after one has failed; a rank blocked in a collective learns of it much sooner."""
@@ -60,7 +62,7 @@ def run_ranks(
     `RankError` in the place of a failed rank's result instead of raising the first one; that is for tests that kill ranks.
     """
     context: Any = multiprocessing.get_context("forkserver" if torch.cuda.is_available() else "fork")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         store = os.path.join(folder, "store")
         ends, processes = [], []
