@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from plain_llama import FFN, HEADS, HIDDEN, LAYERS, SEQUENCE, SEQUENCES, VOCAB_SIZE, Llama, training_step
 
+from ultrascale.data.indexed import ShardWriter
+
 NUM_TOKENS = 2_000_000
 
 
@@ -65,8 +67,11 @@ def cpu_seconds() -> float:
 
 
 def write_tokens(folder: Path) -> None:
-    """The text of the benchmark: random tokens, the same for all, as one uint16 file."""
-    np.random.default_rng(0).integers(0, VOCAB_SIZE, NUM_TOKENS, dtype=np.uint16).tofile(folder / "tokens.bin")
+    """The text of the benchmark: one document of random tokens, in tokens.bin (plain uint16) and tokens.idx."""
+    writer = ShardWriter(folder / "tokens", "uint16")
+    writer.append(np.random.default_rng(0).integers(0, VOCAB_SIZE, NUM_TOKENS, dtype=np.uint16))
+    writer.end_document()
+    writer.finish()
 
 
 def batches(folder: Path, count: int, rank: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -83,10 +88,10 @@ def batches(folder: Path, count: int, rank: int) -> Callable[[], tuple[torch.Ten
 
 
 def plain(pace: Pace, folder: Path, *, bf16: bool, compiled: bool) -> None:
-    """A hand-written loop: eager with torch's default AdamW, or torch.compile with the fused one."""
+    """A hand-written loop, eager or with torch.compile over the whole model."""
     model = Llama()
     chosen = torch.compile(model) if compiled else model
-    run_steps(pace, training_step(chosen, batches(folder, SEQUENCES, 0), bf16=bf16, fused=compiled))  # pyright: ignore
+    run_steps(pace, training_step(chosen, batches(folder, SEQUENCES, 0), bf16=bf16))  # pyright: ignore
 
 
 def ddp(pace: Pace, folder: Path, *, bf16: bool) -> None:
@@ -96,7 +101,7 @@ def ddp(pace: Pace, folder: Path, *, bf16: bool) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = torch.nn.parallel.DistributedDataParallel(Llama(), gradient_as_bucket_view=True)
-    run_steps(pace, training_step(model, batches(folder, SEQUENCES // world, rank), bf16=bf16, fused=True))
+    run_steps(pace, training_step(model, batches(folder, SEQUENCES // world, rank), bf16=bf16))
     dist.destroy_process_group()
 
 
@@ -166,7 +171,7 @@ def ours(pace: Pace, folder: Path, *, bf16: bool, compiled: bool = False, zero_s
 CONTESTANTS: dict[str, tuple[int, Callable[..., None], dict[str, object]]] = {}
 """name -> number of processes, function, its options."""
 for precision in ("fp32", "bf16"):
-    kind = {"bf16": precision == "bf16"}
+    kind: dict[str, object] = {"bf16": precision == "bf16"}
     CONTESTANTS |= {
         f"plain eager {precision}": (1, plain, {**kind, "compiled": False}),
         f"ours eager {precision}": (1, ours, kind),

@@ -75,14 +75,14 @@ class Llama(nn.Module):
 
 
 def training_step(
-    model: nn.Module, batch: Callable[[], tuple[torch.Tensor, torch.Tensor]], *, bf16: bool, fused: bool
+    model: nn.Module, batch: Callable[[], tuple[torch.Tensor, torch.Tensor]], *, bf16: bool
 ) -> Callable[[], float]:
-    """A function that trains one step and returns the loss: AdamW with decay on matrices, clipping at 1, autocast for bf16."""
+    """A function that trains one step and returns the loss: fused AdamW with decay on matrices, clipping at 1, autocast for bf16."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=fused or None)
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
 
     def step() -> float:
         tokens, targets = batch()
