@@ -128,8 +128,10 @@ def _names(section: str) -> str:
 
 
 def _described(value: Any) -> str:
-    words = {str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "a table"}
-    return f"{value!r}, {words.get(type(value), type(value).__name__)}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    words = {str: "the text ", list: "the list ", dict: "the table "}
+    return f"{words.get(type(value), '')}{value!r}"
 
 
 def _near_by_last(last: str, known: list[str]) -> list[str]:

@@ -1,0 +1,190 @@
+"""`ultrascale show`: a run with the origin of every value, and the models and machines known by name."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale.spec.resolve import Resolved, resolve
+from ultrascale.spec.schema import leaves
+from ultrascale.spec.units import format_bytes, format_bytes_per_second, format_count, format_flops_per_second
+
+
+def show(
+    what: Annotated[str, tyro.conf.Positional], /, resolved: bool = False, json: bool = False
+) -> tuple[str, bool, bool]:  # fmt: skip
+    """Show a run as it would be trained, with the origin of every value; or the models and machines known by name.
+
+    Any setting can follow as a dotted flag:
+
+        ultrascale show runs/tiny-llama-cpu.toml --resolved --layout.dp 2
+
+    The catalogues:
+
+        ultrascale show models
+
+        ultrascale show clusters --resolved
+
+    Args:
+        what: A run's TOML file or folder, or `models`, or `clusters`.
+        resolved: Show every value, defaults too; for clusters, where each number comes from.
+        json: Print one JSON object.
+    """
+    return what, resolved, json
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; 0, or a SpecError with every mistake of the description."""
+    parsed, rest = tyro.cli(show, prog="ultrascale show", args=arguments, return_unknown_args=True)
+    what, every, as_json = parsed
+    if what in ("models", "clusters"):
+        if rest:
+            print(f"ultrascale show {what} takes no settings, but got {' '.join(rest)}")
+            return 2
+        models_catalogue(as_json=as_json) if what == "models" else clusters_catalogue(as_json=as_json, sources=every)
+    else:
+        show_run(resolve(what, rest), every=every, as_json=as_json)
+    return 0
+
+
+def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:
+    """Print the values of a run with their origins; without `every`, only those that are not defaults."""
+    if as_json:
+        print(jsonlib.dumps({"run": asdict(resolved.run), "provenance": resolved.provenance}, indent=2))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("key", "value", "from"):
+        table.add_column(column, overflow="fold", no_wrap=column == "key")
+    for key, value, origin in run_rows(resolved, every=every):
+        table.add_row(key, value, origin, style="dim" if origin == "default" else "")
+    Console(highlight=False).print(table)
+
+
+def run_rows(resolved: Resolved, *, every: bool) -> list[tuple[str, str, str]]:
+    """(key, value, origin) as text. A preset's fields are one row unless `every`."""
+    from ultrascale.spec.weights import num_parameters
+
+    model = resolved.run.model
+    size = f"{model.name or model.model_type}, {format_count(num_parameters(model))} parameters"
+    rows = [("model", size, "")]
+    for key in leaves():
+        origin = resolved.provenance[key]
+        value = _value(resolved.run, key)
+        hidden = origin == "default" or origin.startswith(("preset ", "config.json "))
+        if key.startswith("model.rope_scaling.") and model.rope_scaling is None:
+            continue
+        if every or not hidden:
+            rows.append((key, _text(value), origin))
+    if not every:
+        origins = {origin for key, origin in resolved.provenance.items() if key.startswith("model.") and origin != "default"}
+        rows[0] = ("model", size, ", ".join(sorted(o for o in origins if o.startswith(("preset ", "config.json ")))))
+    return rows
+
+
+def models_catalogue(*, as_json: bool) -> None:
+    """Print every preset: its shape and its number of parameters."""
+    from ultrascale.spec.model_presets import PRESETS
+    from ultrascale.spec.weights import num_parameters
+
+    if as_json:
+        print(jsonlib.dumps({n: asdict(m) | {"num_parameters": num_parameters(m)} for n, m in PRESETS.items()}, indent=2))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("model", "family", "size", "layers", "hidden", "ffn", "heads/kv", "words", "positions"):
+        table.add_column(column, no_wrap=True, justify="left" if column in ("model", "family") else "right")
+    for name, m in PRESETS.items():
+        heads = f"{m.num_attention_heads}/{m.num_key_value_heads}"
+        shape = (m.num_hidden_layers, m.hidden_size, m.intermediate_size, heads, m.vocab_size, m.max_position_embeddings)
+        table.add_row(name, m.model_type, format_count(num_parameters(m)), *(str(item) for item in shape))
+    Console(highlight=False).print(table)
+
+
+def clusters_catalogue(*, as_json: bool, sources: bool) -> None:
+    """Print every accelerator and node; with `sources`, where each number comes from."""
+    from ultrascale.spec.machines import ACCELERATORS, NODES, USUAL_NODE, this_machine
+
+    cpu = this_machine(1)
+    if as_json:
+        accelerators = {name: asdict(item) for name, item in (ACCELERATORS | {"cpu": cpu.accelerator}).items()}
+        nodes = {name: asdict(item) | {"accelerator": item.accelerator.name} for name, item in (NODES | {"cpu": cpu}).items()}
+        print(jsonlib.dumps({"accelerators": accelerators, "nodes": nodes, "usual_node": USUAL_NODE}, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(_accelerators_table([*ACCELERATORS.values(), cpu.accelerator]))
+    console.print()
+    console.print(_nodes_table(NODES))
+    if sources:
+        console.print()
+        console.print(_sources_table([*ACCELERATORS.values(), cpu.accelerator], NODES))
+    console.print(
+        "\nWrite 64xh100 for accelerators in their usual nodes, 2xaws-p5 for nodes, 4xcpu for processes on this machine."
+    )
+
+
+def _accelerators_table(accelerators: list[Any]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("accelerator", "", "memory", "bandwidth", "bf16 peak", "reached"):
+        table.add_column(column, no_wrap=column == "accelerator")
+    for item in accelerators:
+        rate, fraction = item.memory_bytes_per_second, item.matmul_fraction
+        table.add_row(
+            item.name, item.title, format_bytes(item.memory_bytes.value),
+            format_bytes_per_second(rate.value) if rate else "measured",
+            format_flops_per_second(item.peak_flops["bf16"].value) if item.peak_flops else "measured",
+            f"{fraction.value:.0%}" if fraction else "measured",
+        )  # fmt: skip
+    return table
+
+
+def _nodes_table(nodes: dict[str, Any]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("node", "", "accelerators", "inside, each way, each", "network, each way, per node"):
+        table.add_column(column, no_wrap=column == "node")
+    for item in nodes.values():
+        links = (
+            f"{format_bytes_per_second(link.bytes_per_second.value)}, {link.name}"
+            for link in (item.intra_link, item.inter_link)
+        )
+        table.add_row(item.name, item.title, f"{item.num_accelerators} x {item.accelerator.name}", *links)
+    return table
+
+
+def _sources_table(accelerators: list[Any], nodes: dict[str, Any]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("number", "value", "source", "date"):
+        table.add_column(column, overflow="fold")
+
+    def add(name: str, number: Any) -> None:
+        if number is not None:
+            table.add_row(name, f"{number.value:.6g}", number.source, number.date)
+
+    for item in accelerators:
+        add(f"{item.name} memory_bytes", item.memory_bytes)
+        add(f"{item.name} memory_bytes_per_second", item.memory_bytes_per_second)
+        for dtype, peak in item.peak_flops.items():
+            add(f"{item.name} peak {dtype}", peak)
+        add(f"{item.name} matmul_fraction", item.matmul_fraction)
+    for item in nodes.values():
+        for link in (item.intra_link, item.inter_link):
+            add(f"{item.name} {link.name}", link.bytes_per_second)
+            add(f"{item.name} {link.name}, achieved", link.achieved_bytes_per_second)
+    return table
+
+
+def _value(run: Any, key: str) -> Any:
+    for name in key.split("."):
+        run = None if run is None else getattr(run, name)
+    return run
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(_text(item) for item in value) or "none"
+    if hasattr(value, "__dataclass_fields__"):
+        return " ".join(f"{name}={item}" for name, item in asdict(value).items())
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
