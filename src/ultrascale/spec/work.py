@@ -4,7 +4,7 @@ This is `models.decoder.Decoder` in eager mode, told as data: a list of operatio
 Whoever needs to know what is computed reads it: `plan.memory` replays it, `plan.time` sums it. `tests/agree` holds it to the
 real decoder, name by name and byte by byte (FlopCounterMode, saved-tensor hooks), in fp32, bf16 and fp64.
 
-    reads, makes    named activations; a view of what it reads makes nothing new (`is_view`)
+    reads, makes    named activations; views are left out, they are the memory they look at
     saves           those of them that autograd keeps; two operations that save one activation keep it once
     scratch         bytes that exist only while the operation runs; they matter where the peak is
     flops           one multiply-add is two. Attention counts the full square of scores, as FlopCounterMode does: a causal
@@ -79,10 +79,13 @@ class Op:
     """Weights whose gradients its backward pass makes."""
     flops: int = 0
     backward_flops: int = 0
-    is_view: bool = False
-    """The result is the memory of what it reads first; the gradient of the result is the gradient of all it reads."""
     scratch_bytes: int = 0
     backward_scratch_bytes: int = 0
+
+    @property
+    def passes_gradient(self) -> bool:
+        """Whether the gradient of what it reads is that of its result, the same memory: a sum."""
+        return len(self.reads) == 2 and self.kind == "elementwise" and not self.saves
 
     @property
     def kept_by_selective(self) -> bool:
@@ -137,9 +140,9 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     narrow = a < w
     this = chunk * (a + w + (w if narrow else 0))
     before = chunk * (w + (a if narrow else 0)) if chunk < n * v else 0
-    # The gradient of the head is summed in fp32 and rounded once.
+    # The gradient of the head is summed in fp32; the narrow one that is kept is made when the chunks are gone.
     kept = (Activation("head_hidden_gradient", n * d * a, False), Activation("head_weight_gradient", v * d * a, False))
-    wide_gradient = v * d * w if narrow else 0
+    wide_gradient = v * d * (w - a)
     head = "embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
     loss = Op(
         "loss", "loss", ("final",), (Activation("loss", w), *kept), tuple(k.name for k in kept), (head,),
@@ -189,13 +192,14 @@ def _attention(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
             for x, read, w in (("q", query, q), ("k", key, kv))
         ]
         query, key = "q_rotated", "k_rotated"
-    own = [Activation("logsumexp", n * model.num_attention_heads * max(4, a), False)]
     if mask := mask_bytes(model, layer, shape)[1]:
-        own.append(Activation("mask", mask, False))
+        ops.append(Op("self_attn.mask", "elementwise", (), (Activation("mask", mask, False),)))
+    logsumexp = Activation("logsumexp", n * model.num_attention_heads * max(4, a), False)
+    saves = (query, key, "v", "attended", "logsumexp", *(("mask",) if mask else ()))
     square = 4 * n * s * q
     core = Op(
-        "self_attn.core", "attention", (query, key, "v"), (Activation("attended", n * q * a), *own),
-        (query, key, "v", "attended", *(x.name for x in own)), flops=square, backward_flops=square * 5 // 2,
+        "self_attn.core", "attention", (query, key, "v"), (Activation("attended", n * q * a), logsumexp), saves,
+        flops=square, backward_flops=square * 5 // 2,
     )  # fmt: skip
     out = _linear(
         model, shape, "self_attn.o_proj", "attended", "attention_out", q, model.hidden_size, model.attention_output_bias

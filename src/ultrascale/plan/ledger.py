@@ -1,0 +1,102 @@
+"""The books of a rank's memory: who holds which bytes, how much in all, and the highest it ever was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+CATEGORIES = (
+    "parameters", "gathered", "gradients", "optimizer", "activations", "temporary", "communication", "other",
+)  # fmt: skip
+"""As in `measure.memory`, which defines them on real tensors."""
+
+
+@dataclass
+class Held:
+    """Bytes that live until the last of their holders lets go."""
+
+    category: str
+    label: str
+    num_bytes: int
+    holders: int = 1
+
+    def hold(self) -> Held:
+        self.holders += 1
+        return self
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Live bytes at one time."""
+
+    step: int
+    phase: str
+    total: int
+    by_category: dict[str, int]
+    by_label: dict[tuple[str, str], int]
+    """The same by (category, what it is)."""
+
+
+@dataclass
+class Ledger:
+    """Live bytes, the highest moment of every step, and the totals as they changed."""
+
+    step: int = 0
+    phase: str = "start"
+    total: int = 0
+    peaks: dict[int, Moment] = field(default_factory=dict)
+    keeps_timeline: bool = False
+    timeline: list[tuple[int, str, dict[str, int]]] = field(default_factory=list)
+    """(step, phase, bytes by category) before every fall."""
+    _alive: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def mark(self, phase: str, step: int) -> None:
+        """Say what comes next."""
+        self._note()
+        self.phase, self.step = phase, step
+        self._note()
+
+    def take(self, category: str, label: str, num_bytes: int) -> Held:
+        """New bytes."""
+        self._change(category, label, num_bytes)
+        return Held(category, label, num_bytes)
+
+    def drop(self, held: Held) -> None:
+        """One holder lets go; the last one frees the bytes."""
+        held.holders -= 1
+        assert held.holders >= 0, held
+        if held.holders == 0 and held.num_bytes:
+            self._note()
+            self._change(held.category, held.label, -held.num_bytes)
+
+    def touch(self, category: str, label: str, num_bytes: int) -> None:
+        """Bytes that exist for a moment."""
+        if num_bytes:
+            self.drop(self.take(category, label, num_bytes))
+
+    def move(self, held: Held, category: str, label: str) -> Held:
+        """The same bytes under another name."""
+        self._change(held.category, held.label, -held.num_bytes)
+        held.category, held.label = category, label
+        self._change(category, label, held.num_bytes)
+        return held
+
+    def now(self) -> Moment:
+        """The books as they stand."""
+        by_category = dict.fromkeys(CATEGORIES, 0)
+        for (category, _), num_bytes in self._alive.items():
+            by_category[category] += num_bytes
+        by_label = {key: num_bytes for key, num_bytes in self._alive.items() if num_bytes}
+        return Moment(self.step, self.phase, self.total, by_category, by_label)
+
+    def _change(self, category: str, label: str, num_bytes: int) -> None:
+        key = (category, label)
+        self._alive[key] = self._alive.get(key, 0) + num_bytes
+        self.total += num_bytes
+
+    def _note(self) -> None:
+        """Only before a fall can the sum have been at its highest, so only then is it looked at."""
+        best = self.peaks.get(self.step)
+        if best is None or self.total > best.total:
+            self.peaks[self.step] = self.now()
+        if self.keeps_timeline:
+            self.timeline.append((self.step, self.phase, self.now().by_category))

@@ -1,0 +1,203 @@
+"""What FSDP2 holds besides the shards: the same moves as torch's, on a ledger.
+
+For one bucket of U elements (its parameters, each padded to a multiple of n rows) on n ranks that share a copy:
+
+    forward     take flat U (all-gather)  ->  take U, the parameters; flat stays until the next bucket's is full
+                stage 3 lets go of the parameters after the bucket's last block
+    backward    stage 3 gathers again, one bucket ahead: its flat U is there while the bucket after it computes
+                gradients U  ->  take flat U in the reduction's dtype, let go of the gradients, take U/n: the cut gradient
+                the flat input stays until the next bucket's, and the last until the end of the backward pass
+    n = 1       nothing is gathered, but FSDP2 still copies every parameter, and the gradient twice
+
+The bucket outside the blocks (embedding, final norm, head) is gathered first and let go last, and reduced last.
+Read in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ultrascale.plan.ledger import Held, Ledger
+from ultrascale.schedules.actions import Action
+from ultrascale.spec.layout import DTYPE_BYTES, Layout
+from ultrascale.spec.weights import Weight
+
+
+@dataclass
+class Bucket:
+    """Parameters that are gathered, and whose gradients are reduced, together."""
+
+    weights: list[Weight]
+    label: str
+    parameters: Held | None = None
+    """Whole copies, while gathered."""
+    flat: Held | None = None
+    """An all-gather that nobody has unpacked yet."""
+    partial: Held | None = None
+    """Cut gradients of earlier micro-batches, not yet summed over copies."""
+    replica_buffer: Held | None = None
+    whole_gradients: dict[str, Held] = field(default_factory=dict)
+    """By weight, as autograd made them or as summed over micro-batches."""
+    cut_gradient: Held | None = None
+
+
+class Shards:
+    """One rank's parameters and gradients as they come and go. `sharded` False: a plain module, nothing is gathered or cut."""
+
+    def __init__(self, ledger: Ledger, layout: Layout, buckets: list[Bucket], *, sharded: bool):
+        """`buckets` in the order of the forward pass, the one outside the blocks first."""
+        self.ledger, self.layout, self.buckets, self.sharded = ledger, layout, buckets, sharded
+        self.ranks = layout.shard_size if sharded else 1
+        self.compute_itemsize = DTYPE_BYTES[layout.precision]
+        self.master_itemsize = DTYPE_BYTES[layout.master_dtype]
+        self.reduce_itemsize = DTYPE_BYTES[layout.gradient_reduce_dtype]
+        self.last_flat: Held | None = None
+        self.reduce_input: Held | None = None
+        for bucket in buckets:
+            shard = self.padded_elements(bucket) // self.ranks
+            ledger.take("parameters", bucket.label, shard * self.master_itemsize)
+
+    def padded_elements(self, bucket: Bucket) -> int:
+        """Elements of a bucket once every weight's rows are padded to a multiple of the ranks."""
+        return sum(self._padded(weight) for weight in bucket.weights)
+
+    def shard_elements(self, bucket: Bucket) -> int:
+        """Elements of the largest shard without padding: rank 0's."""
+        return sum(-(-w.shape[0] // self.ranks) * (w.numel // w.shape[0]) for w in bucket.weights)
+
+    def before_forward(self, bucket: Bucket) -> None:
+        """Gather, unless it is still whole."""
+        if self.sharded and bucket.parameters is None:
+            self._start_gather(bucket)
+            self._drop_last_flat()
+            self._finish_gather(bucket)
+            self.last_flat, bucket.flat = bucket.flat, None
+
+    def after_forward(self, bucket: Bucket) -> None:
+        """Stage 3 lets go, except outside the blocks."""
+        if self.layout.zero_stage == 3 and bucket is not self.buckets[0]:
+            self._reshard(bucket)
+
+    def end_forward(self) -> None:
+        self._drop_last_flat()
+
+    def before_backward(self, bucket: Bucket) -> None:
+        """Be whole, and start gathering the bucket that comes next on the way back."""
+        if not self.sharded:
+            return
+        if bucket.parameters is None:
+            self._start_gather(bucket)
+            self._finish_gather(bucket)
+            if bucket.flat is not None:
+                self.ledger.drop(bucket.flat)
+                bucket.flat = None
+        index = self.buckets.index(bucket)
+        ahead = self.buckets[index - 1]  # of the one outside the blocks, whose backward pass is first: the last
+        if index != 1 and ahead.parameters is None:
+            self._start_gather(ahead)
+
+    def add_gradient(self, bucket: Bucket, weight: Weight, gradient: Held) -> None:
+        """Autograd made a whole gradient of `weight`: keep it, or add it to the one that is there."""
+        there = bucket.whole_gradients.get(weight.name)
+        if there is None:
+            bucket.whole_gradients[weight.name] = self.ledger.move(gradient, "gradients", bucket.label)
+        elif there.num_bytes == gradient.num_bytes:
+            self.ledger.drop(gradient)
+        else:  # summed in the wider dtype of the reduction, when the bucket is done
+            bucket.whole_gradients[f"{weight.name} new"] = self.ledger.move(gradient, "gradients", bucket.label)
+
+    def after_backward(self, bucket: Bucket, action: Action) -> None:
+        """Reduce and cut the gradients, or keep them whole for the next micro-batch; let go of the parameters."""
+        if not self.sharded:
+            return
+        for name in [name for name in bucket.whole_gradients if name.endswith(" new")]:
+            self.ledger.drop(bucket.whole_gradients.pop(name))
+        if not action.keep_parameters:
+            self._reshard(bucket)
+        if action.reduce_gradients:
+            self._reduce(bucket, action)
+        else:
+            self._widen(bucket)
+
+    def end_backward(self) -> None:
+        self._drop_reduce_input()
+        for bucket in self.buckets:
+            if bucket.replica_buffer is not None:
+                self.ledger.drop(bucket.replica_buffer)
+                bucket.replica_buffer = None
+
+    def forget_gradients(self) -> None:
+        """zero_grad(set_to_none=True)."""
+        for bucket in self.buckets:
+            for held in [*bucket.whole_gradients.values(), *([bucket.cut_gradient] if bucket.cut_gradient else [])]:
+                self.ledger.drop(held)
+            bucket.whole_gradients.clear()
+            bucket.cut_gradient = None
+
+    def _padded(self, weight: Weight) -> int:
+        return -(-weight.shape[0] // self.ranks) * self.ranks * (weight.numel // weight.shape[0])
+
+    def _start_gather(self, bucket: Bucket) -> None:
+        if self.ranks == 1 or bucket.flat is not None:
+            return
+        whole = self.padded_elements(bucket) * self.compute_itemsize
+        narrow = self.compute_itemsize != self.master_itemsize
+        own = self.ledger.take("communication", "all-gather input", whole // self.ranks if narrow else 0)
+        bucket.flat = self.ledger.take("communication", "all-gather output", whole)
+        self.ledger.drop(own)
+
+    def _finish_gather(self, bucket: Bucket) -> None:
+        whole = self.padded_elements(bucket) * self.compute_itemsize
+        bucket.parameters = self.ledger.take("gathered", bucket.label, whole)
+
+    def _reshard(self, bucket: Bucket) -> None:
+        if bucket.parameters is not None:
+            self.ledger.drop(bucket.parameters)
+            bucket.parameters = None
+
+    def _widen(self, bucket: Bucket) -> None:
+        """Cast gradients to the dtype of the reduction, one at a time."""
+        wider = self.reduce_itemsize // self.compute_itemsize
+        if wider > 1:
+            for name, held in bucket.whole_gradients.items():
+                weight_bytes = next(w.numel for w in bucket.weights if w.name == name) * self.compute_itemsize
+                if held.num_bytes == weight_bytes:
+                    wide = self.ledger.take("gradients", bucket.label, weight_bytes * wider)
+                    self.ledger.drop(held)
+                    bucket.whole_gradients[name] = wide
+
+    def _reduce(self, bucket: Bucket, action: Action) -> None:
+        self._drop_reduce_input()
+        elements = self.padded_elements(bucket)
+        self.reduce_input = self.ledger.take("communication", "reduce-scatter input", elements * self.reduce_itemsize)
+        for held in bucket.whole_gradients.values():
+            self.ledger.drop(held)
+        bucket.whole_gradients.clear()
+        cut = self.ledger.take("communication", "reduce-scatter output", elements // self.ranks * self.reduce_itemsize)
+        if self.ranks == 1:
+            self.ledger.touch("communication", "reduce-scatter input", elements * self.reduce_itemsize)
+        if not action.sum_replicas:
+            if bucket.partial is None:
+                bucket.partial = cut
+            else:
+                self.ledger.drop(cut)
+            return
+        if self.reduce_itemsize == self.master_itemsize:
+            bucket.cut_gradient = self.ledger.move(cut, "gradients", bucket.label)
+        else:
+            bucket.replica_buffer = cut  # the sum over copies ran in it, and FSDP2 keeps it until the end
+            size = elements // self.ranks * self.master_itemsize
+            bucket.cut_gradient = self.ledger.take("gradients", bucket.label, size)
+        if bucket.partial is not None:
+            self.ledger.drop(bucket.partial)
+            bucket.partial = None
+
+    def _drop_last_flat(self) -> None:
+        if self.last_flat is not None:
+            self.ledger.drop(self.last_flat)
+            self.last_flat = None
+
+    def _drop_reduce_input(self) -> None:
+        if self.reduce_input is not None:
+            self.ledger.drop(self.reduce_input)
+            self.reduce_input = None
