@@ -94,7 +94,7 @@ def models_catalogue(*, as_json: bool) -> None:
     if as_json:
         print(jsonlib.dumps({n: asdict(m) | {"num_parameters": num_parameters(m)} for n, m in PRESETS.items()}, indent=2))
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("model", "family", "size", "layers", "hidden", "ffn", "heads/kv", "words", "positions"):
         table.add_column(column, no_wrap=True, justify="left" if column in ("model", "family") else "right")
     for name, m in PRESETS.items():
@@ -122,7 +122,8 @@ def clusters_catalogue(*, as_json: bool, sources: bool) -> None:
         console.print()
         console.print(_sources_table([*ACCELERATORS.values(), cpu.accelerator], NODES))
     console.print(
-        "\nWrite 64xh100 for accelerators in their usual nodes, 2xaws-p5 for nodes, 4xcpu for processes on this machine."
+        "\nPeaks are dense; `reached` is the share that large bf16 matrix products get. Bandwidths count one direction.\n"
+        "Write 64xh100 for accelerators in their usual nodes, 2xaws-p5 for nodes, 4xcpu for processes on this machine."
     )
 
 
@@ -143,14 +144,14 @@ def _accelerators_table(accelerators: list[Any]) -> Table:
 
 def _nodes_table(nodes: dict[str, Any]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("node", "", "accelerators", "inside, each way, each", "network, each way, per node"):
+    for column in ("node", "accelerators", "inside, per accelerator", "network, per node"):
         table.add_column(column, no_wrap=column == "node")
     for item in nodes.values():
         links = (
             f"{format_bytes_per_second(link.bytes_per_second.value)}, {link.name}"
             for link in (item.intra_link, item.inter_link)
         )
-        table.add_row(item.name, item.title, f"{item.num_accelerators} x {item.accelerator.name}", *links)
+        table.add_row(item.name, f"{item.num_accelerators} x {item.accelerator.name}", *links)
     return table
 
 
