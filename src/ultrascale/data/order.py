@@ -1,8 +1,8 @@
 """Which sequence of which source has global number n: pure functions of (seed, n), so that nothing needs to be saved.
 
 Blend. Numbers come in blocks of 10,000. A table gives each number of a block its source: quotas by largest remainder (a share
-is within one sequence of exact in every block, and exact for weights of up to four decimals), spread evenly over the block. So how
-many numbers of a source came before n is known without looking at them.
+is within one sequence of exact in every block, and exact for weights of up to four decimals), spread evenly over the block. So
+how many numbers of a source came before n is known without looking at them.
 
 Shuffle. The k-th number of a source with m sequences is in epoch k // m at place k % m; the place goes through a permutation
 of 0..m-1 keyed by (seed, source, epoch). The permutation is a Feistel network over Z_a x Z_b with a*b just above m (Black and

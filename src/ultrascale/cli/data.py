@@ -1,0 +1,220 @@
+"""`ultrascale data prepare` and `ultrascale data inspect`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ultrascale.data.prepare import Prepared, Progress
+
+_VERBS = """ultrascale data: text to tokens.
+
+  ultrascale data prepare INPUT... --output FOLDER   text, JSONL (.gz, .zst) or Parquet to token shards
+  ultrascale data inspect FOLDER                     what a prepared folder holds, with decoded samples
+
+Each has --help with an example.
+"""
+
+
+def command(arguments: list[str]) -> int:
+    """Runs `ultrascale data ...`; 0 good, 1 bad data or disk, 2 bad usage."""
+    verbs: dict[str, Callable[..., int]] = {"prepare": prepare, "inspect": inspect}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_VERBS, end="")
+        return 0 if arguments else 2
+    if arguments[0] not in verbs:
+        print(f"ultrascale data: {arguments[0]!r} is not one of {', '.join(verbs)}\n\n{_VERBS}", end="", file=sys.stderr)
+        return 2
+    from ultrascale.data.errors import DataError
+
+    verb = verbs[arguments[0]]
+    try:
+        return tyro.cli(verb, prog=f"ultrascale data {arguments[0]}", args=arguments[1:])
+    except DataError as error:
+        print(f"ultrascale data {arguments[0]}: {error}", file=sys.stderr)
+        return 2 if error.where.startswith("--") else 1
+    except KeyboardInterrupt:
+        print("Stopped. Finished shards are kept; the same command goes on.", file=sys.stderr)
+        return 1
+
+
+def prepare(
+    inputs: tyro.conf.Positional[tuple[Path, ...]],
+    /,
+    *,
+    output: Path,
+    tokenizer: Path | None = None,
+    train_tokenizer: Annotated[int | None, tyro.conf.arg(metavar="VOCAB")] = None,
+    eod: str | None = None,
+    field: str = "text",
+    glob: str = "*",
+    exclude: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    workers: int | None = None,
+    on_bad: Literal["fail", "skip"] = "fail",
+    validation_fraction: float = 0.0,
+    validation: Path | None = None,
+    shard_bytes: int | None = None,
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+) -> int:
+    """Turn text into Megatron-compatible token shards and a manifest.
+
+    A text file is one document; a line of .jsonl (also .gz, .zst) and a row of .parquet are one each. Killed runs go on with the
+    same command; the result does not depend on --workers.
+
+    Example: ultrascale data prepare src/ --glob '*.py' --train-tokenizer 8192 --on-bad skip --validation-fraction 0.01 --output
+    prepared
+
+    Args:
+        inputs: Files, or folders that are searched for files.
+        output: Folder for the shards, manifest.json and tokenizer.json.
+        tokenizer: A tokenizer.json.
+        train_tokenizer: Or: train a byte-level BPE with so many ids on the input.
+        eod: The tokenizer's end-of-document token, if it is not one of the usual ones.
+        field: Where the text is, for JSONL and Parquet.
+        glob: Which names are taken from folders.
+        exclude: A name of files or folders left out of folders; may be given more than once.
+        workers: Processes. All cores if left out.
+        on_bad: A bad document ends the run with an error (fail), or is left out and counted by reason (skip).
+        validation_fraction: Share of documents held out.
+        validation: Folder for the documents held out. OUTPUT/validation if left out.
+        shard_bytes: Input of one shard. 1 MiB to 256 MiB, by size of all, if left out.
+        json: Print the result as JSON.
+    """
+    from ultrascale.data import prepare as preparation
+    from ultrascale.data.errors import DataError
+
+    if validation is not None and validation_fraction == 0:
+        raise DataError("--validation", "has nothing to hold without --validation-fraction", "Give both, or neither.")
+    recipe = preparation.Recipe(
+        tokenizer=tokenizer, train_tokenizer=train_tokenizer, eod=eod, field=field, glob=glob, exclude=exclude, on_bad=on_bad,
+        validation_fraction=validation_fraction, shard_bytes=shard_bytes,
+    )  # fmt: skip
+    with _bar() as draw:
+        made = preparation.prepare(
+            inputs, output=output, recipe=recipe, validation=validation, workers=workers, on_progress=draw
+        )
+    _print_prepared(made, output, as_json=json)
+    return 0
+
+
+def inspect(
+    folder: tyro.conf.Positional[Path],
+    /,
+    *,
+    document: int | None = None,
+    sequence: int | None = None,
+    sequence_length: int = 256,
+    verify: tyro.conf.FlagCreatePairsOff[bool] = False,
+    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+) -> int:
+    """Show what a prepared folder (or a Megatron prefix) holds.
+
+    Example: ultrascale data inspect prepared --sequence 0 --sequence-length 64
+
+    Args:
+        folder: Made by `ultrascale data prepare`; or a prefix, `x` for `x.bin` and `x.idx`.
+        document: Show this document, counted from zero, as text.
+        sequence: Show this sequence of the stream in stored order, with the documents in it.
+        sequence_length: Tokens of a sequence.
+        verify: Read everything: checksums, indexes, ids.
+        json: Print as JSON.
+    """
+    from ultrascale.data import inspect as inspection
+
+    facts = inspection.folder_facts(folder)
+    if verify:
+        inspection.verify_folder(folder)
+        facts["verified"] = True
+    if document is not None:
+        facts["document"] = inspection.document_sample(folder, document)
+    if sequence is not None:
+        facts["sequence"] = inspection.sequence_sample(folder, sequence, sequence_length)
+    if json:
+        _print_json(facts)
+    else:
+        _print_facts(facts)
+    return 0
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[Progress], None] | None]:
+    """A progress bar on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    from rich import progress as bars
+
+    columns = (
+        bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(),
+        bars.TextColumn("{task.fields[tokens]:,} tokens"), bars.TimeRemainingColumn(),
+    )  # fmt: skip
+    with bars.Progress(*columns, console=console) as progress:
+        task = progress.add_task("reading", total=None, tokens=0)
+        names = {"tokenizer": "tokenizer", "shards": "tokenizing"}
+
+        def draw(now: Progress) -> None:
+            progress.update(
+                task, description=names[now.stage], completed=now.done_bytes, total=now.total_bytes, tokens=now.tokens
+            )
+
+        yield draw
+
+
+def _print_prepared(made: Prepared, output: Path, *, as_json: bool) -> None:
+    manifest = made.manifest
+    if as_json:
+        validation = made.validation.summary() if made.validation else None
+        _print_json({"output": str(output), **manifest.summary(), "validation": validation})
+        return
+    print(f"{output}: {manifest.tokens:,} tokens in {manifest.documents:,} documents, {len(manifest.shards)} shards")
+    if made.validation:
+        print(f"held out: {made.validation.tokens:,} tokens in {made.validation.documents:,} documents")
+    first = {reason: where for shard in reversed(manifest.shards) for reason, where in shard.skipped_first.items()}
+    for reason, count in manifest.skipped.items():
+        print(f"skipped {count:,} {reason}, first {first[reason]}")
+    cuts = manifest.summary()["inexact_cuts"]
+    if cuts:
+        print(f"{cuts:,} cuts of very long documents may have changed a few ids")
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    table = Table(
+        "shard", "dtype", "documents", "tokens", title=f"{facts['documents']:,} documents, {facts['tokens']:,} tokens"
+    )
+    for shard in facts["shards"]:
+        table.add_row(shard["name"], shard["dtype"], f"{shard['documents']:,}", f"{shard['tokens']:,}")
+    console.print(table)
+    if facts.get("verified"):
+        console.print("verified: checksums, indexes and ids are right")
+    if "manifest" in facts:
+        tokenizer = facts["manifest"]["tokenizer"]
+        console.print(f"vocabulary {tokenizer['vocab_size']:,}, end of document {escape(tokenizer['eod_token'])}")
+    if "document" in facts:
+        document = facts["document"]
+        console.print(f"[bold]document {document['document']}[/bold], {document['tokens']:,} tokens")
+        console.print(escape(_shown(document)))
+    for part in facts.get("sequence", {}).get("parts", []):
+        begins = "a document begins" if part["begins"] else "goes on from before"
+        console.print(f"[bold]position {part['position']}[/bold], {part['tokens']:,} tokens, {begins}")
+        console.print(escape(_shown(part)))
+
+
+def _shown(sample: dict[str, Any]) -> str:
+    """The text, or the ids where there is no tokenizer to decode them."""
+    return sample["text"] if sample["text"] is not None else " ".join(map(str, sample["ids"]))
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))

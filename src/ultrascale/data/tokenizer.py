@@ -1,0 +1,128 @@
+"""Text to ids. Any `tokenizer.json`, or byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) trained on the spot.
+
+Text is text: a document that spells a special token ("<|endoftext|>") gets ids of its characters, so that it cannot forge the
+end of a document. Truncation and padding that a `tokenizer.json` may ask for are switched off.
+
+Very long documents are tokenized in windows that overlap: a window's first and last 4,096 characters are context, and only
+tokens that begin between them are kept. A token that depends on no more than the context is the same as in the whole document;
+that two windows agree on the tokens around their common edge is checked each time, and an edge where they do not (a run of
+thousands of characters without any place to cut) is counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from ultrascale.data.errors import DataError
+from ultrascale.data.manifest import TokenizerFacts
+
+END_OF_DOCUMENT = "<|endoftext|>"
+EOD_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
+WINDOW, CONTEXT = 1 << 18, 1 << 12
+LONG_TEXT = 4 * WINDOW
+"""Characters from which a document is tokenized in windows."""
+_AGREE = CONTEXT // 2
+Token = tuple[int, int, int]  # id, and the characters it begins and ends at
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """A `tokenizer.json`, set to encode all of a text and nothing but it. Raises DataError if it cannot be read."""
+    if not Path(path).is_file():
+        raise DataError(str(path), "is not there", "Give a tokenizer.json with --tokenizer, or use --train-tokenizer.")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(str(path), f"is not a tokenizer.json: {error}", "Copy it again from its model.") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # type: ignore[assignment] (adds nothing; keeps offsets)
+    return tokenizer
+
+
+def tokenizer_facts(path: Path, eod: str | None = None) -> TokenizerFacts:
+    """Fingerprint, vocabulary size and end-of-document token (`eod`, or the first of the usual ones that it has).
+
+    Raises DataError if it has none of them.
+    """
+    vocabulary = load_tokenizer(path).get_vocab(with_added_tokens=True)
+    for token in [eod] if eod else EOD_TOKENS:
+        if token in vocabulary:
+            fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
+            return TokenizerFacts(fingerprint, max(vocabulary.values()) + 1, token, vocabulary[token])
+    problem = f"has no token {eod!r}" if eod else f"has none of the usual end-of-document tokens {', '.join(EOD_TOKENS)}"
+    raise DataError(str(path), problem, "Name one of its tokens with --eod.")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE with `<|endoftext|>` as id 0. The same texts give the same tokenizer.
+
+    Raises DataError if `vocab_size` does not hold the 256 bytes and the end of documents.
+    """
+    smallest = 257
+    if vocab_size < smallest:
+        raise DataError("--train-tokenizer", f"must be at least {smallest}, is {vocab_size}", "8192 suits a small model.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode_all(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """The ids of each text, without special tokens."""
+    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+class LongEncoder:
+    """Ids of one document that is too long to be tokenized at once."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self.inexact_cuts = 0
+        """Edges where neighbouring windows disagreed: ids may differ there from those of the whole document."""
+
+    def encode(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        """The ids of the document that `pieces` make up, window by window."""
+        source, buffer, ended = iter(pieces), "", False
+        done = 0  # in the buffer: where the last token kept ends
+        kept_from = 0  # in the buffer: tokens that begin before this are done; what precedes it is context
+        expected: list[Token] | None = None
+        while True:
+            while not ended and len(buffer) < kept_from + WINDOW + CONTEXT:
+                piece = next(source, None)
+                buffer, ended = (buffer, True) if piece is None else (buffer + piece, False)
+            final = ended and len(buffer) <= kept_from + WINDOW + CONTEXT
+            edge = len(buffer) if final else kept_from + WINDOW
+            tokens = self._tokens(buffer[: edge + CONTEXT])
+            if expected is not None and (not expected or _between(tokens, kept_from) != expected):
+                self.inexact_cuts += 1
+                buffer, kept_from, expected = buffer[done:], 0, None
+                continue
+            kept = [token for token in tokens if token[1] >= kept_from and (final or token[1] < edge)]
+            yield [token[0] for token in kept]
+            if final:
+                return
+            cut = edge - CONTEXT
+            done = (kept[-1][2] if kept else edge) - cut
+            expected = [(token, start - cut, end - cut) for token, start, end in _between(tokens, edge)]
+            buffer, kept_from = buffer[cut:], CONTEXT
+
+    def _tokens(self, text: str) -> list[Token]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return [(token, start, end) for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
+
+
+def _between(tokens: list[Token], edge: int) -> list[Token]:
+    """The tokens that begin around an edge."""
+    return [token for token in tokens if edge - _AGREE <= token[1] < edge + _AGREE]
