@@ -81,7 +81,7 @@ def from_hf(path: str | Path) -> Model:
 def model_from_config(config: dict[str, Any], *, where: str = "config.json", name: str = "") -> Model:
     """The model a `config.json` dictionary describes. Raises SpecError with every key that cannot be represented."""
     kind = config.get("model_type")
-    if kind not in _FAMILY_DEFAULTS:
+    if not isinstance(kind, str) or kind not in _FAMILY_DEFAULTS:
         rule = f"{kind!r} is not supported; supported are {', '.join(_FAMILY_DEFAULTS)}"
         raise SpecError([Problem("model_type", rule, "Choose a model of one of these families.", where)])
     reader = _Reader(config, _DEFAULTS | _FAMILY_DEFAULTS[kind], where)

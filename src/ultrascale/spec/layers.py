@@ -38,9 +38,14 @@ def read_files(path: Path, problems: list[Problem], *, chain: tuple[Path, ...] =
     """The layers of a TOML file, those it extends first."""
     if path.is_dir() and (path / "run.toml").is_file():
         path = path / "run.toml"
-    text = _read_text(path, problems, asked_by=chain[-1] if chain else None)
+    text = _file_text(path, problems, asked_by=chain[-1] if chain else None)
     if text is None:
         return []
+    return read_text(text, path, problems, chain=chain)
+
+
+def read_text(text: str, path: Path, problems: list[Problem], *, chain: tuple[Path, ...] = ()) -> list[Layer]:
+    """The layers of a TOML text that is at, or as if at, `path`; those it extends first."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -51,7 +56,7 @@ def read_files(path: Path, problems: list[Problem], *, chain: tuple[Path, ...] =
     lines = key_lines(text)
     lower: list[Layer] = []
     if "extends" in values:
-        lower = _extended(path, values.pop("extends"), f"{path}:{lines['extends']}", problems, chain)
+        lower = _extended(path, values.pop("extends"), f"{path}:{lines.get('extends', 1)}", problems, chain)
     layer = Layer()
     _flatten(values, "", lambda key: f"{path}:{lines[key]}" if key in lines else str(path), layer, problems)
     return [*lower, layer]
@@ -61,8 +66,8 @@ def key_lines(text: str) -> dict[str, int]:
     """The line of each dotted key of a TOML text. Good enough to point at: it reads line by line, not the grammar."""
     lines: dict[str, int] = {}
     table = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if found := _TABLE_LINE.fullmatch(line):
+    for number, line in enumerate(text.split("\n"), start=1):
+        if found := _TABLE_LINE.fullmatch(line.rstrip()):
             table = _plain(found[1]) + "."
             lines.setdefault(table[:-1], number)
         elif found := _KEY_LINE.match(line):
@@ -98,7 +103,7 @@ def read_flags(overrides: Sequence[str] | Mapping[str, Any], problems: list[Prob
     return layer
 
 
-def _read_text(path: Path, problems: list[Problem], *, asked_by: Path | None) -> str | None:
+def _file_text(path: Path, problems: list[Problem], *, asked_by: Path | None) -> str | None:
     where = f"{asked_by}, extends" if asked_by else ""
     try:
         return path.read_text(encoding="utf-8-sig")

@@ -16,7 +16,7 @@ from typing import Any
 
 from ultrascale.spec.families import FAMILIES
 from ultrascale.spec.huggingface import from_hf
-from ultrascale.spec.layers import Entry, Layer, read_files, read_flags
+from ultrascale.spec.layers import Entry, Layer, read_files, read_flags, read_text
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model, RopeScaling
 from ultrascale.spec.model_presets import PRESETS, preset
@@ -27,7 +27,7 @@ from ultrascale.spec.run_toml import to_toml
 from ultrascale.spec.schema import BAD, At, convert, leaves
 from ultrascale.spec.units import UnitError, parse_tokens
 
-__all__ = ["Resolved", "resolve", "sequences_for_tokens", "to_toml"]
+__all__ = ["Resolved", "resolve", "run_from_toml", "sequences_for_tokens", "to_toml"]
 
 _SECTIONS = {
     "layout": Layout, "batch": Batch, "data": Data, "optimizer": Optimizer, "checkpoint": Checkpoint,
@@ -56,19 +56,18 @@ def resolve(
     """
     problems: list[Problem] = []
     layers = [] if path is None else read_files(Path(path), problems)
-    layers.append(read_flags(overrides, problems))
-    if path is not None and len(layers) == 1:
+    if path is not None and not layers:
         raise SpecError(problems)  # without its file, the rest would only be noise
-    entries = _model_entries(layers, problems) | _other_entries(layers, problems)
-    values, bad = _convert_all(entries, problems)
-    provenance = {key: entries[key].origin if key in entries else "default" for key in leaves()}
-    _batch_from_tokens(entries, values, provenance, bad, problems)
-    run = _build(values, bad, problems, entries)
-    found = _section_problems(run, bad) + run_problems(run, require_data=require_data, without=frozenset(bad))
-    problems += [_placed(problem, provenance) for problem in found]
-    if problems:
+    return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data)
+
+
+def run_from_toml(text: str, *, where: str = "run.toml") -> Run:
+    """The run of a TOML text, such as `to_toml` writes. Raises SpecError, pointing at lines of `where`."""
+    problems: list[Problem] = []
+    layers = read_text(text, Path(where), problems)
+    if not layers:
         raise SpecError(problems)
-    return Resolved(run, provenance)
+    return _resolve(layers, problems).run
 
 
 def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: int = 1) -> int:
@@ -88,6 +87,19 @@ def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: i
         f"{tokens} tokens are not a whole number of sequences of {sequence_length} on every rank and micro-batch"
         f" ({multiple} at a time); nearest: {' or '.join(map(str, options))} tokens"
     )
+
+
+def _resolve(layers: list[Layer], problems: list[Problem], *, require_data: bool = False) -> Resolved:
+    entries = _model_entries(layers, problems) | _other_entries(layers, problems)
+    values, bad = _convert_all(entries, problems)
+    provenance = {key: entries[key].origin if key in entries else "default" for key in leaves()}
+    _batch_from_tokens(entries, values, provenance, bad, problems)
+    run = _build(values, bad, problems, entries)
+    found = _section_problems(run, bad) + run_problems(run, require_data=require_data, without=frozenset(bad))
+    problems += [_placed(problem, provenance) for problem in found]
+    if problems:
+        raise SpecError(problems)
+    return Resolved(run, provenance)
 
 
 def _other_entries(layers: list[Layer], problems: list[Problem]) -> dict[str, Entry]:
