@@ -1,11 +1,12 @@
 """The attention core: softmax(q k^T / sqrt(E)) v over what a token may see, through torch's fused SDPA.
 
-Plain causal attention needs no mask and skips the half it cannot see. Documents and sliding windows need one: a boolean
-[1 or B, 1, S, S] built once per micro-batch and shared by all layers, B S^2 bytes. The alternative, one causal call per
-document, was measured on CPU (torch 2.13, one thread): 3 times slower at 51 tokens a document, 2 times faster at 200 (fp32),
-even in bf16; it needs the lengths on the host and cannot be compiled, so the mask it is.
+Plain causal attention needs no mask and skips the half it cannot see. Documents and sliding windows need one: numbers to add to
+the scores, 0 or -inf, [1 or B, 1, S, S] in the activations' dtype, built once per micro-batch and shared by all layers. (Of a
+boolean mask SDPA makes, and saves, such numbers anew in every layer.) The alternative, one causal call per document, was
+measured on CPU (torch 2.13, one thread): 3 times slower at 51 tokens a document, 2 times faster at 200 (fp32), even in bf16; it
+needs the lengths on the host and cannot be compiled, so the mask it is.
 
-Saves for the backward pass: query, key, value, the output, and one fp32 (or fp64) number per head and row; the mask is shared.
+Saves for the backward pass: query, key, value, the output, the shared mask, and one fp32 (or fp64) number per head and row.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch.nn import functional as F
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """What each query gathers: [B, S, H, E] from queries [B, S, H, E], keys and values [B, T, K, E].
 
-    `mask` [1 or B, 1, S, T] is true where a query sees a key; None: causal, and T equals S. Query head h reads key/value head
-    h // (H/K).
+    `mask` [1 or B, 1, S, T] of the same dtype is added to the scores; None: causal, and T equals S. Query head h reads
+    key/value head h // (H/K).
     """
     repeats = query.shape[2] // key.shape[2]
     fused_groups = repeats > 1 and _runs_grouped(query, mask)
@@ -33,9 +34,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 
 def attention_mask(
-    num_queries: int, num_keys: int, *, document_ids: Tensor | None, window: int | None, device: torch.device
+    num_queries: int,
+    num_keys: int,
+    *,
+    document_ids: Tensor | None,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor | None:
-    """Where each of the last `num_queries` of `num_keys` positions may look: [1 or B, 1, S, T] bool, or None for plain causal.
+    """What is added to the scores of the last `num_queries` of `num_keys` positions: [1 or B, 1, S, T], or None: plain causal.
 
     A token sees itself and earlier ones, of its own document (`document_ids` [B, T]), at most `window` positions in all.
     """
@@ -45,13 +52,14 @@ def attention_mask(
         return None
     keys = torch.arange(num_keys, device=device)
     queries = keys[num_keys - num_queries :].unsqueeze(1)  # [S, 1]
-    visible = keys <= queries  # [S, T]
+    hidden = keys > queries  # [S, T]
     if window is not None:
-        visible = visible & (keys > queries - window)
-    if document_ids is None:
-        return visible[None, None]
-    same = document_ids[:, num_keys - num_queries :, None] == document_ids[:, None, :]  # [B, S, T]
-    return (visible & same).unsqueeze(1)
+        hidden = hidden | (keys <= queries - window)
+    hidden = hidden.unsqueeze(0)  # [1, S, T]
+    if document_ids is not None:
+        hidden = hidden | (document_ids[:, num_keys - num_queries :, None] != document_ids[:, None, :])  # [B, S, T]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
 
 
 def _runs_grouped(query: Tensor, mask: Tensor | None) -> bool:

@@ -172,7 +172,9 @@ class Decoder(nn.Module):
         spec, length = self.spec, hidden.shape[1]
         num_keys = length if cache is None else cache.length + length
         masks = {
-            window: attention_mask(length, num_keys, document_ids=document_ids, window=window, device=hidden.device)
+            window: attention_mask(
+                length, num_keys, document_ids=document_ids, window=window, dtype=hidden.dtype, device=hidden.device
+            )
             for window in {spec.window(layer) for layer in range(spec.num_hidden_layers)}
         }
         angles = rotary_angles(spec, positions, hidden.dtype) if spec.position_embedding == "rotary" else None

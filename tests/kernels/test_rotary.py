@@ -1,0 +1,60 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ultrascale.kernels.rotary import attention_factor, inverse_frequencies, rotary_angles, rotate
+from ultrascale.spec.model import Model, RopeScaling
+
+MODEL = Model(
+    vocab_size=10, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=8192, rope_theta=5e5,
+)  # fmt: skip
+
+
+def test_each_plane_turns_as_a_complex_number_and_the_gradient_turns_back():
+    positions = torch.tensor([[0, 1, 5], [7, 2, 0]])
+    x = torch.randn(2, 3, 2, 64, dtype=torch.float64, requires_grad=True)
+    angles = rotary_angles(MODEL, positions, torch.float64)
+    found = rotate(x, angles)
+    turns = torch.complex(*angles)
+    expected = torch.complex(x[..., :32], x[..., 32:]) * turns
+    torch.testing.assert_close(found, torch.cat((expected.real, expected.imag), -1), rtol=1e-14, atol=1e-15)
+    (gradient,) = torch.autograd.grad(found, x, torch.ones_like(found))
+    (expected_gradient,) = torch.autograd.grad((expected.real + expected.imag).sum(), x)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-14, atol=1e-15)
+
+
+def test_scores_depend_on_the_distance_alone():
+    query, key = torch.randn(1, 1, 1, 64, dtype=torch.float64), torch.randn(1, 1, 1, 64, dtype=torch.float64)
+
+    def score(query_position: int, key_position: int) -> float:
+        turned = [
+            rotate(x, rotary_angles(MODEL, torch.tensor([position]), torch.float64))
+            for x, position in ((query, query_position), (key, key_position))
+        ]
+        return (turned[0] * turned[1]).sum().item()
+
+    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        RopeScaling("llama3", factor=8.0, original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0),
+        RopeScaling("yarn", factor=4.0, original_max_position_embeddings=2048),
+        RopeScaling("yarn", factor=4.0, original_max_position_embeddings=2048, beta_fast=16, attention_factor=0.7),
+    ],
+    ids=["llama3", "yarn", "yarn-own-factor"],
+)
+def test_scaled_frequencies_equal_transformers_to_the_bit(scaling):
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    from transformers import LlamaConfig
+
+    from ultrascale.spec.rope_config import write_rope
+
+    model = replace(MODEL, rope_scaling=scaling)
+    config = LlamaConfig(hidden_size=64, num_attention_heads=1, head_dim=64, max_position_embeddings=8192, **write_rope(model))
+    frequencies, factor = rope_utils.ROPE_INIT_FUNCTIONS[scaling.rope_type](config, torch.device("cpu"))
+    assert torch.equal(inverse_frequencies(model), frequencies)
+    assert attention_factor(scaling) == factor
