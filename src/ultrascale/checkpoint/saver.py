@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ultrascale.checkpoint.coordination import coordinating
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.folders import check_writable, discard, prunable, step_folder, sweep
-from ultrascale.checkpoint.load import verify
-from ultrascale.checkpoint.save import Plan, copy_to_host, plan_save, write_and_publish
+from ultrascale.checkpoint.loading import verify
+from ultrascale.checkpoint.saving import Plan, copy_to_host, plan_save, write_and_publish
 
 
 class Saver:

@@ -28,7 +28,7 @@ from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.files import opened, read_box, read_manifest, verify_shard
 from ultrascale.checkpoint.folders import Candidate, candidates, step_folder
 from ultrascale.checkpoint.manifest import Entry, Manifest
-from ultrascale.checkpoint.save import check_tensor
+from ultrascale.checkpoint.saving import check_tensor
 from ultrascale.failpoints import failpoint
 
 VERIFY_THREADS = 4

@@ -1,0 +1,229 @@
+"""Saving during a run: in the background, under a full disk, and with old checkpoints cleared away."""
+
+import os
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from ultrascale import checkpoint
+from ultrascale.checkpoint import CheckpointError, Saver, saver
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def steps(root: Path) -> list[int]:
+    return [int(name.removeprefix("step-")) for name in names(root)]
+
+
+def value_at(root: Path, step: int) -> float:
+    tensors, _ = checkpoint.load_full(root / f"step-{step:08d}")
+    assert len(set(tensors["w"].flatten().tolist())) == 1
+    return tensors["w"][0, 0].item()
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------------
+
+
+def save_past_a_file_size_limit(rank: int, root: Path, asynchronous: bool) -> tuple[list[str], float]:
+    """Rank 1 cannot write more than 4 kB into a file; what each rank is told, and how long it takes."""
+    told, start = [], time.monotonic()
+    with Saver(root, asynchronous=asynchronous) as saving:
+        small, large = ({"w": torch.ones(n, 64), "v": torch.ones(n, 64)} for n in (2, 64))
+        saving.save(1, small, {})
+        saving.wait()
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError) as caught:
+            saving.save(2, large, {})
+            saving.wait()
+        told.append(str(caught.value))
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        saving.save(3, large, {})
+    return told, time.monotonic() - start
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_full_on_one_rank_fails_the_save_on_all_and_publishes_nothing(tmp_path, asynchronous):
+    (first, seconds), (second, _) = run_ranks(2, save_past_a_file_size_limit, tmp_path, asynchronous)
+    assert first == second
+    assert "saving step 2" in first[0]
+    assert "rank 1 of 2: OSError: [Errno 27] File too large" in first[0]
+    assert "Free space" in first[0]
+    assert steps(tmp_path) == [1, 3]
+    assert seconds < 5
+
+
+def lose_the_folder(rank: int, root: Path) -> str:
+    saving = Saver(root)
+    saving.save(1, {"w": torch.ones(2, 2)}, {})
+    dist.barrier()
+    if rank == 0:
+        root.rename(root.with_name("moved"))
+        root.write_text("in the way")
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        saving.save(2, {"w": torch.ones(2, 2)}, {})
+    saving.close()
+    return str(caught.value)
+
+
+def test_a_folder_lost_during_the_run_is_an_error_on_every_rank(tmp_path):
+    root = tmp_path / "checkpoints"
+    for text in run_ranks(2, lose_the_folder, root):
+        assert "rank 0 of 2: FileExistsError" in text
+    assert steps(tmp_path / "moved") == [1]
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "{file}/below"])
+def test_a_place_that_cannot_be_written_is_told_before_the_first_save(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    root = Path(place.format(file=tmp_path / "file"))
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written here .*Choose a writable folder"):
+        checkpoint.check_writable(root)
+    with pytest.raises(CheckpointError, match="before the first save"):
+        Saver(root)
+
+
+def test_the_write_test_leaves_nothing(tmp_path):
+    checkpoint.check_writable(tmp_path / "new" / "folder")
+    assert names(tmp_path / "new" / "folder") == []
+
+
+# --- in the background -----------------------------------------------------------------------------------------------------
+
+
+def change_while_saving(rank: int, root: Path) -> None:
+    weights = torch.full((64, 256), 1.0)
+    write = saver.write_and_publish
+
+    def write_late(plan, *, ranks):
+        time.sleep(0.3)
+        return write(plan, ranks=ranks)
+
+    saver.write_and_publish = write_late
+    with Saver(root, asynchronous=True) as saving:
+        folder = saving.save(1, {"w": weights}, {})
+        weights.fill_(2.0)
+        assert not folder.exists(), "save waited for the disk"
+        total = torch.ones(1)
+        dist.all_reduce(total)  # Training's own collectives go on beside those of the save.
+        saving.save(2, {"w": weights}, {})
+        assert folder.exists(), "two saves are pending"
+        weights.fill_(3.0)
+
+
+def test_a_save_in_the_background_keeps_the_numbers_of_its_step(tmp_path):
+    run_ranks(2, change_while_saving, tmp_path)
+    assert [value_at(tmp_path, step) for step in (1, 2)] == [1.0, 2.0]
+
+
+def fail_in_background(rank: int, root: Path, then: str) -> str:
+    saving = Saver(root, asynchronous=True)
+    write = saver.write_and_publish
+
+    def fail_on_rank_1(plan, *, ranks):
+        def work() -> None:
+            if ranks.rank == 1:
+                raise OSError(5, "Input/output error")
+
+        ranks.agree("saving", work)
+
+    saver.write_and_publish = fail_on_rank_1
+    saving.save(1, {"w": torch.ones(2, 2)}, {})
+    saver.write_and_publish = write
+    with pytest.raises(CheckpointError) as caught:
+        {
+            "save": lambda: saving.save(2, {"w": torch.ones(2, 2)}, {}),
+            "wait": saving.wait,
+            "close": saving.close,
+        }[then]()
+    if then != "close":
+        saving.save(3, {"w": torch.ones(2, 2)}, {})  # Told once; the next save is a new chance.
+        saving.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("then", ["save", "wait", "close"])
+def test_what_fails_in_the_background_is_raised_on_every_rank(tmp_path, then):
+    for text in run_ranks(2, fail_in_background, tmp_path, then):
+        assert text == "saving: rank 1 of 2: OSError: [Errno 5] Input/output error."
+    assert steps(tmp_path) == ([] if then == "close" else [3])
+
+
+# --- keeping some ----------------------------------------------------------------------------------------------------------
+
+
+def save_many(rank: int, root: Path, last: int, options: dict) -> None:
+    with Saver(root, **options) as saving:
+        for step in range(1, last + 1):
+            saving.save(step, {"w": torch.full((2, 2), float(step))}, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"keep": 2}, [6, 7]),
+        ({"keep": 1}, [7]),
+        ({"keep": 0}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"keep": 2, "keep_every_steps": 3}, [3, 6, 7]),
+        ({"keep": 2, "asynchronous": True}, [6, 7]),
+    ],
+)
+def test_the_newest_and_every_nth_stay(tmp_path, options, left):
+    run_ranks(2, save_many, tmp_path, 7, options)
+    assert steps(tmp_path) == left
+
+
+def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
+    save_many(0, tmp_path, 3, {"keep": 0})
+    (tmp_path / "step-00000003" / "rank-00000.safetensors").unlink()
+    with Saver(tmp_path, keep=2) as saving:
+        saving.save(4, {"w": torch.ones(2, 2)}, {})
+    assert steps(tmp_path) == [2, 3, 4]
+
+
+def test_nothing_is_removed_when_the_new_one_does_not_verify(tmp_path, monkeypatch):
+    save_many(0, tmp_path, 2, {"keep": 0})
+    write = saver.write_and_publish
+
+    def write_and_damage(plan, *, ranks):
+        folder = write(plan, ranks=ranks)
+        os.truncate(folder / "rank-00000.safetensors", 100)
+        return folder
+
+    monkeypatch.setattr(saver, "write_and_publish", write_and_damage)
+    with Saver(tmp_path, keep=1) as saving, pytest.raises(CheckpointError, match=r"step-00000003/rank-00000\.safetensors"):
+        saving.save(3, {"w": torch.ones(2, 2)}, {})
+    assert steps(tmp_path) == [1, 2, 3]
+    assert checkpoint.newest_valid(tmp_path) == tmp_path / "step-00000002"
+
+
+def test_later_steps_of_an_abandoned_future_do_not_push_the_new_one_out(tmp_path):
+    save_many(0, tmp_path, 5, {"keep": 0})
+    with Saver(tmp_path, keep=1) as saving:
+        saving.save(2, {"w": torch.ones(2, 2)}, {})
+    assert steps(tmp_path) == [2, 3, 4, 5]
+
+
+def test_leftovers_of_a_killed_run_are_swept_and_other_files_are_not(tmp_path):
+    (tmp_path / ".step-00000003.tmp-0123abcd").mkdir()
+    (tmp_path / ".step-00000003.tmp-0123abcd" / "rank-00000.safetensors").write_bytes(b"half")
+    (tmp_path / ".step-00000001.del-0123abcd").mkdir()
+    (tmp_path / ".step-notes.txt").write_text("mine")
+    with Saver(tmp_path) as saving:
+        assert saving.swept == [".step-00000001.del-0123abcd", ".step-00000003.tmp-0123abcd"]
+    assert names(tmp_path) == [".step-notes.txt"]
+
+
+@pytest.mark.parametrize("options", [{"keep": -1}, {"keep_every_steps": 0}])
+def test_impossible_retention_is_refused(tmp_path, options):
+    with pytest.raises(CheckpointError, match="expected keep >= 0 and a positive interval"):
+        Saver(tmp_path, **options)
