@@ -77,7 +77,7 @@ class Llama(nn.Module):
 def training_step(
     model: nn.Module, batch: Callable[[], tuple[torch.Tensor, torch.Tensor]], *, bf16: bool
 ) -> Callable[[], float]:
-    """A function that trains one step and returns the loss: fused AdamW with decay on matrices, clipping at 1, autocast for bf16."""
+    """A function that trains one step and returns the loss: fused AdamW, decay on matrices, clipping at 1, autocast."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},

@@ -1,0 +1,58 @@
+"""The documentation names only what exists."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+import pytest
+from tidy.sources import MODULES, PACKAGE, PAGES, ROOT, short
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+CODE = re.compile(r"`([^`\n]+)`")
+PACKAGES = sorted({path.parent.name for path in MODULES if path.parent != PACKAGE})
+DOTTED = re.compile(rf"(?:ultrascale\.)?((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?:\(.*\))?$")
+FILE = re.compile(r"(?:src|tests|docs|benchmarks|runs)/[\w./-]+\.\w+$")
+
+
+def missing_name(dotted: str) -> str:
+    """The first part of `spec.weights.weights` that does not exist, or nothing."""
+    parts = dotted.split(".")
+    thing = import_module("ultrascale")
+    for depth, part in enumerate(parts, 1):
+        if not hasattr(thing, part):
+            try:
+                import_module(f"ultrascale.{'.'.join(parts[:depth])}")
+            except ModuleNotFoundError:
+                annotated = part in getattr(thing, "__annotations__", {})
+                return "" if annotated else ".".join(parts[:depth])
+        thing = getattr(thing, part)
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=short)
+def test_every_link_leads_somewhere(page):
+    links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=short)
+def test_every_name_of_the_package_in_a_page_exists(page):
+    names = [found.group(1) for text in CODE.findall(page.read_text()) if (found := DOTTED.match(text))]
+    assert [missing for name in names if (missing := missing_name(name))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=short)
+def test_every_file_named_in_a_page_exists(page):
+    files = [text for text in CODE.findall(page.read_text()) if FILE.match(text)]
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_every_chapter_is_linked_from_the_readme_or_another_chapter():
+    linked = {(page.parent / link).resolve() for page in PAGES for link in LINK.findall(page.read_text())}
+    assert [short(page) for page in PAGES[1:] if page.resolve() not in linked] == []
+
+
+def test_every_package_is_in_the_architecture_page():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert [package for package in PACKAGES if f"| `{package}` |" not in text] == []

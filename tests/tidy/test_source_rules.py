@@ -1,0 +1,107 @@
+"""House rules that a linter does not know."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+
+import pytest
+from tidy.sources import MODULES, PACKAGE, ROOT, parsed, short
+
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer, RampStage, Run, Source
+
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "np.load"}
+UNSAFE_ARGUMENTS = {"shell", "trust_remote_code", "allow_pickle"}
+LONGEST_FILE = 400
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "common", "misc"}
+
+
+def unsafe_places(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of everything that can run code found in a file or an argument."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in UNSAFE_MODULES)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNSAFE_MODULES:
+            yield node.lineno, node.module or ""
+        elif isinstance(node, ast.Call):
+            if (name := ast.unparse(node.func)) in UNSAFE_CALLS:
+                yield node.lineno, f"{name}()"
+            for keyword in node.keywords:
+                if keyword.arg in UNSAFE_ARGUMENTS and not is_false(keyword.value):
+                    yield node.lineno, f"{keyword.arg}="
+
+
+def is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import pickle", "from pickle import loads", "torch.load(p)", "eval(t)", "run(c, shell=True)", "f(trust_remote_code=x)"],
+)
+def test_the_search_for_unsafe_calls_finds(line):
+    assert len(list(unsafe_places(ast.parse(line)))) == 1
+
+
+def test_nothing_can_run_code_found_in_a_file():
+    assert [f"{short(path)}:{line} {what}" for path in MODULES for line, what in unsafe_places(parsed(path))] == []
+
+
+def test_no_file_is_longer_than_400_lines():
+    python = [*MODULES, *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
+    lengths = {short(path): path.read_text().count("\n") for path in python}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def test_every_folder_of_the_package_is_a_package_with_a_sentence_about_it():
+    folders = {path.parent for path in MODULES}
+    assert [short(folder) for folder in folders if not ast.get_docstring(parsed(folder / "__init__.py"))] == []
+
+
+def test_every_module_begins_with_what_it_is_about():
+    assert [short(path) for path in MODULES if not ast.get_docstring(parsed(path))] == []
+
+
+def test_no_module_has_a_name_that_could_hold_anything():
+    assert [short(path) for path in MODULES if VAGUE_NAMES & set(path.stem.split("_"))] == []
+
+
+def test_every_public_function_and_class_says_what_it_is():
+    silent = [
+        f"{short(path)}:{node.lineno} {node.name}"
+        for path in MODULES
+        for node in parsed(path).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+        and not ast.get_docstring(node) and (node.end_lineno or 0) - node.lineno > 5
+    ]  # fmt: skip
+    assert silent == []
+
+
+def attributes_read() -> set[str]:
+    """Names of all attributes that the package reads, outside the code that carries every setting around."""
+    carriers = {PACKAGE / "spec" / "run.py", PACKAGE / "cli" / "show.py"}
+    carriers |= {path for path in (PACKAGE / "spec").glob("*.py") if path.stem.startswith(("resolve", "schema"))}
+    return {
+        node.attr
+        for path in MODULES
+        if path not in carriers
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+
+
+@pytest.mark.parametrize("section", [Run, Layout, Batch, RampStage, Source, Data, Optimizer, Checkpoint, Evaluation, Log])
+def test_every_setting_is_obeyed_somewhere(section):
+    read = attributes_read()
+    assert [field.name for field in fields(section) if field.name not in read] == []
+
+
+def test_no_file_names_a_place_of_somebodys_own_machine():
+    own = re.compile(r"(?<![\w.}])/(?:root|home|Users|work)/|\.\./shared")
+    text = [p for p in ROOT.rglob("*") if p.suffix in {".py", ".md", ".toml"} and not p.parts[len(ROOT.parts)].startswith(".")]
+    here = [path for path in text if path.name != "test_source_rules.py" and path.parts[len(ROOT.parts)] not in ("out", "demo")]
+    assert [short(path) for path in here if own.search(path.read_text())] == []

@@ -1,0 +1,43 @@
+"""Every verb exists, explains itself and is in the documentation."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+
+import pytest
+from tidy.sources import PACKAGE, PAGES
+
+from ultrascale.cli.main import VERBS, main
+
+NOT_VERBS = {"__init__", "main"}
+
+
+@pytest.mark.parametrize("word", VERBS)
+def test_a_verb_explains_itself_with_an_example(word, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([word, "--help"])
+    told = capsys.readouterr().out
+    assert (stopped.value.code, f"usage: ultrascale {word}" in told, f"ultrascale {word} " in told.split("\n", 1)[1]) == (
+        0, True, True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("word", VERBS)
+def test_an_unknown_option_of_a_verb_is_a_usage_error(word, capsys):
+    try:
+        code = main([word, "--no-such-option-at-all", "1"])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2, capsys.readouterr()
+
+
+def test_the_verbs_are_the_modules_of_cli():
+    own = {path.stem for path in (PACKAGE / "cli").glob("*.py")} - NOT_VERBS
+    assert {verb.module for verb in VERBS.values()} - own == set()
+    assert all(find_spec(f"ultrascale.cli.{verb.module}") for verb in VERBS.values())
+
+
+def test_every_verb_is_used_in_the_documentation():
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert [word for word in VERBS if not re.search(rf"ultrascale {word}\b", text)] == []
