@@ -25,7 +25,7 @@ from ultrascale.spec.layout import DTYPE_BYTES, Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.weights import Weight, layer_weights, weights_outside_layers
-from ultrascale.spec.work import Op, Shape, block_work, embedding_work, head_work, mask_bytes
+from ultrascale.spec.work import Op, Shape, block_work, embedding_work, head_work, shared_work
 
 MAX_REPLAYED = 3
 """Micro-batches replayed: the first, one of those between (they are equal), and the last."""
@@ -155,7 +155,6 @@ class _Replay:
         self.pending: dict[str, Held] = {}
         self.tapes: list[_Tape | _Checkpoint] = []
         self.shared: dict[str, Held] = {}
-        self.masks: list[Held] = []
 
     def play(self, action: Action) -> None:
         if action.kind is Kind.FORWARD:
@@ -169,15 +168,13 @@ class _Replay:
         model, shape = self.model, self.shape
         self.shards.before_forward(self.shards.buckets[0])
         made: dict[str, Held] = {}
-        self.tapes = [self._run(embedding_work(model, shape), made, "activations", {"hidden", "cos", "sin"})]
+        self.tapes = [self._run(embedding_work(model, shape), made, "activations", {"hidden"})]
         hidden = made.pop("hidden")
-        self.shared = made
-        masks = {model.window(layer): mask_bytes(model, layer, shape)[0] for layer in range(model.num_hidden_layers)}
-        self.masks = [self.ledger.take("activations", "mask", size) for size in masks.values()]
+        self.shared.clear()
+        ops = shared_work(model, shape)
+        self._run(ops, self.shared, "activations", {result.name for op in ops for result in op.makes})
         for layer in range(model.num_hidden_layers):
             hidden = self._forward_block(layer, hidden)
-        if self.layout.recompute == "none":
-            self._drop_all(self.masks)
         made = {"hidden": hidden}
         self.tapes.append(self._run(head_work(model, shape), made, "activations", {"loss"}))
         self._drop_all(made.values())
@@ -213,7 +210,7 @@ class _Replay:
     ) -> _Tape:
         """Run operations forward. `made` are the activations there are; after its last reader each goes, except `leaves`.
 
-        `keep` collects results that selective recomputation keeps; `kept` are those of the first run, used in place of new ones.
+        `keep` collects results that selective recomputation keeps; `kept` are those of the first run, used again.
         """
         tape = _Tape()
         last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves)}
@@ -245,11 +242,8 @@ class _Replay:
         gradient = gradients.pop("hidden")
         for layer in reversed(range(self.model.num_hidden_layers)):
             gradient = self._backward_block(layer, gradient, action)
-        if self.layout.recompute != "none":
-            self._drop_all(self.masks)
         self._unwind(self.tapes.pop(), {"hidden": gradient}, None)
         self._drop_all(self.shared.values())
-        self.shared = {}
         self.shards.after_backward(root, action)
         self.shards.end_backward()
 
@@ -290,11 +284,16 @@ class _Replay:
                 self._drop_all(saved)
                 continue
             arriving = gradients.pop(op.makes[0].name)
-            if op.passes_gradient:
+            if op.hands_on_saved:
+                leaving = {op.reads[0]: saved[0].hold()}
+            elif op.passes_gradient:
                 leaving = {name: arriving.hold() for name in op.reads}
             else:
                 leaving = {name: self.ledger.take("temporary", "gradients of activations", sizes[name]) for name in op.reads}
-            new = [(name, self._weight_gradient(name, layer)) for name in op.weights]
+            if op.hands_on_saved:
+                new = [(op.weights[0], saved[1].hold())]
+            else:
+                new = [(name, self._weight_gradient(name, layer)) for name in op.weights]
             self.ledger.touch("temporary", "scratch", op.backward_scratch_bytes)
             self._drop_all([arriving, *saved])
             for name, gradient in new:

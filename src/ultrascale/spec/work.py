@@ -10,8 +10,8 @@ real decoder, name by name and byte by byte (FlopCounterMode, saved-tensor hooks
     flops           one multiply-add is two. Attention counts the full square of scores, as FlopCounterMode does: a causal
                     kernel does about half, and `plan.time` says which of the two it uses
 
-Attention is SDPA's fused kernel: scores never exist, one fp32 number per row and head (`logsumexp`) is kept instead. A mask
-(documents, sliding window) is turned by SDPA into numbers of the activations' dtype, once per layer, and kept.
+Attention is SDPA's fused kernel: scores never exist, one fp32 number per row and head (`logsumexp`) is kept instead. Masks
+(documents, sliding windows) and rotary angles are made once per micro-batch and shared by all blocks.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ class Op:
     """Weights whose gradients its backward pass makes."""
     flops: int = 0
     backward_flops: int = 0
+    hands_on_saved: bool = False
+    """What it saved are the gradients of what it reads and of its weights already: its backward pass scales them in place."""
     scratch_bytes: int = 0
     backward_scratch_bytes: int = 0
 
@@ -93,16 +95,29 @@ class Op:
         return self.kind in ("matmul", "attention")
 
 
+def shared_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+    """What all blocks read: rotary angles, and a mask for each sliding window there is. They carry no gradient."""
+    rows = shape.num_tokens if shape.documents else shape.sequence_length
+    ops: list[Op] = []
+    for window in dict.fromkeys(model.window(layer) for layer in range(model.num_hidden_layers)):
+        if elements := mask_elements(window, shape):
+            mask = Activation(mask_name(window), elements * shape.itemsize, False)
+            ops.append(Op(mask.name, "elementwise", (), (mask,), scratch_bytes=3 * elements))  # what is hidden, as booleans
+    if model.position_embedding == "rotary":
+        planes = rows * model.head_dim // 2
+        angles = tuple(Activation(name, planes * shape.itemsize, False) for name in ("cos", "sin"))
+        # Angles in fp32, and their cosines before they are rounded.
+        ops.append(Op("angles", "elementwise", (), angles, scratch_bytes=planes * 8))
+    return tuple(ops)
+
+
 def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
-    """From tokens to the residual stream `hidden`, and what all blocks share: rotary angles."""
+    """From tokens to the residual stream `hidden`."""
     n, a = shape.num_tokens, shape.itemsize
-    rows = n if shape.documents else shape.sequence_length
     hidden = Activation("hidden", n * model.hidden_size * a)
     if model.position_embedding == "rotary":
-        angles = tuple(Activation(name, rows * model.head_dim // 2 * a, False) for name in ("cos", "sin"))
-        lookup = Op("embed_tokens", "embedding", (), (hidden,), weights=("embed_tokens.weight",))
-        # Positions, frequencies and angles in fp32 before they are rounded: gone before the first block.
-        return lookup, Op("angles", "elementwise", (), angles, scratch_bytes=rows * model.head_dim // 2 * 8)
+        return (Op("embed_tokens", "embedding", (), (hidden,), weights=("embed_tokens.weight",)),)
+    rows = n if shape.documents else shape.sequence_length
     position = Activation("position", rows * model.hidden_size * a)
     token = Activation("token", hidden.num_bytes)
     # Positions are made in the forward pass unless the batch brings its own, and kept as the indices of the lookup.
@@ -146,7 +161,7 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     head = "embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
     loss = Op(
         "loss", "loss", ("final",), (Activation("loss", w), *kept), tuple(k.name for k in kept), (head,),
-        flops=6 * n * v * d, scratch_bytes=wide_gradient + this + before,
+        flops=6 * n * v * d, hands_on_saved=True, scratch_bytes=wide_gradient + this + before,
     )  # fmt: skip
     return _norm(model, shape, "norm", "hidden", "final", d), loss
 
@@ -154,7 +169,7 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
 def work(model: Model, shape: Shape) -> list[tuple[int | None, Op]]:
     """Every operation of one forward pass in order, each with the block it belongs to (None outside the blocks)."""
     blocks = [(layer, op) for layer in range(model.num_hidden_layers) for op in block_work(model, layer, shape)]
-    before = [(None, op) for op in embedding_work(model, shape)]
+    before = [(None, op) for op in (*embedding_work(model, shape), *shared_work(model, shape))]
     return [*before, *blocks, *((None, op) for op in head_work(model, shape))]
 
 
@@ -163,14 +178,17 @@ def chunk_rows(num_rows: int, vocab_size: int, device: str) -> int:
     return min(num_rows, max(MIN_CHUNK_ROWS, CHUNK_BYTES[device] // (4 * vocab_size)))
 
 
-def mask_bytes(model: Model, layer: int, shape: Shape) -> tuple[int, int]:
-    """Bytes of the boolean mask that layers share, and of the numbers SDPA makes of it for each; 0, 0 for plain causal."""
+def mask_elements(window: int | None, shape: Shape) -> int:
+    """Elements of the mask of layers with this sliding window; 0 for plain causal attention, which needs none."""
     s = shape.sequence_length
-    window = model.window(layer)
     if not shape.documents and (window is None or window >= s):
-        return 0, 0
-    elements = (shape.micro_batch_size if shape.documents else 1) * s * s
-    return elements, elements * shape.itemsize
+        return 0
+    return (shape.micro_batch_size if shape.documents else 1) * s * s
+
+
+def mask_name(window: int | None) -> str:
+    """The activation that layers with this sliding window share."""
+    return "mask" if window is None else f"mask_{window}"
 
 
 def _attention(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
@@ -192,13 +210,17 @@ def _attention(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
             for x, read, w in (("q", query, q), ("k", key, kv))
         ]
         query, key = "q_rotated", "k_rotated"
-    if mask := mask_bytes(model, layer, shape)[1]:
-        ops.append(Op("self_attn.mask", "elementwise", (), (Activation("mask", mask, False),)))
-    logsumexp = Activation("logsumexp", n * model.num_attention_heads * max(4, a), False)
-    saves = (query, key, "v", "attended", "logsumexp", *(("mask",) if mask else ()))
+    has_mask = mask_elements(model.window(layer), shape) > 0
+    value = "v"
+    if shape.device == "cuda" and kv < q and (has_mask or shape.precision != "bf16"):
+        # No fused kernel on CUDA takes fewer key/value heads here: they are repeated.
+        ops += [Op(f"self_attn.{x}_repeat", "elementwise", (x,), (Activation(f"{x}_repeated", n * q * a),)) for x in (key, "v")]
+        key, value = f"{key}_repeated", "v_repeated"
+    logsumexp = Activation("logsumexp", n * model.num_attention_heads * shape.wide_itemsize, False)
+    saves = (query, key, value, "attended", "logsumexp", *((mask_name(model.window(layer)),) if has_mask else ()))
     square = 4 * n * s * q
     core = Op(
-        "self_attn.core", "attention", (query, key, "v"), (Activation("attended", n * q * a), logsumexp), saves,
+        "self_attn.core", "attention", (query, key, value), (Activation("attended", n * q * a), logsumexp), saves,
         flops=square, backward_flops=square * 5 // 2,
     )  # fmt: skip
     out = _linear(
