@@ -1,0 +1,73 @@
+"""What checkpoints a folder has, and which of them are whole; for people, and one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.files import read_manifest, verify_size
+from ultrascale.checkpoint.folders import Candidate, candidates
+from ultrascale.checkpoint.loading import verify
+from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One checkpoint."""
+
+    folder: Path
+    step: int
+    bytes: int | None
+    """Of all shards, as the manifest says; None if it cannot be read, as are the next three."""
+    shards: int | None
+    tensors: int | None
+    saved_at: float | None
+    """Seconds since 1970."""
+    problem: str | None
+    """Why it must not be loaded; None if nothing is wrong as far as was looked."""
+
+
+def find_checkpoints(folder: Path) -> list[Candidate]:
+    """The checkpoints in `folder`, newest first: itself, its own, or those of a run in its `checkpoints`.
+
+    Raises CheckpointError if there are none.
+    """
+    if (folder / MANIFEST_NAME).exists():
+        return [one for one in candidates(folder.parent.absolute()) if one.path.name == folder.name] or [Candidate(-1, folder)]
+    found = candidates(folder) or candidates(folder / "checkpoints")
+    if not found:
+        raise CheckpointError(
+            f"{folder}: no checkpoints here. Give a run's folder, its `checkpoints`, or one `step-...` in it."
+        )
+    return found
+
+
+def summarize(folder: Path, *, read_all: bool) -> Iterator[Summary]:
+    """One summary after the other. `read_all` reads and verifies every byte; otherwise the manifest and the shards' sizes."""
+    for candidate in find_checkpoints(folder):
+        yield _summary(candidate, read_all)
+
+
+def _summary(candidate: Candidate, read_all: bool) -> Summary:
+    manifest, problem = None, None
+    try:
+        manifest = read_manifest(candidate.path)
+        if read_all:
+            verify(candidate.path)
+        for file, shard in manifest.shards.items():
+            verify_size(candidate.path, file, shard)
+    except CheckpointError as error:
+        problem = str(error)
+    if manifest is None:
+        return Summary(candidate.path, candidate.step, None, None, None, None, problem)
+    return Summary(candidate.path, manifest.step, *_counts(manifest), _saved_at(candidate.path), problem)
+
+
+def _counts(manifest: Manifest) -> tuple[int, int, int]:
+    return sum(shard.bytes for shard in manifest.shards.values()), len(manifest.shards), len(manifest.tensors)
+
+
+def _saved_at(folder: Path) -> float:
+    return (folder / MANIFEST_NAME).stat().st_mtime

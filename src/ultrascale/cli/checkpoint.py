@@ -1,0 +1,102 @@
+"""`ultrascale checkpoint list|verify FOLDER`: which checkpoints there are, and whether every byte is as it was saved."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from ultrascale.checkpoint.listing import Summary
+
+
+@dataclass
+class List:
+    """List checkpoints: step, size, and whether manifest and file sizes are right (`verify` reads the bytes too).
+
+    Exit code 1 if there are none, or any is damaged.
+
+    Example: ultrascale checkpoint list out/run
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """A run's folder, its `checkpoints`, or one `step-...` in it."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print for machines."""
+
+
+@dataclass
+class Verify:
+    """Read every byte of checkpoints and compare with the checksums taken when they were saved.
+
+    Exit code 1 if there are none, or any is damaged.
+
+    Example: ultrascale checkpoint verify out/run/checkpoints/step-00000100
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """A run's folder, its `checkpoints`, or one `step-...` in it."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print for machines."""
+
+
+def command(arguments: list[str]) -> int:
+    """Parse, look, print. Returns 1 if any checkpoint is damaged."""
+    options = tyro.cli(List | Verify, prog="ultrascale checkpoint", args=arguments)
+    found = collect(options.folder, read_all=isinstance(options, Verify))
+    damaged = [one for one in found if one.problem is not None]
+    if options.json:
+        checkpoints = [asdict(one) | {"folder": str(one.folder)} for one in found]
+        print(json.dumps({"whole": not damaged, "read_all": isinstance(options, Verify), "checkpoints": checkpoints}, indent=2))
+    else:
+        print_table(found, verified=isinstance(options, Verify))
+    return 1 if damaged else 0
+
+
+def collect(folder: Path, *, read_all: bool) -> list[Summary]:
+    """All summaries; on a terminal, with the folder being read on stderr meanwhile."""
+    from rich.console import Console
+
+    from ultrascale.checkpoint.listing import find_checkpoints, summarize
+
+    total = len(find_checkpoints(folder))
+    found: list[Summary] = []
+    with Console(stderr=True).status(f"reading {total} checkpoints") as status:
+        for one in summarize(folder, read_all=read_all):
+            found.append(one)
+            status.update(f"reading {total} checkpoints, {len(found)} done")
+    return found
+
+
+def print_table(found: list[Summary], *, verified: bool) -> None:
+    """A line for each checkpoint; then what is wrong, in full."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ultrascale.spec.units import format_bytes
+
+    good = "[green]verified[/green]" if verified else "[green]complete[/green]"
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("checkpoint", no_wrap=True)
+    for title in ("size", "shards", "tensors"):
+        table.add_column(title, justify="right")
+    table.add_column("saved")
+    table.add_column("state", no_wrap=True)
+    for one in found:
+        state = good if one.problem is None else "[bold red]damaged[/bold red]"
+        if one.bytes is None or one.saved_at is None:
+            cells = ["?", "?", "?", "?"]
+        else:
+            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.saved_at))
+            cells = [format_bytes(one.bytes), str(one.shards), str(one.tensors), saved]
+        table.add_row(escape(one.folder.name), *cells, state)
+    console = Console(highlight=False)
+    console.print(table)
+    for one in found:
+        if one.problem is not None:
+            console.print(f"\n[red]{escape(one.problem)}[/red]", soft_wrap=True)

@@ -1,0 +1,76 @@
+"""`ultrascale checkpoint list` and `verify`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ultrascale import checkpoint
+from ultrascale.checkpoint import CheckpointError
+from ultrascale.cli.checkpoint import command
+
+
+@pytest.fixture
+def run_folder(tmp_path) -> Path:
+    """A run with steps 1 and 2; one number of step 2 has changed on disk."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path / "checkpoints", step, {"w": torch.ones(4, 4), "n": torch.tensor(1)}, {})
+    shard = tmp_path / "checkpoints" / "step-00000002" / "rank-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    return tmp_path
+
+
+def output(capsys, *words: str) -> tuple[int, dict]:
+    code = command([*words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_list_looks_at_sizes_only_and_tells_step_shards_and_tensors(run_folder, capsys):
+    code, told = output(capsys, "list", str(run_folder))
+    assert (code, told["whole"]) == (0, True)
+    newest = told["checkpoints"][0]
+    assert (newest["step"], newest["shards"], newest["tensors"]) == (2, 1, 2)
+    assert newest["bytes"] == (run_folder / "checkpoints/step-00000002/rank-00000.safetensors").stat().st_size
+
+
+def test_verify_reads_the_bytes_names_the_shard_and_fails(run_folder, capsys):
+    code, told = output(capsys, "verify", str(run_folder / "checkpoints"))
+    assert (code, told["whole"]) == (1, False)
+    problems = [one["problem"] for one in told["checkpoints"]]
+    assert "step-00000002/rank-00000.safetensors: checksum is crc32:" in problems[0]
+    assert problems[1] is None
+
+
+def test_one_checkpoint_can_be_named(run_folder, capsys):
+    code, told = output(capsys, "verify", str(run_folder / "checkpoints" / "step-00000001"))
+    assert (code, [one["step"] for one in told["checkpoints"]]) == (0, [1])
+
+
+def test_the_table_shows_what_is_damaged_and_why(run_folder, capsys):
+    assert command(["verify", str(run_folder)]) == 1
+    text = capsys.readouterr().out
+    assert "verified" in text
+    assert "damaged" in text
+    assert "its bytes have changed since it was saved" in text
+
+
+def test_a_checkpoint_without_a_readable_manifest_is_listed_as_damaged(run_folder, capsys):
+    (run_folder / "checkpoints" / "step-00000001" / "manifest.json").unlink()
+    code, told = output(capsys, "list", str(run_folder))
+    assert (code, [one["step"] for one in told["checkpoints"]]) == (1, [2, 1])
+    assert "manifest.json: missing" in told["checkpoints"][1]["problem"]
+
+
+def test_a_folder_without_checkpoints_is_told_what_to_give(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no checkpoints here\. Give a run's folder"):
+        command(["list", str(tmp_path)])
+
+
+def test_help_has_an_example(capsys):
+    with pytest.raises(SystemExit) as left:
+        command(["verify", "--help"])
+    assert left.value.code == 0
+    assert "ultrascale checkpoint verify out/run" in capsys.readouterr().out.replace("\n", " ")
