@@ -117,7 +117,7 @@ def _sequences(tokens: Integers, starts: npt.NDArray[np.bool_], document_mask: b
     """Targets, positions and document ids from tokens and document starts, both [N, S+1]."""
     n, s = tokens.shape[0], tokens.shape[1] - 1
     places = np.broadcast_to(np.arange(s), (n, s))
-    inputs, targets = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+    inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # copies: one row's slices are contiguous and would overlap
     if not document_mask:
         return Sequences(inputs, targets, np.ascontiguousarray(places), np.zeros((n, s), np.int64))
     targets[starts[:, 1:]] = IGNORED
