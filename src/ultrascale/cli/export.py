@@ -1,0 +1,66 @@
+"""`ultrascale export`: a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+def export(
+    checkpoint: Annotated[Path, tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.Positional],
+    /,
+    precision: Literal["as-is", "fp32", "bf16"] = "as-is",
+    max_shard_gb: float = 5.0,
+    tokenizer: Path | None = None,
+    overwrite: bool = False,
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Write a checkpoint as a folder that transformers, vLLM and llama.cpp read: safetensors, config.json, tokenizer.
+
+    Example: ultrascale export out/demo exported --precision bf16
+
+    Args:
+        checkpoint: A run folder (its newest whole checkpoint), one checkpoint, or another Hugging Face folder.
+        out: The folder to make. It appears whole or not at all.
+        precision: Dtype of the weights written; as-is: that of the checkpoint.
+        max_shard_gb: Weights are split into files of at most this many GB (10^9 bytes).
+        tokenizer: A tokenizer.json to go along, if the one of the run's data is elsewhere.
+        overwrite: Replace `out` if it exists.
+        json: Print one JSON object.
+    """
+    from ultrascale.models.huggingface import export_folder
+    from ultrascale.parallel.data import TORCH_DTYPE
+    from ultrascale.spec.problems import Problem, SpecError
+    from ultrascale.spec.weights import num_parameters
+    from ultrascale.train.trained import open_trained
+
+    if max_shard_gb <= 0:
+        raise SpecError([Problem("max_shard_gb", f"must be above 0, is {max_shard_gb}", "5 is usual.")])
+    trained = open_trained(checkpoint)
+    folder = export_folder(
+        trained.weights,
+        trained.model,
+        out,
+        tokenizer=tokenizer or trained.tokenizer,
+        dtype=None if precision == "as-is" else TORCH_DTYPE[precision],
+        max_shard_bytes=int(max_shard_gb * 10**9),
+        overwrite=overwrite,
+    )
+    parameters, has_tokenizer = num_parameters(trained.model), (tokenizer or trained.tokenizer) is not None
+    if json:
+        print(jsonlib.dumps({"source": str(trained.source), "folder": str(folder), "num_parameters": parameters,
+                             "tokenizer": has_tokenizer}))  # fmt: skip
+    else:
+        print(f"{trained.source} -> {folder}: {parameters:,} parameters, {trained.model.model_type}")
+        if not has_tokenizer:
+            print("no tokenizer went along: none was found with the run's data; --tokenizer names one")
+    return 0
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; returns its exit code."""
+    return tyro.cli(export, prog="ultrascale export", args=arguments)

@@ -1,0 +1,122 @@
+"""Weights that training made, from wherever they lie, and a first checkpoint from weights that lie elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from ultrascale.checkpoint import load_full, save, search
+from ultrascale.checkpoint.folders import candidates
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.huggingface import import_folder
+from ultrascale.models.tokenizer_files import TOKENIZER_FILE
+from ultrascale.parallel.data import TORCH_DTYPE
+from ultrascale.spec.model import Model
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.resolve import run_from_toml, to_toml
+from ultrascale.spec.run import Run
+from ultrascale.train.export import PREFIX, tokenizer_of
+from ultrascale.train.loop import build_loader
+from ultrascale.train.optimizer import MOMENTS
+from ultrascale.train.resume import decisive_parts
+from ultrascale.train.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with its weights."""
+
+    model: Model
+    weights: dict[str, torch.Tensor]
+    """Whole tensors on the CPU, under the names of `spec.weights`."""
+    tokenizer: Path | None
+    """The `tokenizer.json` that goes with it."""
+    source: Path
+    """The folder that was read: a checkpoint or a Hugging Face folder."""
+    steps_done: int | None = None
+    """Of a checkpoint."""
+
+    def decoder(self, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+        """The model with these weights, for inference."""
+        with torch.device("meta"):
+            decoder = Decoder(self.model)
+        weights = {name: weight.to(device, dtype) for name, weight in self.weights.items()}
+        decoder.load_state_dict(weights, assign=True)
+        return decoder.requires_grad_(False).eval()
+
+
+def open_trained(path: str | Path) -> Trained:
+    """Read a checkpoint, the newest whole one of a run folder, or a Hugging Face folder.
+
+    Raises SpecError if `path` is none of these, and CheckpointError if a checkpoint is damaged.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise SpecError([Problem(str(path), "is no folder", "Give a checkpoint, a run folder, or a Hugging Face folder.")])
+    if (path / "config.json").exists():
+        model, weights = import_folder(path)
+        tokenizer = path / TOKENIZER_FILE
+        return Trained(model, weights, tokenizer if tokenizer.exists() else None, path)
+    return _open_checkpoint(_find_checkpoint(path))
+
+
+def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
+    """Make the weights of a Hugging Face folder the state of `run` before its first step; `train` then goes on from them.
+
+    Returns the checkpoint. Raises SpecError if the run's model is another one, or the run has checkpoints already, and
+    DataError if its data cannot be read.
+    """
+    model, weights = import_folder(folder)
+    root = RunFolder.of(run).checkpoints
+    problems = _model_differences(run.model, model, folder)
+    if candidates(root):
+        problems.append(Problem(str(root), "has checkpoints already", "Give the run another name, or remove them."))
+    if problems:
+        raise SpecError(problems)
+    dtype = TORCH_DTYPE[run.layout.master_dtype]
+    tensors = {f"{PREFIX}{name}": weight.to(dtype) for name, weight in weights.items()}
+    tensors |= {f"optimizer.{m}.{name}": torch.zeros(w.shape, dtype=dtype) for name, w in weights.items() for m in MOMENTS}
+    facts = {
+        "steps_done": 0,
+        "run": to_toml(run),
+        "decides": decisive_parts(run),
+        "data": build_loader(run, run.data.sources).fingerprint(),
+        "noise_scale": None,
+    }
+    return save(root, 0, tensors, facts)
+
+
+def _find_checkpoint(path: Path) -> Path:
+    if path.name.startswith("step-"):
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = search(root)
+    if found.folder is not None:
+        return found.folder
+    if found.rejected:
+        damage = "; ".join(f"{rejected.folder.name}: {rejected.reason}" for rejected in found.rejected)
+        raise SpecError([Problem(str(root), f"holds only damaged checkpoints ({damage})", "Give another folder.")])
+    rule = "holds neither config.json with weights nor a checkpoint"
+    raise SpecError([Problem(str(path), rule, "Give a checkpoint, a run folder, or a Hugging Face folder.")])
+
+
+def _open_checkpoint(folder: Path) -> Trained:
+    tensors, facts = load_full(folder)
+    run = run_from_toml(facts["run"], where=f"{folder}, metadata")
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    tokenizer = tokenizer_of(run)
+    found = tokenizer if tokenizer is not None and tokenizer.exists() else None
+    return Trained(run.model, weights, found, folder, facts["steps_done"])
+
+
+def _model_differences(expected: Model, found: Model, folder: str | Path) -> list[Problem]:
+    """Fields that change what is computed and differ."""
+    passed_over = ("name", "model_type", "initializer_range")
+    remedy = f'Set model.path = "{folder}" in the run, and no other field of the model.'
+    return [
+        Problem(f"model.{f.name}", f"is {getattr(expected, f.name)!r}, in {folder} {getattr(found, f.name)!r}", remedy)
+        for f in fields(Model)
+        if f.name not in passed_over and getattr(expected, f.name) != getattr(found, f.name)
+    ]

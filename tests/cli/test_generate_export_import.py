@@ -1,0 +1,134 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ultrascale.cli.main import main
+from ultrascale.data.indexed import ShardWriter
+from ultrascale.data.tokenizer import train_tokenizer
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.huggingface import export_folder, import_folder
+from ultrascale.models.initialise import initialise
+from ultrascale.spec.model import Model
+
+MODEL = Model(
+    vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, max_position_embeddings=64, initializer_range=0.2,
+)  # fmt: skip
+PROMPT = "the model says: größe 模型"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    """A Hugging Face folder with a byte-level tokenizer."""
+    home = tmp_path_factory.mktemp("exported")
+    train_tokenizer(["the model says what the model says"] * 3, 280).save(str(home / "tokenizer.json"))
+    decoder = Decoder(MODEL)
+    initialise(decoder, MODEL, seed=0)
+    state = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    return export_folder(state, MODEL, home / "hf", tokenizer=home / "tokenizer.json")
+
+
+@pytest.fixture
+def run_file(exported, tmp_path) -> Path:
+    """A run that goes on from the exported folder, on random tokens."""
+    writer = ShardWriter(tmp_path / "tokens", "uint16")
+    writer.add_documents(torch.randint(300, (2000,)).numpy(), [500, 700, 800])
+    writer.finish()
+    text = f"""
+name = "continued"
+folder = "{tmp_path}/out"
+steps = 1
+device = "cpu"
+[model]
+path = "{exported}"
+[batch]
+sequence_length = 16
+sequences_per_batch = 2
+[data]
+sources = ["{tmp_path}/tokens"]
+tokenizer = "{exported}/tokenizer.json"
+[log]
+memory_steps = 0
+"""
+    (tmp_path / "run.toml").write_text(text)
+    return tmp_path / "run.toml"
+
+
+def generated(capsys, *words: str) -> dict:
+    assert main(["generate", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_generate_prints_the_prompt_and_what_follows_as_json_tells_it(exported, capsys):
+    words = [str(exported), "--prompt", PROMPT, "--max-new-tokens", "12", "--temperature", "0.9"]
+    found = generated(capsys, *words)
+    assert len(found["tokens"]) == 12
+    assert main(["generate", *words]) == 0
+    assert capsys.readouterr().out == PROMPT + found["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    "change, words, message",
+    [
+        (lambda f: (f / "tokenizer.json").unlink(), (), "Name a tokenizer.json with --tokenizer"),
+        (lambda f: (f / "model.safetensors").unlink(), (), "holds no safetensors weights"),
+        (lambda f: (f / "config.json").unlink(), (), "neither config.json with weights nor a checkpoint"),
+        (lambda f: None, ("--prompt", "x" * 200), "leaves no room for more"),
+        (lambda f: None, ("--temperature", "-1"), "temperature"),
+        (lambda f: None, ("--tokenizer", "nowhere/tokenizer.json"), "nowhere/tokenizer.json"),
+    ],
+)
+def test_what_cannot_be_generated_from_says_why_and_exits_with_2(exported, tmp_path, capsys, change, words, message):
+    import shutil
+
+    folder = Path(shutil.copytree(exported, tmp_path / "copy"))
+    change(folder)
+    assert main(["generate", str(folder), "--prompt", "the", *words]) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_token_of_the_prompt_beyond_the_vocabulary_is_refused(exported, tmp_path, capsys):
+    big = tmp_path / "tokenizer.json"
+    tokenizer = train_tokenizer(["the model says"], 280)
+    tokenizer.add_tokens([f"[{i}]" for i in range(60)])
+    tokenizer.save(str(big))
+    assert main(["generate", str(exported), "--prompt", "[59]", "--tokenizer", str(big)]) == 2
+    assert "but the vocabulary has 300 tokens" in capsys.readouterr().err
+
+
+def test_import_makes_the_folder_the_start_of_a_run_and_export_gives_the_same_bits_back(exported, run_file, capsys):
+    assert main(["import", str(exported), str(run_file), "--json"]) == 0
+    checkpoint = json.loads(capsys.readouterr().out)["checkpoint"]
+    out = run_file.parent / "again"
+    assert main(["export", checkpoint, str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokenizer"] is True
+    (model, before), (again, after) = import_folder(exported), import_folder(out)
+    assert (model.hidden_size, list(before)) == (again.hidden_size, list(after))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert generated(capsys, checkpoint, "--prompt", PROMPT) | {"source": ""} == (
+        generated(capsys, str(exported), "--prompt", PROMPT) | {"source": ""}
+    )
+
+
+def test_training_goes_on_from_an_imported_folder_and_generate_reads_the_run(exported, run_file, capsys):
+    assert main(["import", str(exported), str(run_file)]) == 0
+    assert main(["train", str(run_file)]) == 0
+    assert "resumed from" in capsys.readouterr().out
+    found = generated(capsys, str(run_file.parent / "out" / "continued"), "--prompt", "the")
+    assert found["source"].endswith("step-00000001")
+    before, after = (import_folder(f)[1] for f in (exported, run_file.parent / "out" / "continued" / "export"))
+    moved = {name: (after[name] - before[name]).abs().max().item() for name in before}
+    assert 0 < max(moved.values()) < 1e-3  # one step of AdamW moves a weight by about the learning rate
+
+
+def test_import_refuses_another_model_by_field_and_a_run_with_checkpoints(exported, run_file, capsys):
+    text = run_file.read_text()
+    run_file.write_text(text.replace("[batch]", "rope_theta = 5e5\n[batch]"))
+    assert main(["import", str(exported), str(run_file)]) == 2
+    assert "model.rope_theta" in capsys.readouterr().err
+    run_file.write_text(text)
+    assert main(["import", str(exported), str(run_file)]) == 0
+    assert main(["import", str(exported), str(run_file)]) == 2
+    assert "has checkpoints already" in capsys.readouterr().err
