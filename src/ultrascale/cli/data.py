@@ -68,8 +68,8 @@ def prepare(
 ) -> int:
     """Turn text into Megatron-compatible token shards and a manifest.
 
-    A text file is one document; a line of .jsonl (also .gz, .zst) and a row of .parquet are one each. Killed runs go on with the
-    same command; the result does not depend on --workers.
+    A text file is one document; a line of .jsonl (also .gz, .zst) and a row of .parquet are one each. Killed runs go on with
+    the same command; the result does not depend on --workers.
 
     Example: ultrascale data prepare src/ --glob '*.py' --train-tokenizer 8192 --on-bad skip --validation-fraction 0.01 --output
     prepared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ class Corpus:
                 _expect_size(prefix, count * np.dtype(self.manifest.dtype).itemsize)
         else:
             self.prefixes, counts = [_foreign_prefix(self.path)], []
-        self.shard = lru_cache(maxsize=OPEN_SHARDS)(self._open)
+        # Not a method, which would tie the cache to the corpus in a circle and keep files open until the next collection.
+        self.shard = lru_cache(maxsize=OPEN_SHARDS)(partial(_open_shard, tuple(self.prefixes), tuple(counts)))
         if self.manifest is None:
             self.shard(0).verify_index()
             counts = [self.shard(0).num_tokens]
@@ -109,13 +110,13 @@ class Corpus:
                 digest.update(file.read(_ENDS))
         return digest.hexdigest()
 
-    def _open(self, index: int) -> Shard:
-        shard = Shard(self.prefixes[index])
-        if self.manifest and shard.num_tokens != self.manifest.shards[index].tokens:
-            promised = self.manifest.shards[index].tokens
-            problem = f"holds {shard.num_tokens} tokens, the manifest promises {promised}"
-            raise DataError(str(shard.bin_path), problem, "Run the same `data prepare` again: it makes damaged shards anew.")
-        return shard
+
+def _open_shard(prefixes: tuple[Path, ...], promised: tuple[int, ...], index: int) -> Shard:
+    shard = Shard(prefixes[index])
+    if promised and shard.num_tokens != promised[index]:
+        problem = f"holds {shard.num_tokens} tokens, the manifest promises {promised[index]}"
+        raise DataError(str(shard.bin_path), problem, "Run the same `data prepare` again: it makes damaged shards anew.")
+    return shard
 
 
 def _expect_size(prefix: Path, size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def sequence_sample(path: str | Path, number: int, sequence_length: int) -> dict
     corpus.read_into(tokens, starts, number * sequence_length)
     edges = sorted({0, *np.flatnonzero(starts).tolist(), sequence_length})
     parts = []
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in pairwise(edges):
         ids = tokens[first:last].tolist()
         begins = bool(starts[first])
         parts.append({"position": first, "tokens": last - first, "begins": begins, "ids": ids, "text": _decode(corpus, ids)})

@@ -68,8 +68,10 @@ class Recipe:
     """Input of one shard. None: a rule, see `inputs`."""
 
     def facts(self) -> dict[str, Any]:
-        """JSON-able; the tokenizer is told by its fingerprint instead."""
-        return {**asdict(self), "tokenizer": None, "exclude": list(self.exclude)}
+        """What decides the result, JSON-able. The tokenizer is told by its fingerprint; `on_bad` only if there is one."""
+        facts = {**asdict(self), "tokenizer": None, "exclude": list(self.exclude)}
+        del facts["on_bad"]
+        return facts
 
 
 @dataclass(frozen=True)
@@ -163,14 +165,18 @@ def _settle(
     before = _earlier_request(folder)
     path = folder / TOKENIZER
     if before is not None:
-        _expect_same(before, _request(files, recipe), folder)
+        now = _request(files, recipe)
+        _expect_same(before, now, folder)
         facts = tokenizer_facts(path, recipe.eod)
         if facts.fingerprint != before["tokenizer"]:
             raise DataError(str(path), "is not the tokenizer this folder was begun with", "Put it back, or remove the folder.")
         if recipe.tokenizer and tokenizer_facts(recipe.tokenizer, recipe.eod).fingerprint != facts.fingerprint:
             remedy = "Choose another --output, or remove this one."
             raise DataError(str(recipe.tokenizer), f"is not the tokenizer that {folder} was begun with", remedy)
-        return facts, before
+        request = {**now, "tokenizer": facts.fingerprint}
+        if request != before:  # a file was repaired on the way
+            write_json(folder / UNFINISHED, request)
+        return facts, request
     if recipe.tokenizer:
         tokenizer_facts(recipe.tokenizer, recipe.eod)
         write_whole(path, recipe.tokenizer.read_bytes())
@@ -195,14 +201,17 @@ def _earlier_request(folder: Path) -> dict[str, Any] | None:
 
 
 def _expect_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """The same request as before; in a folder that is not complete, files may have been repaired since."""
     remedy = f"Choose another --output, or remove {folder} to begin anew."
     for key in sorted(set(now) - {"inputs", "tokenizer"}):
         if before.get(key) != now[key]:
             option = "--" + key.replace("_", "-")
             raise DataError(option, f"is {now[key]!r}, but {folder} was begun with {before.get(key)!r}", remedy)
+    complete = (folder / NAME).exists()
     then = {file["file"]: file for file in before.get("inputs", [])}
     for file in now["inputs"]:
-        if then.pop(file["file"], None) != file:
+        earlier = then.pop(file["file"], None)
+        if earlier is None or (complete and earlier != file):
             raise DataError(file["file"], f"is new or has changed since {folder} was begun", remedy)
     for name in then:
         raise DataError(name, f"is no longer among the inputs, but was when {folder} was begun", remedy)

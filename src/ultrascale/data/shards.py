@@ -205,6 +205,8 @@ def _kept_record(task: ShardTask, place: int) -> ShardRecord | None:
     try:
         if record is None:
             record = record_from(read_json(path))
+        if record.sources != tuple(part.facts() for part in task.parts) or (record.skipped and task.on_bad == "fail"):
+            return None
         bin_path, idx_path = prefix_paths(folder / record.name)
         same = sha256_of(bin_path) == record.bin_sha256 and sha256_of(idx_path) == record.idx_sha256
     except (OSError, DataError, KeyError, TypeError):  # not there, or cut short: it is made again

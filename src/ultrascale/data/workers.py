@@ -36,8 +36,8 @@ def run_tasks(
 ) -> list[Result]:
     """The result of each task, in order. Tasks start in the order given; the first error ends all of them and is raised.
 
-    `work` is a function of a module; it gets a task and a function to tell two numbers as it goes, which `report` passes on with
-    the task's place. Where there are fewer tasks than `workers`, each process tokenizes with several threads.
+    `work` is a function of a module; it gets a task and a function to tell two numbers as it goes, which `report` passes on
+    with the task's place. Where there are fewer tasks than `workers`, each process tokenizes with several threads.
     Raises DataError if a worker dies.
     """
     num_processes = max(1, min(workers, len(tasks)))
