@@ -85,10 +85,11 @@ def model_from_config(config: dict[str, Any], *, where: str = "config.json", nam
         rule = f"{kind!r} is not supported; supported are {', '.join(_FAMILY_DEFAULTS)}"
         raise SpecError([Problem("model_type", rule, "Choose a model of one of these families.", where)])
     reader = _Reader(config, _DEFAULTS | _FAMILY_DEFAULTS[kind], where)
-    fields = _read_gpt2(reader) if kind == "gpt2" else _read_llama_like(reader, kind)
+    fields: dict[str, Any] = dict(family(kind).fixed) | {"model_type": kind, "name": name}
+    fields |= _read_gpt2(reader) if kind == "gpt2" else _read_llama_like(reader, kind)
     model = None
     if not reader.problems:
-        model = Model(**(family(kind).fixed | fields | {"model_type": kind, "name": name}))
+        model = Model(**fields)
         reader.problems += [Problem(p.key, p.rule, p.remedy, where) for p in model.problems()]
     reader.refuse_unread()
     if reader.problems or model is None:

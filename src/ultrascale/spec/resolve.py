@@ -79,7 +79,7 @@ def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: i
     unit = sequence_length * multiple
     count = parse_tokens(tokens) if isinstance(tokens, str) else tokens
     near = max(1, round(count / unit))
-    exact = isinstance(tokens, int) or tokens.strip().isdigit()
+    exact = isinstance(tokens, int) or tokens.replace("_", "").replace(",", "").strip().isdigit()
     if count == near * unit or (not exact and abs(near * unit - count) <= _BATCH_TOLERANCE * count):
         return near * multiple
     options = sorted({max(1, count // unit) * unit, (count // unit + 1) * unit})

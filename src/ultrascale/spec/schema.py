@@ -80,13 +80,12 @@ def unknown_key(key: str, where: str) -> Problem:
     if last in _NOT_YET and section in ("", "layout"):
         rule = "this axis is not in this version yet: it cuts a run by data parallelism (dp), with ZeRO"
         return Problem(key, rule, f"Nearest: {_NOT_YET[last]}.", where)
-    known = [*leaves(), *STAND_INS]
-    same_name = [k for k in known if k.rpartition(".")[2] == last]
-    near = same_name or get_close_matches(key, [*known, *sections()], n=2, cutoff=0.7)
-    near = near or [
-        k for k in known if k.rpartition(".")[2] in get_close_matches(last, [k.rpartition(".")[2] for k in known], n=2)
-    ]
-    remedy = f"Did you mean {' or '.join(near)}?" if near else f"Keys of [{section}] are {_names(section)}."
+    near = _nearest(section, last)
+    remedy = (
+        f"Did you mean {' or '.join(near)}?"
+        if near
+        else f"Keys of {f'[{section}]' if section else 'a run'} are {_names(section)}."
+    )
     return Problem(key, "is not a key of a run", remedy, where)
 
 
@@ -122,9 +121,23 @@ def default_of(field: Field) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
+def _nearest(section: str, last: str) -> list[str]:
+    """Keys that were probably meant: of the same name elsewhere, of a like name in this section, of a like name elsewhere."""
+    known = [*leaves(), *STAND_INS, *sections()]
+    by_name: dict[str, list[str]] = {}
+    for key in known:
+        by_name.setdefault(key.rpartition(".")[2], []).append(key)
+    here = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    if last in by_name:
+        return by_name[last]
+    if close := get_close_matches(last, here, n=2, cutoff=0.6):
+        return [here[name] for name in close]
+    return [key for name in get_close_matches(last, by_name, n=1, cutoff=0.75) for key in by_name[name]]
+
+
 def _names(section: str) -> str:
-    known = (key.rpartition(".") for key in (*leaves(), *STAND_INS))
-    return ", ".join(last for place, _, last in known if place == section) or "those of `ultrascale show --help`"
+    known = (key.rpartition(".") for key in (*leaves(), *STAND_INS, *sections()))
+    return ", ".join(dict.fromkeys(last for place, _, last in known if place == section)) or "of no such section"
 
 
 def _described(value: Any) -> str:
@@ -132,12 +145,6 @@ def _described(value: Any) -> str:
         return str(value).lower()
     words = {str: "the text ", list: "the list ", dict: "the table "}
     return f"{words.get(type(value), '')}{value!r}"
-
-
-def _near_by_last(last: str, known: list[str]) -> list[str]:
-    """Keys of other sections with a name like `last`."""
-    by_name = {key.rpartition(".")[2]: key for key in known}
-    return [by_name[name] for name in get_close_matches(last, by_name, n=1, cutoff=0.7)]
 
 
 def _literal(value: Any, options: tuple[Any, ...], at: At) -> Any:

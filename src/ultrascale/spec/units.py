@@ -105,4 +105,5 @@ def _scaled(value: float, units: list[tuple[float, str]], smallest: str, *, last
 def _three_figures(value: float) -> str:
     if value == int(value) and abs(value) < 1000:
         return str(int(value))
-    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+    rounded = float(f"{value:.3g}")  # 0.9999 has the decimals of 1.00
+    return f"{rounded:.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"

@@ -1,0 +1,60 @@
+import json
+
+import pytest
+
+from ultrascale.cli.show import command
+from ultrascale.spec.machines import ACCELERATORS, NODES
+from ultrascale.spec.model_presets import PRESETS
+from ultrascale.spec.problems import SpecError
+
+RUN = 'name = "demo"\n[model]\npreset = "tiny-llama"\n[batch]\nsequence_length = 64\n'
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "run.toml").write_text(RUN)
+    return str(tmp_path / "run.toml")
+
+
+def test_values_that_are_not_defaults_are_shown_with_their_origins(path, capsys):
+    assert command([path, "--layout.dp", "2"]) == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert rows["name"] == ["demo", f"{path}:1"]
+    assert rows["layout.dp"] == ["2", "flag"]
+    assert rows["model"] == ["tiny-llama,", "656k", "parameters", "preset", "tiny-llama"]
+    assert "seed" not in rows
+
+
+def test_resolved_shows_every_value(path, capsys):
+    command([path, "--resolved"])
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()}
+    assert (rows["seed"], rows["optimizer.schedule"]) == (["0", "default"], ["cosine", "default"])
+    assert rows["model.hidden_size"] == ["128", "preset", "tiny-llama"]
+
+
+def test_json_holds_the_run_and_its_origins(path, capsys):
+    command([path, "--json", "--steps=9"])
+    got = json.loads(capsys.readouterr().out)
+    assert (got["run"]["steps"], got["provenance"]["steps"]) == (9, "flag")
+
+
+def test_catalogues_list_everything(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    command(["models"])
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} >= set(PRESETS)
+    command(["clusters", "--resolved"])
+    out = capsys.readouterr().out
+    assert all(name in out for name in [*ACCELERATORS, *NODES, "datasheet"])
+    command(["clusters", "--json"])
+    assert json.loads(capsys.readouterr().out)["accelerators"]["h200"]["peak_flops"]["bf16"]["value"] == 989.4e12
+
+
+def test_a_catalogue_takes_no_settings(capsys):
+    assert command(["models", "--steps", "3"]) == 2
+
+
+def test_a_wrong_description_raises_all_its_mistakes(path):
+    with pytest.raises(SpecError, match=r"layout\.dpp(.|\n)*stepz"):
+        command([path, "--layout.dpp", "2", "--stepz", "3"])

@@ -1,0 +1,94 @@
+import re
+
+import pytest
+
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE, machine_memory_bytes
+from ultrascale.spec.problems import SpecError
+
+
+def sourced_numbers():
+    """(name, number) of every number in the catalogue."""
+    for item in ACCELERATORS.values():
+        yield f"{item.name} memory", item.memory_bytes
+        assert item.memory_bytes_per_second is not None and item.matmul_fraction is not None
+        yield f"{item.name} bandwidth", item.memory_bytes_per_second
+        yield f"{item.name} fraction", item.matmul_fraction
+        yield from ((f"{item.name} {dtype}", peak) for dtype, peak in item.peak_flops.items())
+    for node in NODES.values():
+        for link in (node.intra_link, node.inter_link):
+            assert link is not None
+            yield f"{node.name} {link.name}", link.bytes_per_second
+            if link.achieved_bytes_per_second:
+                yield f"{node.name} {link.name} achieved", link.achieved_bytes_per_second
+
+
+@pytest.mark.parametrize(
+    ("text", "accelerator", "count", "nodes"),
+    [
+        ("64xh100", "h100-sxm", 64, 8), ("8xA100-80", "a100-80", 8, 1), ("4xa100-40", "a100-40", 4, 1),
+        ("h200", "h200", 1, 1),
+        ("2xdgx-h100", "h100-sxm", 16, 2), ("aws-p5", "h100-sxm", 8, 1), ("2 x P4d", "a100-40", 16, 2),
+        ("144xgb200", "gb200", 144, 2),
+        ("8xh100-pcie", "h100-pcie", 8, 1), ("16xMI300X", "mi300x", 16, 2), ("3xgcp-a3-mega", "h100-sxm", 24, 3),
+    ],
+)  # fmt: skip
+def test_a_cluster_is_a_count_and_a_name(text, accelerator, count, nodes):
+    cluster = parse_cluster(text)
+    assert (cluster.accelerator.name, cluster.num_accelerators, cluster.num_nodes) == (accelerator, count, nodes)
+
+
+def test_the_issues_catalogue_is_complete():
+    wanted = (
+        "a100-40 a100-80 h100-sxm h100-pcie h200 b200 gb200 mi300x cpu dgx-a100 dgx-h100 dgx-h200 dgx-b200 aws-p4d aws-p4de "
+    )
+    for name in (wanted + "aws-p5 aws-p5e aws-p5en gcp-a3-high gcp-a3-mega").split():
+        assert parse_cluster(name).node.num_accelerators >= 1, name
+
+
+def test_every_number_has_a_source_and_a_date():
+    missing = [
+        n for n, x in sourced_numbers() if x.value <= 0 or len(x.source) < 5 or not re.fullmatch(r"\d{4}(-\d\d)?", x.date)
+    ]
+    assert missing == []
+
+
+def test_dense_peaks_are_those_of_the_datasheets():
+    assert ACCELERATORS["h100-sxm"].peak_flops_per_second("bf16") == 989.4e12
+    assert [ACCELERATORS[n].peak_flops_per_second("bf16") / 1e12 for n in ("a100-80", "b200", "gb200")] == [312, 2250, 2500]
+
+
+def test_faster_dtypes_are_faster():
+    for item in ACCELERATORS.values():
+        peaks = [item.peak_flops[dtype].value for dtype in ("fp64", "fp32", "tf32", "bf16", "fp8") if dtype in item.peak_flops]
+        assert peaks == sorted(peaks), item.name
+
+
+def test_the_cpu_is_this_machine_and_has_no_peak_in_the_catalogue():
+    cpu = parse_cluster("4xcpu").accelerator
+    assert cpu.measured_at_run_time
+    assert cpu.memory_bytes.value == machine_memory_bytes()[0] // 4
+    with pytest.raises(SpecError, match="measured at run time"):
+        cpu.peak_flops_per_second("fp32")
+
+
+def test_a_dtype_without_a_peak_is_an_error_that_names_those_with_one():
+    with pytest.raises(SpecError, match=r"no fp8 peak.*fp64, fp32, tf32, bf16"):
+        ACCELERATORS["a100-80"].peak_flops_per_second("fp8")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("65xh100", "64xh100-sxm or 72xh100-sxm"), ("8xh10", "Did you mean h100"), ("0xh100", "not a count and a name"),
+        ("", "not a count and a name"), ("auto", "Name one"), ("dgx_h100", "dgx-h100"),
+    ],
+)  # fmt: skip
+def test_what_is_not_a_cluster_is_answered_with_what_is(text, answer):
+    with pytest.raises(SpecError, match=re.escape(answer)):
+        parse_cluster(text)
+
+
+def test_every_short_name_and_usual_node_leads_somewhere():
+    assert {USUAL_NODE.get(a) or NODES[a].name for a in ALIASES.values()} <= set(NODES)
+    assert all(NODES[node].accelerator.name == name for name, node in USUAL_NODE.items())

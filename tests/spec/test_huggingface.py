@@ -1,0 +1,157 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from ultrascale.spec.families import FAMILIES, export_problems
+from ultrascale.spec.huggingface import from_hf, model_from_config, to_hf
+from ultrascale.spec.model import RopeScaling
+from ultrascale.spec.model_presets import PRESETS
+from ultrascale.spec.problems import SpecError
+
+LLAMA_3_1_8B = {  # as published
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0",
+    "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def refused(config, **changes):
+    """The problems of a config with some keys changed, by key."""
+    with pytest.raises(SpecError) as caught:
+        model_from_config(config | changes)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+def tiny(kind, **changes):
+    name = {"llama": "tiny-llama", "gpt2": "tiny-gpt2"}.get(kind, f"tiny-{kind}")
+    return json.loads(json.dumps(to_hf(PRESETS[name]))) | changes
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_export_then_import_gives_the_same_model(name):
+    assert model_from_config(json.loads(json.dumps(to_hf(PRESETS[name]))), name=name) == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_config_that_transformers_writes_after_reading_ours_is_the_same_model(name, tmp_path):
+    import transformers
+
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(to_hf(PRESETS[name])))
+    transformers.AutoConfig.from_pretrained(tmp_path / name).save_pretrained(tmp_path / name)
+    assert from_hf(tmp_path / name) == PRESETS[name]
+
+
+def test_a_published_config_is_the_preset():
+    assert model_from_config(LLAMA_3_1_8B, name="llama-3.1-8b") == PRESETS["llama-3.1-8b"]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_missing_keys_take_the_defaults_of_transformers(kind):
+    import transformers
+
+    theirs = transformers.AutoConfig.for_model(kind)
+    assert model_from_config({"model_type": kind}) == model_from_config(json.loads(theirs.to_json_string()))
+
+
+def test_the_new_form_of_rotary_parameters_says_the_same():
+    new = {key: value for key, value in LLAMA_3_1_8B.items() if key not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = LLAMA_3_1_8B["rope_scaling"] | {"rope_theta": 500000.0}
+    assert model_from_config(new, name="llama-3.1-8b") == PRESETS["llama-3.1-8b"]
+
+
+def test_yarn_is_read_with_its_old_name_for_the_type():
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    model = model_from_config(tiny("qwen2", rope_scaling=scaling))
+    assert model.rope_scaling == RopeScaling("yarn", 4.0, 32768)
+    assert model_from_config(to_hf(model)) == model
+
+
+def test_qwens_window_is_off_unless_switched_on():
+    assert model_from_config(tiny("qwen2", sliding_window=64, max_window_layers=1)).sliding_window is None
+    on = model_from_config(tiny("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=1))
+    assert [on.window(layer) for layer in range(2)] == [None, 64]
+    assert model_from_config(to_hf(on)) == on
+
+
+def test_qwens_layer_types_say_where_the_window_starts():
+    types = ["full_attention", "sliding_attention"]
+    model = model_from_config(tiny("qwen3", use_sliding_window=True, sliding_window=8, layer_types=types))
+    assert (model.sliding_window, model.max_window_layers) == (8, 1)
+    mixed = tiny("qwen3", use_sliding_window=True, sliding_window=8, layer_types=types[::-1])
+    assert "layer_types" in refused(mixed)
+
+
+def test_mistral_without_the_key_has_transformers_window_and_null_has_none():
+    assert model_from_config({"model_type": "mistral"}).sliding_window == 4096
+    assert model_from_config(tiny("mistral", sliding_window=None)).sliding_window is None
+
+
+def test_smollm3_lists_of_rotary_layers_become_an_interval():
+    assert model_from_config(tiny("smollm3", no_rope_layers=[1, 0, 1, 0])).no_rope_layer_interval == 2
+    assert model_from_config(tiny("smollm3", no_rope_layers=[1, 1, 1, 1])).no_rope_layer_interval is None
+    assert "no_rope_layers" in refused(tiny("smollm3"), no_rope_layers=[0, 1, 1, 1])
+
+
+def test_a_model_of_smollm3_without_bare_layers_comes_back():
+    model = replace(PRESETS["tiny-smollm3"], no_rope_layer_interval=None)
+    assert model_from_config(to_hf(model), name=model.name) == model
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("llama", "hidden_act", "gelu"), ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
+        ("llama", "rope_parameters", {"rope_type": "longrope"}), ("llama", "num_experts", 8),
+        ("llama", "partial_rotary_factor", 0.5),
+        ("llama", "quantization_config", {"bits": 4}), ("llama", "use_sliding_window", True),
+        ("gpt2", "activation_function", "relu"),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True), ("gpt2", "add_cross_attention", True), ("gpt2", "n_head", 3),
+        ("llama", "hidden_size", "4096"), ("llama", "num_hidden_layers", True), ("llama", "rope_theta", -1.0),
+        ("smollm3", "use_sliding_window", True), ("llama", "num_key_value_heads", 3), ("llama", "logit_scale", 0.1),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_represented_is_refused_by_key(kind, key, value):
+    assert any(found.removeprefix("model.").startswith(key) for found in refused(tiny(kind), **{key: value}))
+
+
+def test_unknown_rope_keys_are_refused_by_key():
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512, "mscale": 0.7}
+    assert list(refused(tiny("llama", rope_scaling=scaling))) == ["rope_scaling.mscale"]
+
+
+def test_another_model_type_is_refused_with_those_that_work():
+    assert "gpt2, llama, mistral, qwen2, qwen3, smollm3" in refused({"model_type": "mixtral"})["model_type"].rule
+
+
+def test_all_refusals_are_told_at_once_with_the_file(tmp_path):
+    config = tiny("llama", hidden_act="gelu", num_experts=8, rope_scaling={"rope_type": "dynamic"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecError) as caught:
+        from_hf(tmp_path)
+    assert {p.key for p in caught.value.problems} == {"hidden_act", "num_experts", "rope_scaling.rope_type"}
+    assert {p.where for p in caught.value.problems} == {str(tmp_path / "config.json")}
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path):
+    with pytest.raises(SpecError, match=r"there is no .*config\.json"):
+        from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{\n  nonsense")
+    with pytest.raises(SpecError, match=r"config\.json:2: is not JSON"):
+        from_hf(tmp_path / "config.json")
+
+
+def test_a_model_its_family_cannot_say_is_not_exported():
+    model = replace(PRESETS["tiny-llama"], qk_norm=True)
+    (problem,) = export_problems(model)
+    assert (problem.key, "model_type = qwen3" in problem.remedy) == ("model.qk_norm", True)
+    with pytest.raises(SpecError):
+        to_hf(model)

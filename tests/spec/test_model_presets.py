@@ -1,0 +1,52 @@
+import pytest
+
+from ultrascale.spec.model_presets import ALIASES, PRESETS, preset
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.weights import num_parameters
+
+# From the models' own pages and papers.
+PUBLISHED = {
+    "gpt2-small": 124_439_808, "gpt2-xl": 1_557_611_200, "llama-2-7b": 6_738_415_616, "llama-3-8b": 8_030_261_248,
+    "llama-3.1-405b": 405_853_388_800, "llama-3.2-1b": 1_235_814_400, "smollm2-135m": 134_515_008, "smollm3-3b": 3_075_098_624,
+    "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920, "mistral-7b-v0.1": 7_241_732_096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_published_number_of_parameters(name):
+    assert num_parameters(preset(name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", [n for n, m in PRESETS.items() if m.model_type == "gpt2"])
+def test_gpt2_shapes_follow_the_seed_formula_plus_positions(name):
+    model = PRESETS[name]
+    h, layers, v = model.hidden_size, model.num_hidden_layers, model.vocab_size
+    assert num_parameters(model) == h * v + layers * (12 * h**2 + 13 * h) + 2 * h + model.max_position_embeddings * h
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_breaks_no_rule_and_knows_its_name(name):
+    assert (PRESETS[name].problems(), PRESETS[name].name) == ([], name)
+
+
+def test_names_are_read_in_any_case_and_short_names_lead_to_presets():
+    assert preset("Llama-3-8B") is PRESETS["llama-3-8b"]
+    assert set(ALIASES.values()) <= set(PRESETS)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(SpecError, match=r"llama-3-8bb.*Did you mean llama-3-8b"):
+        preset("llama-3-8bb")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_transformers_counts_the_same_parameters(name):
+    import torch
+    import transformers
+
+    from ultrascale.spec.huggingface import to_hf
+
+    config = transformers.AutoConfig.for_model(**to_hf(PRESETS[name]))
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    assert theirs.num_parameters() == num_parameters(PRESETS[name])

@@ -1,0 +1,81 @@
+import pytest
+
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.resolve import resolve
+
+TINY = {"model.preset": "tiny-llama", "batch.sequence_length": 128}
+
+
+def problems(**given):
+    """The problems of a tiny run with some keys changed (`__` for `.`), by key."""
+    with pytest.raises(SpecError) as caught:
+        resolve(None, TINY | {key.replace("__", "."): value for key, value in given.items()})
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+def test_a_global_batch_that_ranks_cannot_share_is_refused_with_the_nearest_that_they_can():
+    found = problems(layout__dp=4, layout__micro_batch_size=3, batch__sequences_per_batch=100)["batch.sequences_per_batch"]
+    assert "= 12, is 100" in found.rule
+    assert "96 or 108" in found.remedy
+
+
+def test_every_stage_of_the_ramp_must_divide_too():
+    ramp = [{"until_tokens": "1M", "sequences_per_batch": 6}, {"until_tokens": "2M", "sequences_per_batch": 4}]
+    assert list(problems(layout__dp=4, batch__ramp=ramp)) == ["batch.ramp[0].sequences_per_batch"]
+
+
+def test_a_ramp_must_go_up_in_tokens():
+    ramp = [{"until_tokens": "2M", "sequences_per_batch": 4}, {"until_tokens": "1M", "sequences_per_batch": 8}]
+    assert "must be above that of the stage before, 2000000" in problems(batch__ramp=ramp)["batch.ramp[1].until_tokens"].rule
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt2"])
+def test_a_sequence_is_no_longer_than_the_positions(model):
+    found = problems(model__preset=model, batch__sequence_length=2048)["batch.sequence_length"]
+    assert "must be at most model.max_position_embeddings" in found.rule
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("optimizer.warmup_steps", {"steps": 10, "optimizer__warmup_steps": 10}),
+        ("optimizer.decay_steps", {"optimizer__decay_steps": 10}),
+        ("optimizer.decay_steps", {"optimizer__schedule": "wsd", "optimizer__warmup_steps": 5, "optimizer__decay_steps": 96}),
+        ("optimizer.beta2", {"optimizer__beta2": 1.0}),
+        ("optimizer.learning_rate", {"optimizer__learning_rate": -1e-3}),
+        ("optimizer.min_learning_rate_ratio", {"optimizer__min_learning_rate_ratio": 1.5}),
+        ("optimizer.clip_grad_norm", {"optimizer__clip_grad_norm": 0.0}),
+        ("steps", {"steps": 0}),
+        ("seed", {"seed": -1}),
+        ("collective_timeout_seconds", {"collective_timeout_seconds": 0.0}),
+        ("checkpoint.keep_every_steps", {"checkpoint__keep_every_steps": 150}),
+        ("checkpoint.keep_every_steps", {"checkpoint__keep_every_steps": 100, "checkpoint__every_steps": None}),
+        ("evaluation.every_steps", {"evaluation__every_steps": 10}),
+        ("data.sources", {"data__sources": ["a", "a"]}),
+        ("data.sources[0].weight", {"data__sources": [{"path": "a", "weight": 0.0}]}),
+        ("log.gradient_noise_scale", {"log__gradient_noise_scale": True, "batch__sequences_per_batch": 1}),
+        ("log.sinks", {"log__sinks": ["wandb", "wandb"]}),
+        ("cluster", {"cluster": "8xh1000"}),
+        ("layout.dp", {"cluster": "4xh100", "layout__dp": 8}),
+        ("layout.dp_shard", {"layout__dp": 8, "layout__zero_stage": 3, "layout__dp_shard": 3}),
+        ("model.num_key_value_heads", {"model__num_key_value_heads": 3}),
+        ("model.rope_theta", {"model__rope_theta": 0.0}),
+        ("model.rope_scaling.beta_fast", {"model__preset": "llama-3.1-8b", "model__rope_scaling.beta_fast": 16.0}),
+        ("model.rope_scaling.factor", {"model__preset": "llama-3.1-8b", "model__rope_scaling.factor": 0.5}),
+    ],
+)  # fmt: skip
+def test_a_run_that_cannot_work_is_refused_by_key(key, given):
+    found = problems(**given)
+    assert list(found) == [key]
+    assert found[key].where == "flag"
+    assert found[key].remedy
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a b", "a/b", "x" * 65, "é", "a\n"])
+def test_a_name_that_is_no_good_folder_is_refused(name):
+    assert list(problems(name=name)) == ["name"]
+
+
+def test_a_model_that_could_not_be_exported_at_the_end_is_refused_at_the_start_unless_export_is_off():
+    assert "checkpoint.export = false" in problems(model__qk_norm=True)["model.qk_norm"].remedy
+    assert resolve(None, TINY | {"model.qk_norm": True, "checkpoint.export": False}).run.model.qk_norm

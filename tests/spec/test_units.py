@@ -1,0 +1,66 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ultrascale.spec.units import (
+    UnitError,
+    format_bytes,
+    format_bytes_per_second,
+    format_count,
+    format_flops_per_second,
+    format_seconds,
+    parse_bytes,
+    parse_bytes_per_second,
+    parse_flops_per_second,
+    parse_seconds,
+    parse_tokens,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4M", 4_000_000), ("16M", 16_000_000), ("69B", 69 * 10**9), ("1.5T", 15 * 10**11), ("4Mi", 2**22),
+        ("4_194_304", 2**22), ("4,194,304", 2**22), ("512k", 512_000), ("0.5B", 5 * 10**8),
+    ],
+)  # fmt: skip
+def test_tokens_are_read_as_people_write_them(text, value):
+    assert parse_tokens(text) == value
+
+
+def test_binary_and_decimal_bytes_are_told_apart():
+    assert (parse_bytes("80GiB"), parse_bytes("80 GB"), parse_bytes("512MiB")) == (80 * 2**30, 80 * 10**9, 2**29)
+
+
+def test_rates_and_times_carry_their_units():
+    assert parse_bytes_per_second("3.35TB/s") == pytest.approx(3.35e12)
+    assert parse_flops_per_second("989.4 TFLOP/s") == pytest.approx(989.4e12)
+    assert (parse_seconds("250ms"), parse_seconds("1.5h"), parse_seconds("30")) == (0.25, 5400.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parse_bytes, "80"), (parse_bytes, "80Gb"), (parse_bytes, "-1GB"), (parse_bytes, ""), (parse_tokens, "4m"),
+        (parse_tokens, "M"), (parse_tokens, "1.5"), (parse_tokens, "nan"), (parse_tokens, "4 M B"), (parse_tokens, "1e400"),
+        (parse_bytes_per_second, "400Gb/s"), (parse_flops_per_second, "989T"), (parse_seconds, "3 weeks"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_with_what_was_expected(parse, text):
+    with pytest.raises(UnitError, match=r"expected .*found"):
+        parse(text)
+
+
+def test_quantities_are_printed_with_three_figures():
+    assert format_bytes(17 * 2**30) == "17 GiB"
+    assert format_bytes(1234567) == "1.18 MiB"
+    assert format_bytes(0) == "0 B"
+    assert format_bytes_per_second(450e9) == "450 GB/s"
+    assert format_flops_per_second(989.4e12) == "989 TFLOP/s"
+    assert [format_count(n) for n in (8_030_261_248, 512, 999_999, 0)] == ["8.03B", "512", "1.00M", "0"]
+    assert [format_seconds(t) for t in (0.0123, 4.56, 3720, 273600, 2e-6)] == ["12.3 ms", "4.56 s", "1h02m", "3d04h", "2 us"]
+
+
+@given(st.integers(0, 10**15))
+def test_a_printed_count_is_read_back_within_its_three_figures(count):
+    assert abs(parse_tokens(format_count(count)) - count) <= 0.005 * count
