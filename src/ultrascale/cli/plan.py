@@ -64,10 +64,15 @@ def plan(
 def command(arguments: list[str]) -> int:
     """Run the verb: 0 if the run fits, 1 if it does not."""
     parsed, rest = tyro.cli(plan, prog="ultrascale plan", args=arguments, return_unknown_args=True)
-    described = resolve(parsed["run"], [*_overrides(parsed), *rest]).run
+    path = None if parsed["run"] is None else str(parsed["run"])
+    described = resolve(path, [*_overrides(parsed), *rest]).run
     cluster = _cluster(described)
-    is_open = parsed["run"] is None and not _chooses_memory([*arguments])
-    plans = alternatives(described, cluster) if is_open else [plan_run(described, cluster)]
+    any_stage = path is None and not _says(arguments, "zero-stage", "dp-shard")
+    any_way = path is None and not _says(arguments, "recompute")
+    if any_stage or any_way:
+        plans = alternatives(described, cluster, any_stage=any_stage, any_way=any_way)
+    else:
+        plans = [plan_run(described, cluster)]
     chosen = first_that_fits(plans) or min(plans, key=lambda candidate: candidate.memory.peak.total)
     if parsed["json"]:
         print(jsonlib.dumps(_as_json(chosen, plans), indent=2))
@@ -125,9 +130,10 @@ def _cluster(run: Run) -> Cluster:
     return replace(cluster, num_accelerators=run.layout.dp)
 
 
-def _chooses_memory(arguments: list[str]) -> bool:
-    flags = ("--zero-stage", "--recompute", "--layout.zero-stage", "--layout.zero_stage", "--layout.recompute", "--dp-shard")
-    return any(word.split("=")[0] in flags for word in arguments)
+def _says(arguments: list[str], *names: str) -> bool:
+    """Whether one of these settings is given, as a short or a dotted flag."""
+    given = {word.partition("=")[0].replace("_", "-").removeprefix("--").removeprefix("layout.") for word in arguments}
+    return not given.isdisjoint(names)
 
 
 def _as_json(chosen: RunPlan, plans: list[RunPlan]) -> dict[str, object]:

@@ -74,7 +74,7 @@ class LiveMemory(TorchDispatchMode):
         """Count for `model` and `optimizer`; sizes are rounded up to multiples of `round_to` bytes (CUDA's allocator: 512)."""
         super().__init__()
         self.model, self.optimizer, self.round_to = model, optimizer, round_to
-        self.now = dict.fromkeys(CATEGORIES, 0)
+        self.now: dict[str, int] = {category: 0 for category in CATEGORIES}
         self.samples: list[Sample] = []
         self.peak = Sample(0, "start", dict(self.now))
         self._step, self._phase = 0, "start"
@@ -267,3 +267,56 @@ class LiveMemory(TorchDispatchMode):
             yield
         finally:
             self._region = before
+
+
+class DeviceMemory:
+    """The same questions answered by CUDA's allocator: exact sums, but of categories only what lives between steps."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, device: torch.device):
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self.peak = Sample(0, "start", {})
+        self.reserved_bytes = 0
+        """The most the allocator held, free blocks included."""
+        self._peaks: dict[int, Sample] = {}
+        self._step, self._phase = 0, "start"
+
+    def mark(self, phase: str, step: int | None = None) -> None:
+        """Say what comes next: the peak since the last mark belongs to the phase before."""
+        self._take()
+        self._phase = phase
+        self._step = self._step if step is None else step
+
+    def peak_of(self, step: int) -> Sample:
+        """The highest phase of a step. Raises KeyError if nothing was seen of that step."""
+        return self._peaks[step]
+
+    def __enter__(self) -> DeviceMemory:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._take()
+
+    def _take(self) -> None:
+        highest = torch.cuda.max_memory_allocated(self.device)
+        self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved(self.device))
+        known = {"parameters": _bytes_of(self.model.parameters()), "optimizer": _bytes_of(_state_tensors(self.optimizer))}
+        sample = Sample(self._step, self._phase, {**known, "activations": highest - sum(known.values())})
+        if self._step not in self._peaks or highest > self._peaks[self._step].total:
+            self._peaks[self._step] = sample
+        self.peak = max(self.peak, sample, key=lambda one: one.total)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def watch_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> LiveMemory | DeviceMemory:
+    """What can tell the memory of a run on `device`: the allocator on CUDA, live tensors elsewhere."""
+    return DeviceMemory(model, optimizer, device=device) if device.type == "cuda" else LiveMemory(model, optimizer)
+
+
+def _bytes_of(tensors: Any) -> int:
+    return sum((t._local_tensor if isinstance(t, DTensor) else t).untyped_storage().nbytes() for t in tensors)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    states = [] if optimizer is None else [list(state.values()) for state in optimizer.state.values()]
+    return [value for value in tree_leaves(states) if isinstance(value, torch.Tensor)]

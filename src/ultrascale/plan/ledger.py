@@ -82,7 +82,7 @@ class Ledger:
 
     def now(self) -> Moment:
         """The books as they stand."""
-        by_category = dict.fromkeys(CATEGORIES, 0)
+        by_category: dict[str, int] = {category: 0 for category in CATEGORIES}
         for (category, _), num_bytes in self._alive.items():
             by_category[category] += num_bytes
         by_label = {key: num_bytes for key, num_bytes in self._alive.items() if num_bytes}

@@ -96,14 +96,15 @@ def plan_run(run: Run, cluster: Cluster) -> RunPlan:
     return RunPlan(run, cluster, memory, time, capacity, headroom)
 
 
-def alternatives(run: Run, cluster: Cluster) -> list[RunPlan]:
-    """The same run for each ZeRO stage and way to recompute, from the least work and traffic to the least memory."""
-    stages = (0, 1, 2, 3) if run.layout.dp > 1 else (0,)
-    layouts = [
-        replace(run.layout, zero_stage=stage, recompute=recompute, dp_shard=run.layout.dp_shard if stage else None)
-        for recompute in RECOMPUTE_FROM_CHEAP
-        for stage in stages
-    ]
+def alternatives(run: Run, cluster: Cluster, *, any_stage: bool = True, any_way: bool = True) -> list[RunPlan]:
+    """The same run for each ZeRO stage and way to recompute, from the least work and traffic to the least memory.
+
+    `any_stage` or `any_way` False keeps the run's own.
+    """
+    layout = run.layout
+    stages = ((0, 1, 2, 3) if layout.dp > 1 else (0,)) if any_stage else (layout.zero_stage,)
+    ways = RECOMPUTE_FROM_CHEAP if any_way else (layout.recompute,)
+    layouts = [replace(layout, zero_stage=stage, recompute=way) for way in ways for stage in stages]
     return [plan_run(replace(run, layout=layout), cluster) for layout in layouts]
 
 

@@ -12,7 +12,7 @@ from ultrascale.spec.units import format_bytes, format_count, format_flops_per_s
 from ultrascale.spec.weights import num_parameters
 
 PARTS = {
-    "parameters": ("parameters", "blue", "a rank's share, {master}"),
+    "parameters": ("parameters", "blue", "{share}, {master}"),
     "gathered": ("gathered copies", "cyan", "whole, while in use, {precision}"),
     "gradients": ("gradients", "yellow", ""),
     "optimizer": ("optimizer state", "magenta", "two moments, {master}"),
@@ -22,10 +22,17 @@ PARTS = {
     "other": ("batch", "white", ""),
 }
 KINDS = {
-    "matmul": "matrix products", "elementwise": "sums, rotary, SwiGLU or GELU, masks", "norm": "norms",
-    "attention": "attention", "loss": "loss, with the head's gradients", "embedding": "embedding", "residual": "residual stream",
-    "scratch": "scratch of one operation",
-}  # fmt: skip
+    "matmul": "matrix products",
+    "elementwise": "sums, rotary, MLP",
+    "norm": "norms",
+    "attention": "attention",
+    "loss": "loss and head",
+    "embedding": "embedding",
+    "residual": "residual stream",
+    "scratch": "scratch of one op",
+    "gradients of activations": "of activations",
+    "gradients of weights": "of weights",
+}
 BAR_WIDTH = 72
 
 
@@ -103,35 +110,36 @@ def _bar(plan: RunPlan) -> Text:
 
 
 def _verdict(plan: RunPlan) -> Text:
-    peak, usable = plan.memory.peak.total, plan.usable_bytes
-    kept = (
-        f"{format_bytes(plan.headroom_bytes)} of {format_bytes(plan.capacity_bytes)} is kept free for what a plan cannot count"
+    spare = plan.usable_bytes - plan.memory.peak.total
+    text = Text("fits" if spare >= 0 else "does not fit", style="bold green" if spare >= 0 else "bold red")
+    rest = f"{format_bytes(spare)} to spare" if spare >= 0 else f"{format_bytes(-spare)} too much"
+    text.append(
+        f"  peak {format_bytes(plan.memory.peak.total)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold"
     )
-    if plan.fits:
-        text = Text("fits", style="bold green")
-        text.append(f"  peak {format_bytes(peak)}, {format_bytes(usable - peak)} to spare{kept}", style="")
-    else:
-        text = Text("does not fit", style="bold red")
-        text.append(f"  peak {format_bytes(peak)}, {format_bytes(peak - usable)} too much{kept}", style="")
+    kept = f"{format_bytes(plan.headroom_bytes)} stay free for what a plan cannot count: allocator, contexts, NCCL"
+    text.append(kept, style="not bold dim")
     return text
 
 
 def _parts(plan: RunPlan) -> Table:
     layout, peak = plan.run.layout, plan.memory.peak
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(f"at the peak ({peak.phase})", no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("at the peak", no_wrap=True)
+    table.add_column(peak.phase, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    table.add_column("", no_wrap=True, style="dim")
+    table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
+    share = "whole" if layout.shard_size == 1 else f"1/{layout.shard_size}, a rank's share"
     largest = max(peak.by_category.values())
     for category, (name, color, note) in PARTS.items():
         num_bytes = peak.by_category[category]
         if not num_bytes:
             continue
-        bar = Text("█" * round(18 * num_bytes / largest) or "▏", style=color)
-        table.add_row(name, format_bytes(num_bytes), bar, note.format(master=layout.master_dtype, precision=layout.precision))
+        bar = Text("█" * round(20 * num_bytes / largest) or "▏", style=color)
+        table.add_row(
+            name, format_bytes(num_bytes), bar, note.format(master=layout.master_dtype, precision=layout.precision, share=share)
+        )
         for label, part in _inside(plan, category):
-            table.add_row("", format_bytes(part), Text(f"  {KINDS.get(label, label)}"), style="dim")
+            table.add_row(f"  {KINDS.get(label, label)}", format_bytes(part), style="dim")
     table.add_row("total", format_bytes(peak.total), style="bold")
     return table
 
@@ -146,7 +154,7 @@ def _inside(plan: RunPlan, category: str) -> list[tuple[str, int]]:
 
 def _per_block(plan: RunPlan) -> Text:
     layers = plan.memory.saved_by_layer
-    kinds = ", ".join(f"{_short(kind)} {format_bytes(n)}" for kind, n in sorted(layers[-1].items(), key=lambda item: -item[1]))
+    kinds = ", ".join(f"{KINDS[kind]} {format_bytes(n)}" for kind, n in sorted(layers[-1].items(), key=lambda item: -item[1]))
     return Text(f"a block keeps {format_bytes(sum(layers[-1].values()))} of a micro-batch:\n  {kinds}", style="dim")
 
 
@@ -168,7 +176,3 @@ def _time(plan: RunPlan, tokens: int | None) -> RenderableType:
     why = "" if tokens else ", 20 a parameter (Hoffmann et al. 2022)"
     table.add_row("training", format_seconds(time.seconds_for(goal)), f"on {format_count(goal)} tokens{why}")
     return Group(table, Text(f"A bound, not a forecast: {NOT_IN_IT} are not in it.", style="dim"))
-
-
-def _short(kind: str) -> str:
-    return KINDS[kind].partition(",")[0]

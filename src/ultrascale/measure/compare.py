@@ -1,0 +1,74 @@
+"""The plan held against the run: planned and measured bytes of each category at the peak, and their difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ultrascale.measure.memory import LiveMemory
+from ultrascale.plan.ledger import CATEGORIES
+from ultrascale.plan.memory import MemoryPlan
+from ultrascale.spec.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One category, or the sum."""
+
+    name: str
+    planned_bytes: int
+    measured_bytes: int | None
+    """None where the device tells only the sum."""
+    percent: float | None
+    """(planned - measured) / measured, in percent *of the measured sum*, so that small categories do not shout."""
+
+
+def compare_memory(plan: MemoryPlan, measured: Mapping[str, int], *, measured_total: int | None = None) -> list[Difference]:
+    """Planned beside measured bytes at the peak; the last entry, `peak`, is the sum.
+
+    `measured` are bytes by category (`LiveMemory.peak.by_category`); categories that are not in it were not measured.
+    """
+    total = sum(measured.values()) if measured_total is None else measured_total
+    rows = [_difference(name, plan.by_category[name], measured.get(name), total) for name in CATEGORIES]
+    return [
+        *(row for row in rows if row.planned_bytes or row.measured_bytes),
+        _difference("peak", plan.peak.total, total, total),
+    ]
+
+
+def compare_run(plan: MemoryPlan, memory: LiveMemory) -> dict[str, Any]:
+    """What a run writes down: the comparison and both timelines' peaks, JSON-able."""
+    rows = compare_memory(plan, memory.peak.by_category)
+    return {
+        "difference_percent": rows[-1].percent,
+        "planned_peak_bytes": plan.peak.total,
+        "planned_peak_phase": plan.peak.phase,
+        "measured_peak_bytes": memory.peak.total,
+        "measured_peak_phase": memory.peak.phase,
+        "by_category": [asdict(row) for row in rows],
+    }
+
+
+def comparison_table(rows: list[Difference]) -> Table:
+    """`rows` for a terminal."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("memory at the peak", no_wrap=True)
+    for column in ("planned", "measured", "difference"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        measured = "" if row.measured_bytes is None else format_bytes(row.measured_bytes)
+        difference = "" if row.percent is None else f"{row.percent:+.1f} %"
+        style = "bold" if row.name == "peak" else ""
+        table.add_row(row.name, format_bytes(row.planned_bytes), measured, difference, style=style)
+    return table
+
+
+def _difference(name: str, planned: int, measured: int | None, total: int) -> Difference:
+    percent = None if measured is None or total == 0 else 100 * (planned - measured) / total
+    return Difference(name, planned, measured, percent)
