@@ -150,18 +150,18 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     """
     n, d, v, a, w = shape.num_tokens, model.hidden_size, model.vocab_size, shape.itemsize, shape.wide_itemsize
     chunk = chunk_rows(n, v, shape.device) * v
-    # While a chunk's log-probabilities are made: its logits, their wide copy where they are narrow, and the result; the
-    # chunk before still holds its probabilities (and their narrow copy).
-    narrow = a < w
-    this = chunk * (a + w + (w if narrow else 0))
-    before = chunk * (w + (a if narrow else 0)) if chunk < n * v else 0
+    # Room for one chunk, taken once: its logits and log-probabilities, wide; where activations are narrow also the narrow
+    # logits, and a product to add to the gradient of the head, with a wide copy on the CPU.
+    room = chunk * 2 * w
+    if a < w:
+        room += chunk * a + v * d * (a + (w if shape.device == "cpu" else 0))
     # The gradient of the head is summed in fp32; the narrow one that is kept is made when the chunks are gone.
     kept = (Activation("head_hidden_gradient", n * d * a, False), Activation("head_weight_gradient", v * d * a, False))
     wide_gradient = v * d * (w - a)
     head = "embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
     loss = Op(
         "loss", "loss", ("final",), (Activation("loss", w), *kept), tuple(k.name for k in kept), (head,),
-        flops=6 * n * v * d, hands_on_saved=True, scratch_bytes=wide_gradient + this + before,
+        flops=6 * n * v * d, hands_on_saved=True, scratch_bytes=wide_gradient + room,
     )  # fmt: skip
     return _norm(model, shape, "norm", "hidden", "final", d), loss
 
