@@ -1,0 +1,75 @@
+"""Small models of every family, and a step of the trainer's parts under the memory counter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ultrascale.measure.memory import LiveMemory
+from ultrascale.parallel.apply import build_decoder
+from ultrascale.parallel.data import prepare_action
+from ultrascale.schedules.accumulate import accumulate
+from ultrascale.schedules.actions import Kind
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.run import Optimizer
+from ultrascale.train.optimizer import build_optimizer, create_state
+
+LLAMA = Model(
+    vocab_size=512, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, max_position_embeddings=64, name="small-llama",
+)  # fmt: skip
+GPT2 = replace(
+    LLAMA, model_type="gpt2", norm="layernorm", gated_mlp=False, position_embedding="learned", qkv_bias=True,
+    attention_output_bias=True, mlp_bias=True, tie_word_embeddings=True, num_key_value_heads=4,
+)  # fmt: skip
+FAMILIES = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, tie_word_embeddings=True),
+    "window": replace(LLAMA, model_type="mistral", sliding_window=16),
+    "mixed-window": replace(LLAMA, model_type="qwen2", sliding_window=16, max_window_layers=1, qkv_bias=True),
+    "no-rope": replace(LLAMA, model_type="smollm3", no_rope_layer_interval=2),
+}
+DEMO = replace(
+    LLAMA, vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_key_value_heads=4, head_dim=64,
+    max_position_embeddings=256, name="demo",
+)  # fmt: skip
+
+
+def batch_of(model: Model, micro_batch_size: int, length: int, *, documents: bool) -> dict[str, Any]:
+    """Arguments of the decoder for a micro-batch of random tokens; with documents, two of them in every sequence."""
+    tokens = torch.randint(0, model.vocab_size, (micro_batch_size, length))
+    extra: dict[str, Any] = {}
+    if documents:
+        ids = (torch.arange(length) >= length // 2).long().expand(micro_batch_size, length).contiguous()
+        positions = (torch.arange(length) % (length // 2)).expand(micro_batch_size, length).contiguous()
+        extra = {"document_ids": ids, "positions": positions}
+    return {"tokens": tokens, "targets": tokens.clone(), **extra}
+
+
+def measured_peak(
+    rank: int, model: Model, layout: Layout, length: int, num_micro_batches: int, documents: bool
+) -> dict[str, int]:
+    """Bytes by category at the peak of the second step of a rank."""
+    decoder = build_decoder(model, layout, device=torch.device("cpu"), seed=0)
+    optimizer = build_optimizer(decoder, model, Optimizer())
+    create_state(optimizer, 0)
+    memory = LiveMemory(decoder, optimizer)
+    with memory:
+        for step in range(2):
+            batches = [batch_of(model, layout.micro_batch_size, length, documents=documents) for _ in range(num_micro_batches)]
+            losses: dict[int, torch.Tensor] = {}
+            for action in accumulate(num_micro_batches, layout.zero_stage):
+                prepare_action(decoder, action)
+                memory.mark("forward" if action.kind is Kind.FORWARD else "backward", step)
+                if action.kind is Kind.FORWARD:
+                    losses[action.micro_batch] = decoder(**batches[action.micro_batch]) / 1000
+                else:
+                    losses.pop(action.micro_batch).backward()
+            memory.mark("optimizer")
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return memory.peak_of(1).by_category

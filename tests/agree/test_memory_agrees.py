@@ -1,0 +1,56 @@
+"""The planned peak against the live bytes of the trainer's own parts, on one and two ranks."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import run_ranks
+from small_models import DEMO, FAMILIES, measured_peak
+
+from ultrascale.measure.compare import compare_memory
+from ultrascale.plan.memory import plan_memory
+from ultrascale.spec.layout import Layout
+
+LIMIT_PERCENT = 1.5
+"""Alone the plan is within 0.02 percent; on several ranks gloo's threads let go of buffers when they come to it."""
+
+
+def difference_percent(model, layout: Layout, length: int, num_micro_batches: int, documents: bool = False) -> float:
+    measured = run_ranks(layout.dp, measured_peak, model, layout, length, num_micro_batches, documents)[0]
+    plan = plan_memory(
+        model,
+        layout,
+        sequence_length=length,
+        sequences_per_batch=layout.dp * layout.micro_batch_size * num_micro_batches,
+        documents=documents,
+        device="cpu",
+    )
+    percent = compare_memory(plan, measured)[-1].percent
+    assert percent is not None
+    return percent
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "every-k"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_planned_peak_of_one_process_is_the_measured_one(precision, recompute) -> None:
+    layout = Layout(micro_batch_size=2, precision=precision, recompute=recompute)
+    assert abs(difference_percent(DEMO, layout, 256, 2)) < 0.05
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_the_planned_peak_of_two_ranks_is_the_measured_one(zero_stage, recompute) -> None:
+    precision = "bf16" if zero_stage % 2 else "fp32"
+    layout = Layout(dp=2, zero_stage=zero_stage, micro_batch_size=2, precision=precision, recompute=recompute)
+    assert abs(difference_percent(DEMO, layout, 128, 2)) < LIMIT_PERCENT
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_the_planned_peak_of_hybrid_sharding_is_the_measured_one(zero_stage) -> None:
+    layout = Layout(dp=4, dp_shard=2, zero_stage=zero_stage, layers_per_bucket=2, micro_batch_size=1, recompute="selective")
+    assert abs(difference_percent(DEMO, layout, 128, 1)) < LIMIT_PERCENT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_documents_is_planned_within_two_percent(family) -> None:
+    layout = Layout(micro_batch_size=4, recompute="selective")
+    assert abs(difference_percent(FAMILIES[family], layout, 64, 1, documents=True)) < 2

@@ -1,0 +1,110 @@
+"""`spec.work` and `spec.weights` against the decoder itself: names, FLOPs, and every byte that autograd keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import DEMO, FAMILIES, batch_of
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.recompute import apply_recompute
+from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
+from ultrascale.spec.layout import Layout, Precision
+from ultrascale.spec.model import Model
+from ultrascale.spec.weights import weights
+from ultrascale.spec.work import Shape, block_work, work
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def bytes_autograd_keeps(model: Model, precision: Precision, documents: bool) -> int:
+    """Bytes of the distinct storages saved for the backward pass, without parameters and the batch."""
+    decoder = Decoder(model).to(DTYPES[precision])
+    batch = batch_of(model, 2, 64, documents=documents)
+    not_counted = {t.untyped_storage()._cdata for t in [*decoder.parameters(), *batch.values()]}
+    kept: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in not_counted:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = decoder(**batch)
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def bytes_the_table_keeps(model: Model, shape: Shape) -> int:
+    """The same from the table. A block's `hidden` is the `hidden_out` of the one before."""
+    made: dict[tuple[int | None, str], int] = {}
+    kept: set[tuple[int | None, str]] = set()
+    outside = {a.name for layer, op in work(model, shape) if layer is None for a in op.makes}
+    stream: tuple[int | None, str] = (None, "hidden")
+    for layer, op in work(model, shape):
+        made |= {(layer, a.name): a.num_bytes for a in op.makes}
+        names = {"hidden": stream} | {name: (None, name) for name in outside - {"hidden"}}
+        kept |= {names.get(name, (layer, name)) for name in op.saves}
+        if op.makes[0].name == "hidden_out":
+            stream = (layer, "hidden_out")
+    return sum(made[key] for key in kept)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_keeps_exactly_the_bytes_that_autograd_saves(family: str, precision: Precision, documents: bool) -> None:
+    model = FAMILIES[family]
+    assert bytes_the_table_keeps(model, Shape(2, 64, precision, documents)) == bytes_autograd_keeps(model, precision, documents)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_decoder_has_exactly_the_weights_of_the_table(family: str) -> None:
+    with torch.device("meta"):
+        parameters = {name: tuple(p.shape) for name, p in Decoder(FAMILIES[family]).named_parameters()}
+    assert parameters == {weight.name: weight.shape for weight in weights(FAMILIES[family])}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_outside_the_blocks_and_inside_belongs_to_an_operation(family: str) -> None:
+    model = FAMILIES[family]
+    named = {name if layer is None else f"layers.{layer}.{name}" for layer, op in work(model, Shape(1, 8)) for name in op.weights}
+    assert named == {weight.name for weight in weights(model)}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "every-k"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_flops_equal_those_that_torch_counts(family: str, recompute: str) -> None:
+    """FlopCounterMode knows no attention on CPU (left out on both sides) and does not count `addmm_`, which sums the gradient
+    of the head: one of the loss's three products."""
+    model, tokens = FAMILIES[family], 2 * 64
+    layout = Layout(recompute=recompute)  # type: ignore[arg-type]
+    decoder = Decoder(model)
+    apply_recompute(decoder, layout)
+    with FlopCounterMode(display=False) as counter:
+        decoder(**batch_of(model, 2, 64, documents=False)).backward()
+    table = sum(op.flops + op.backward_flops for _, op in work(model, Shape(2, 64)) if op.kind != "attention")
+    for layer in range(model.num_hidden_layers):
+        if layout.recomputes(layer):  # all but the last product, whose result nobody needs again
+            table += sum(op.flops for op in block_work(model, layer, Shape(2, 64))[:-2] if op.kind == "matmul")
+    assert counter.get_total_flops() == table - 2 * tokens * model.vocab_size * model.hidden_size
+
+
+def test_model_flops_are_six_per_weight_of_a_product_and_token_plus_attention() -> None:
+    products = sum(w.numel for w in weights(DEMO) if len(w.shape) == 2 and w.part != "embedding")
+    attention = 12 * DEMO.num_hidden_layers * DEMO.query_size
+    assert model_flops_per_token(DEMO, 256, full_attention=True) == 6 * products + attention * 256
+    assert model_flops_per_token(DEMO, 256) == 6 * products + attention * 257 / 2
+
+
+def test_full_recomputation_costs_a_forward_pass_of_the_blocks_without_its_last_product() -> None:
+    products = sum(w.numel for w in weights(DEMO) if w.layer == 0 and len(w.shape) == 2)
+    last = DEMO.intermediate_size * DEMO.hidden_size
+    attention = 4 * DEMO.query_size * 257 / 2
+    plain, full = (hardware_flops_per_token(DEMO, Layout(recompute=way), 256) for way in ("none", "full"))  # type: ignore[arg-type]
+    assert full - plain == DEMO.num_hidden_layers * (2 * (products - last) + attention)
