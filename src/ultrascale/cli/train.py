@@ -70,15 +70,23 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool) -> bool:
     failure = folder.path / FAILURE
     failure.unlink(missing_ok=True)
     folder.write_text("requested.toml", to_toml(run))
+
+    def progress() -> str | None:
+        if failure.exists():
+            return None
+        return max((path.name for path in folder.checkpoints.glob("step-*")), default="none")
+
     ending = launch_local(
         folder.path / "requested.toml",
         run.layout.dp,
         worker_arguments=("--allow-changes",) if allow_changes else (),
         max_restarts=max_restarts,
         say=say,
-        may_restart=lambda: not failure.exists(),
+        progress=progress,
     )
-    return not ending.reason or ending.by_signal
+    if ending.reason and not ending.stopped and not failure.exists():
+        say(f"{ending.reason}. What is saved is in {folder.checkpoints}.")
+    return not ending.reason or ending.stopped
 
 
 def _summary(run: Run, finished: bool) -> dict[str, object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ class Ending:
     reason: str
     """Empty when all of them ended well."""
     by_signal: bool = False
+    """A signal ended a rank."""
+    stopped: bool = False
     """This process was asked to stop, and passed that on."""
 
 
@@ -33,20 +35,23 @@ def launch_local(
     worker_arguments: tuple[str, ...] = (),
     max_restarts: int = 3,
     say: Callable[[str], None] = print,
-    may_restart: Callable[[], bool] = lambda: True,
+    progress: Callable[[], str | None] = lambda: "",
 ) -> Ending:
     """Train the resolved run in `run_file` on `num_processes` processes of this machine, again after each crash.
 
-    `may_restart` is asked after a crash: False when the ranks themselves said that it would only happen again.
+    After a crash `progress` is asked how far the run is: None says that starting again is no use, and the same answer after two
+    failures that were not signals says that the third would be no better.
     """
+    before = ""
     for restarts_left in range(max_restarts, -1, -1):
-        started = time.monotonic()
         ending = _launch_once(run_file, num_processes, worker_arguments)
-        if not ending.reason or ending.by_signal or not may_restart():
-            return ending
-        say(f"after {time.monotonic() - started:.0f} s: {ending.reason}")
-        if restarts_left:
-            say(f"starting again from the newest checkpoint ({restarts_left} restarts left)")
+        if not ending.reason or ending.stopped:
+            break
+        now = progress()
+        if now is None or not restarts_left or (now == before and not ending.by_signal):
+            break
+        before = "" if ending.by_signal else now
+        say(f"{ending.reason}; starting again from the newest checkpoint ({restarts_left} restarts left)")
     return ending
 
 
@@ -58,7 +63,7 @@ def _launch_once(run_file: Path, num_processes: int, worker_arguments: tuple[str
     _share_out_cores(num_processes)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we tell the same in one line
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_processes, run_id=f"{os.getpid()}-{time.time_ns()}",
+        min_nodes=1, max_nodes=1, nproc_per_node=num_processes, run_id=uuid.uuid4().hex,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
     )  # fmt: skip
     try:
@@ -66,9 +71,9 @@ def _launch_once(run_file: Path, num_processes: int, worker_arguments: tuple[str
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"failed with exit code {failure.exitcode}"
-        return Ending(f"rank {rank} {how}")
+        return Ending(f"rank {rank} {how}", by_signal=failure.exitcode < 0)
     except (SignalException, KeyboardInterrupt) as error:
-        return Ending(f"stopped by {error or 'Ctrl-C'}", by_signal=True)
+        return Ending(f"stopped by {error or 'Ctrl-C'}", stopped=True)
     return Ending("")
 
 

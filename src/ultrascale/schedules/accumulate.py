@@ -4,9 +4,10 @@
     stage 2      F0k B0rk  F1k B1rk  F2k B2rs    gradients cut at once (less memory, more traffic); parameters gathered once
     stage 3      F0  B0r   F1  B1r   F2  B2rs    parameters gathered for every pass of every layer as well
 
-(r: reduce gradients over dp_shard; s: and sum them over dp_replicate; k: keep gathered parameters.) Over m micro-batches of P parameters on n ranks, a rank sends about
-P (n-1)/n elements for every gather and for every reduce-scatter: stage 1 one of each, stage 2 one gather and m reductions,
-stage 3 2m gathers and m reductions. Source: Rajbhandari et al. 2020, section 7; playbook, "ZeRO".
+(r: reduce gradients over dp_shard; s: and sum them over dp_replicate; k: keep gathered parameters.) Over m micro-batches of P
+parameters on n ranks, a rank sends about P (n-1)/n elements for every gather and for every reduce-scatter: stage 1 one of
+each, stage 2 one gather and m reductions, stage 3 2m gathers and m reductions. Source: Rajbhandari et al. 2020, section 7;
+playbook, "ZeRO".
 """
 
 from __future__ import annotations

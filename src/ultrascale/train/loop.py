@@ -21,6 +21,7 @@ from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run, Source
 from ultrascale.train.evaluate import evaluate
+from ultrascale.train.export import export_checkpoint
 from ultrascale.train.metrics import Metrics, Row, console_line
 from ultrascale.train.performance import Performance
 from ultrascale.train.resume import facts_of, restore_newest, tensors_of
@@ -51,7 +52,11 @@ def train(run: Run, *, allow_changes: bool = False) -> Outcome:
             leaving.callback(session.metrics.close)
             outcome = session.steps()
             session.finish(outcome)
-        return outcome
+    if run.checkpoint.export and session.ranks.is_first and not outcome.stopped:
+        # After the ranks have parted: writing a large model takes longer than the others would wait for.
+        target = export_checkpoint(session.folder.checkpoints, session.folder.path / "export", run=run)
+        session.metrics.line(f"done: {outcome.steps_done} steps; Hugging Face folder in {target}")
+    return outcome
 
 
 @dataclass
@@ -108,7 +113,7 @@ class Session:
                     result = self.trainer.train_step()
                 except StopRequested:
                     return Outcome(self.trainer.steps_done, True, last_loss)
-                last_loss = result.loss
+                last_loss = result.gradients.loss
                 values = self.performance.after_step(result, time.perf_counter() - started)
                 self._after_step(result, values)
         return Outcome(self.trainer.steps_done, False, last_loss)
@@ -120,13 +125,6 @@ class Session:
         self.saver.close()
         if outcome.stopped:
             self.metrics.line(f"stopped at step {outcome.steps_done}: saved; the same command goes on from here")
-        elif self.run.checkpoint.export:
-            from ultrascale.train.export import export_checkpoint
-
-            if self.ranks.is_first:
-                target = export_checkpoint(self.folder.checkpoints, self.folder.path / "export", run=self.run)
-                self.metrics.line(f"done: {outcome.steps_done} steps; Hugging Face folder in {target}")
-            self.ranks.barrier()
         if self.ranks.is_first:
             self.folder.event("stop" if outcome.stopped else "end", step=outcome.steps_done)
 
@@ -142,7 +140,7 @@ class Session:
                 loss = evaluate(self.trainer, loader, run.evaluation.sequences)
                 values["val/loss" if len(self.validation) == 1 else f"val/loss/{name}"] = loss
         if _due(run.log.every_steps, done) or done == run.steps:
-            self.metrics.row(result.step, values)
+            self.metrics.row(result.gradients.step, values)
             self.metrics.line(console_line(run, values, done))
         self.metrics.advance(done)
         if _due(run.checkpoint.every_steps, done):

@@ -7,6 +7,7 @@ decides the next step: its sequences follow from the step alone, and no random n
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def decisive_parts(run: Run) -> dict[str, Any]:
     model = asdict(run.model)
     model.pop("name")
     data = {"weights": [source.weight for source in run.data.sources], "document_mask": run.data.document_mask}
-    return {"model": model, "batch": asdict(run.batch), "data": data, "seed": run.seed}
+    parts = {"model": model, "batch": asdict(run.batch), "data": data, "seed": run.seed}
+    return json.loads(json.dumps(parts))  # tuples as the lists they are read back as
 
 
 def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path) -> None:
@@ -92,5 +94,4 @@ def _differences(key: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted(before.keys() | now.keys())
         return [d for k in keys for d in _differences(f"{key}.{k}".lstrip("."), before.get(k), now.get(k))]
-    same = list(before) == list(now) if isinstance(before, list | tuple) and isinstance(now, list | tuple) else before == now
-    return [] if same else [(key, before, now)]
+    return [] if before == now else [(key, before, now)]

@@ -24,7 +24,7 @@ def on_stop_signal(take_note: Callable[[], None]) -> Iterator[None]:
 
     def handler(number: int, frame: object) -> None:
         if noted and time.monotonic() - noted[0] > SAME_WISH_SECONDS:
-            signal.signal(number, before[number])
+            signal.signal(number, before[signal.Signals(number)])
             signal.raise_signal(number)
         elif not noted:
             noted.append(time.monotonic())

@@ -98,7 +98,7 @@ class Trainer:
     steps_done: int = field(init=False, default=0)
     stop_requested: bool = field(init=False, default=False)
     """Set by a signal handler; all ranks act on it before the next step."""
-    on_phase: Callable[[str, int], None] = field(init=False, default=lambda phase, step: None)
+    on_phase: Callable[[str, int], None] = field(init=False, default_factory=lambda: lambda phase, step: None)
     """Told what comes next (`forward`, `backward`, `optimizer`, `between`) and of which step."""
 
     def __post_init__(self) -> None:
