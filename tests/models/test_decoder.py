@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
 from ultrascale.spec.model import Model
+from ultrascale.spec.model_presets import PRESETS, preset
 from ultrascale.spec.weights import num_parameters, weights
 
 
@@ -30,6 +31,17 @@ def test_parameters_are_those_of_the_table_of_weights(family):
     assert sorted(found) == sorted((weight.name, weight.shape) for weight in weights(model))
     assert sum(parameter.numel() for parameter in decoder.parameters()) == num_parameters(model)
     assert list(decoder.buffers()) == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_of_every_preset_are_those_of_its_table(name):
+    """With four blocks, equal as a model's blocks are; a thousand billion parameters have 128."""
+    model = preset(name)
+    model = replace(model, num_hidden_layers=min(4, model.num_hidden_layers))
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    found = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    assert found == {weight.name: weight.shape for weight in weights(model)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

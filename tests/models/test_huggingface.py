@@ -133,6 +133,20 @@ def test_every_missing_unknown_and_misshapen_tensor_is_named(tmp_path):
     ]
 
 
+def test_quantized_tensors_and_tensors_that_are_there_twice_are_named(tmp_path):
+    folder = export_folder(state_of(random_decoder(LLAMA, torch.float32)), LLAMA, tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(SpecError) as raised:
+        import_folder(folder)
+    assert sorted((problem.key, problem.rule) for problem in raised.value.problems) == [
+        ("lm_head.weight", "must be one of F64, F32, BF16, F16, is I8"),
+        ("norm.weight", "is there a second time, as model.norm.weight"),
+    ]
+
+
 def test_a_folder_with_pickles_only_is_refused(tmp_path):
     folder = export_folder(state_of(random_decoder(LLAMA, torch.float32)), LLAMA, tmp_path / "hf")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

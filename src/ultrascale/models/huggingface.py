@@ -34,6 +34,7 @@ _GPT2_NAMES = {
 }  # fmt: skip
 # Tables that old files carry and that follow from config.json.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def export_folder(
 def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
     """The model of a Hugging Face folder and its weights under our names, in the dtype they are stored in.
 
-    Raises SpecError naming every tensor that is missing, unknown or of another shape, and files that cannot be read.
+    Raises SpecError naming every tensor that is missing, unknown, there twice, or of another shape or kind, and files that
+    cannot be read.
     """
     folder = Path(path)
     model = from_hf(folder)
@@ -98,6 +100,7 @@ def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
         found = _open_tensors(folder, files)
         names = _match_names(found.keys(), table, model)
         problems = _compare(table, shapes, {names[name]: _shape(found[name], name) for name in names}, folder)
+        problems += _unreadable(found, names, folder)
         if problems:
             raise SpecError(problems)
         for name, ours in names.items():
@@ -230,6 +233,22 @@ def _compare(
         if expected[name] != found[name]:
             rule = f"must have shape {expected[name]}, has {found[name]}"
             problems.append(Problem(name, rule, remedy, where))
+    return problems
+
+
+def _unreadable(found: Mapping[str, Any], names: Mapping[str, str], folder: Path) -> list[Problem]:
+    """Tensors that are there twice, with and without the prefix, and those that are not plain floating point."""
+    ours = list(names.values())
+    problems = [
+        Problem(name, f"is there a second time, as {names[name]}", "Keep one of the two.", str(folder))
+        for name in names
+        if name != names[name] and ours.count(names[name]) > 1
+    ]
+    for name in names:
+        kind = found[name].get_slice(name).get_dtype()
+        if kind not in _FLOATS:
+            remedy = "Quantized weights cannot be trained; take the original ones."
+            problems.append(Problem(name, f"must be one of {', '.join(_FLOATS)}, is {kind}", remedy, str(folder)))
     return problems
 
 
