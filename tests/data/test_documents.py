@@ -1,0 +1,331 @@
+"""Documents out of files, good and bad."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tracemalloc
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ultrascale.data import documents
+from ultrascale.data.documents import Document, PartReader
+from ultrascale.data.errors import DataError
+from ultrascale.data.inputs import Part, cut_shards, find_files
+
+
+def read_all(path, *, field="text", line_numbers=False, shard_bytes=1 << 30):
+    """Texts and errors of a file, in order."""
+    items = []
+    for parts in cut_shards(find_files([path]), shard_bytes):
+        for part in parts:
+            for item in PartReader(part, field=field, spool=path.parent, line_numbers=line_numbers):
+                items.append(whole(item))
+    return items
+
+
+def whole(item):
+    """The text of a document, or the error it gives."""
+    if isinstance(item, DataError):
+        return item
+    if item.text is not None:
+        return item.text
+    try:
+        return "".join(item.pieces)
+    except DataError as error:
+        return error
+
+
+def write(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "a', "broken_json"),
+        (b'{"text": "a"} x', "broken_json"),
+        (b"[1, 2]", "broken_json"),
+        (b'"text"', "broken_json"),
+        (b'{"other": "a"}', "missing_field"),
+        (b'{"text": null}', "not_text"),
+        (b'{"text": 5}', "not_text"),
+        (b'{"text": ["a"]}', "not_text"),
+        (b'{"text": ""}', "empty"),
+        (b"", "empty_line"),
+        (b"  \r", "empty_line"),
+        (b'{"text": "a\\ud800b"}', "lone_surrogate"),
+        (b'{"text": "a\\u0000b"}', "nul"),
+        (b'{"text": "a\x00b"}', "broken_json"),
+        (b'{"text": "\xff"}', "invalid_utf8"),
+        ('{"text": "é"}'.encode("latin-1"), "invalid_utf8"),
+        ('{"text": "a"}'.encode("utf-16"), "invalid_utf8"),
+        (b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "broken_json"),
+        (b'{"text": "a", "x": ' + b"9" * 5000 + b"}", "broken_json"),
+        (b'{"text": "a", "x": NaN}', "broken_json"),
+        (b'{"text": "a", "text": "b"}', "broken_json"),
+        (b'{"text": "tab\there"}', "broken_json"),
+        (b'\xef\xbb\xbf{"text": "a"}', "broken_json"),
+    ],
+)
+def test_a_bad_line_is_named_by_reason_line_and_byte_and_its_neighbours_are_read(tmp_path, line, reason):
+    path = write(tmp_path, "x.jsonl", b'{"text": "before"}\n' + line + b'\n{"text": "after"}\n')
+    before, bad, after = read_all(path)
+    assert (before, bad.reason, after) == ("before", reason, "after")
+    assert bad.where == f"{path}:2 (byte 19)"
+
+
+def test_lines_end_at_newline_bytes_only(tmp_path):
+    text = "a\u2028b\u2029c\x85d\x0be\x0cf\rg\r\nh"
+    path = write(tmp_path, "x.jsonl", json.dumps({"text": text}, ensure_ascii=False).encode() + b"\r\n")
+    assert read_all(path) == [text]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
+def test_a_byte_order_mark_at_the_start_is_dropped(tmp_path, name):
+    content = b'{"text": "a"}' if name == "x.jsonl" else b"a"
+    assert read_all(write(tmp_path, name, b"\xef\xbb\xbf" + content)) == ["a"]
+
+
+def test_the_last_line_needs_no_newline_but_must_be_whole(tmp_path):
+    assert read_all(write(tmp_path, "a.jsonl", b'{"text": "a"}')) == ["a"]
+    (cut,) = read_all(write(tmp_path, "b.jsonl", b'{"text": "a"'))
+    assert cut.reason == "broken_json"
+
+
+def test_a_text_file_is_one_document_with_its_line_ends_kept(tmp_path):
+    assert read_all(write(tmp_path, "x.txt", "a\r\nb\n\u2028é".encode())) == ["a\r\nb\n\u2028é"]
+
+
+@pytest.mark.parametrize("size", [0, documents.PIECE_BYTES - 1, documents.PIECE_BYTES, 3 * documents.PIECE_BYTES + 7])
+def test_invalid_utf8_in_a_text_file_is_named_by_its_byte(tmp_path, size):
+    (bad,) = read_all(write(tmp_path, "x.txt", b"a" * size + b"\xc3(" + b"b" * 9))
+    assert bad.reason == "invalid_utf8"
+    assert f"at byte {size}" in str(bad)
+
+
+def test_a_character_cut_by_the_end_of_a_file_is_invalid(tmp_path):
+    (bad,) = read_all(write(tmp_path, "x.txt", b"a" * documents.PIECE_BYTES + "é".encode()[:1]))
+    assert f"at byte {documents.PIECE_BYTES}" in str(bad)
+
+
+def test_long_text_comes_in_pieces_that_cut_no_character(tmp_path):
+    text = "aé漢😀" * 400_000
+    assert read_all(write(tmp_path, "x.txt", text.encode())) == [text]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("x.txt", "empty"), ("x.jsonl", "empty_file")])
+def test_an_empty_file_is_bad(tmp_path, name, reason):
+    (bad,) = read_all(write(tmp_path, name, b""))
+    assert bad.reason == reason
+
+
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1), min_size=1),
+    shard_bytes=st.integers(1, 60),
+    ascii_only=st.booleans(),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_cut_of_a_file_into_parts_gives_every_line_once(tmp_path, texts, shard_bytes, ascii_only):
+    lines = [json.dumps({"text": text}, ensure_ascii=ascii_only) for text in texts]
+    path = write(tmp_path, "x.jsonl", "\n".join(lines).encode())
+    assert read_all(path, shard_bytes=shard_bytes) == texts
+
+
+def test_a_line_in_a_later_part_is_told_by_number_on_request(tmp_path):
+    path = write(tmp_path, "x.jsonl", b'{"text": "ok"}\n' * 99 + b"{\n")
+    (bad,) = [item for item in read_all(path, shard_bytes=100, line_numbers=True) if isinstance(item, DataError)]
+    assert bad.where == f"{path}:100 (byte 1485)"
+    (bad,) = [item for item in read_all(path, shard_bytes=100) if isinstance(item, DataError)]
+    assert bad.where == f"{path}, line at byte 1485"
+
+
+LINES = b"".join(json.dumps({"text": f"document {number}"}).encode() + b"\n" for number in range(3000))
+COMPRESS = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress}
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_compressed_lines_are_read(tmp_path, suffix):
+    half = len(LINES) // 2
+    content = COMPRESS[suffix](LINES[:half]) + COMPRESS[suffix](LINES[half:])  # several members or frames
+    assert read_all(write(tmp_path, f"x.jsonl.{suffix}", content)) == [f"document {number}" for number in range(3000)]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
+def test_a_truncated_compressed_file_is_bad(tmp_path, suffix, name):
+    content = COMPRESS[suffix](os.urandom(1 << 20).hex().encode().replace(b"0", b"\n"))
+    items = read_all(write(tmp_path, f"{name}.{suffix}", content[: len(content) // 2]))
+    assert (items[-1].reason, "middle of its compressed data" in str(items[-1])) == ("damaged_file", True)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_file_that_is_not_compressed_as_named_is_bad(tmp_path, suffix):
+    (bad,) = read_all(write(tmp_path, f"x.jsonl.{suffix}", LINES))
+    assert bad.reason == "damaged_file"
+
+
+@pytest.mark.parametrize(("suffix", "kind"), [("gz", "gzip"), ("zst", "zstd")])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
+def test_a_compressed_file_without_its_suffix_is_bad(tmp_path, suffix, kind, name):
+    (bad,) = read_all(write(tmp_path, name, COMPRESS[suffix](LINES)))
+    assert (bad.reason, f"holds {kind} data" in str(bad)) == ("wrong_name", True)
+
+
+def parquet(tmp_path, columns, **options):
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **options)
+    return path
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()])
+def test_parquet_rows_are_documents_in_any_cut_into_row_groups(tmp_path, kind):
+    texts = [f"text {number} é" for number in range(500)]
+    path = parquet(tmp_path, {"text": pyarrow.array(texts, kind), "n": list(range(500))}, row_group_size=70)
+    assert read_all(path) == texts
+    assert read_all(path, shard_bytes=1) == texts
+
+
+def test_a_bad_parquet_row_is_named_by_group_and_row(tmp_path):
+    path = parquet(tmp_path, {"text": ["a", "b", None, ""]}, row_group_size=2)
+    assert [item if isinstance(item, str) else (item.reason, item.where) for item in read_all(path)] == [
+        "a", "b", ("not_text", f"{path}, row group 1, row 0"), ("empty", f"{path}, row group 1, row 1"),
+    ]  # fmt: skip
+
+
+def test_invalid_utf8_in_parquet_is_bad(tmp_path):
+    raw = pyarrow.array([b"ok", b"\xff"], pyarrow.binary())
+    path = parquet(tmp_path, {"text": raw.view(pyarrow.string())})
+    good, bad = read_all(path)
+    assert (good, bad.reason) == ("ok", "invalid_utf8")
+
+
+@pytest.mark.parametrize(("column", "reason"), [({"other": ["a"]}, "missing_field"), ({"text": [1]}, "not_text")])
+def test_a_parquet_file_without_text_is_bad(tmp_path, column, reason):
+    (bad,) = read_all(parquet(tmp_path, column))
+    assert bad.reason == reason
+
+
+def test_a_parquet_file_that_is_none_is_refused_by_name(tmp_path):
+    with pytest.raises(DataError, match=r"x\.parquet: is not a Parquet file"):
+        read_all(write(tmp_path, "x.parquet", b"PAR1 but no more"))
+
+
+@pytest.mark.parametrize("package", ["zstandard", "pyarrow"])
+def test_a_missing_package_says_what_to_install(tmp_path, package, monkeypatch):
+    def refuse(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr("ultrascale.data.compressed.importlib.import_module", refuse)
+    path = write(tmp_path, "x.jsonl.zst" if package == "zstandard" else "x.parquet", b"")
+    with pytest.raises(DataError, match=rf"{package}: .* pip install 'ultrascale\[data\]'"):
+        read_all(path)
+
+
+LONG_TEXTS = ['quote " backslash \\ newline \n tab \t', "é漢😀\u2028", "\\\\\\", "\u0001", "x" * 5]
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_line_too_long_for_memory_gives_the_same_text(tmp_path, monkeypatch, ascii_only, suffix):
+    monkeypatch.setattr(documents, "LONGEST_LINE", 100_000)
+    text = "".join(LONG_TEXTS) * 20_000
+    value = {"a": {"text": "inner"}, "other": "y" * 300_000, "text": text, "z": [1, {"k": "w" * 90_000}]}
+    line = json.dumps(value, ensure_ascii=ascii_only).encode()
+    content = b'{"text": "before"}\n' + line + b'\n{"text": "after"}\n'
+    path = write(tmp_path, f"x.jsonl{suffix}", COMPRESS[suffix[1:]](content) if suffix else content)
+    assert read_all(path) == ["before", text, "after"]
+
+
+@given(piece=st.integers(1, 9), text=st.text(st.sampled_from('a"\\\n😀é'), min_size=1, max_size=60), ascii_only=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_long_string_cut_anywhere_decodes_the_same(piece, text, ascii_only):
+    import io
+    from unittest.mock import patch
+
+    from ultrascale.data import long_lines
+
+    line = json.dumps({"n": 1, "text": text}, ensure_ascii=ascii_only).encode()
+    with patch.object(long_lines, "PIECE_BYTES", piece), patch.object(long_lines, "LONG_STRING", 4):
+        short = long_lines.shorten(io.BytesIO(line), 10_000)
+        assert short is not None
+        mark = long_lines.marked(json.loads(short[0])["text"])
+        found = (
+            json.loads(short[0])["text"]
+            if mark is None
+            else "".join(long_lines.string_pieces(io.BytesIO(line), *short[1][mark]))
+        )
+    assert found == text
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (b'"' + b"x" * 300_000 + b"\xff" + b'"', "invalid_utf8"),
+        (b'"' + b"x" * 300_000 + b"\\q" + b'"', "broken_json"),
+        (b'"' + b"x" * 300_000 + b"\\ud800 " + b"x" * 300_000 + b'"', "lone_surrogate"),
+        (b'"' + b"x" * 300_000 + b"\\u0000" + b'"', "nul"),
+        (b'"' + b"x" * 300_000 + b"\n", "broken_json"),
+        (b'"' + b"x" * 300_000, "broken_json"),
+        (b"[" + b"1," * 300_000 + b"1]", "broken_json"),
+        (b'"a", "x": "' + b"x" * 300_000 + b'"]', "broken_json"),
+        (b'"a", "x": nope, "y": "' + b"x" * 300_000 + b'"', "broken_json"),
+        (b'"", "x": "' + b"x" * 300_000 + b'"', "empty"),
+    ],
+)
+def test_a_bad_line_too_long_for_memory_is_named_by_reason(tmp_path, monkeypatch, value, reason):
+    monkeypatch.setattr(documents, "LONGEST_LINE", 100_000)
+    path = write(tmp_path, "x.jsonl", b'{"text": ' + value + b'}\n{"text": "after"}\n')
+    found = [item if isinstance(item, str) else item.reason for item in read_all(path)]
+    assert found[0] == reason
+    assert found[-1] == "after"
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.gz", "x.jsonl.zst"])
+def test_memory_stays_flat_for_a_long_document(tmp_path, name):
+    text = os.urandom(14 << 20).hex().encode().replace(b"ab", b" \\n ")  # 28 MiB
+    content = text if name == "x.txt" else b'{"text": "' + text + b'"}\n'
+    suffix = name.rsplit(".", 1)[-1]
+    path = write(tmp_path, name, COMPRESS[suffix](content) if suffix in COMPRESS else content)
+    size = len(content)
+    del text, content
+    file = find_files([path])[0]
+    tracemalloc.start()
+    length = 0
+    for item in PartReader(Part(file, 0, file.size, file.size), field="text", spool=tmp_path):
+        assert isinstance(item, Document)
+        length += sum(len(piece) for piece in item.pieces or [])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert length > size * 0.9  # escapes are shorter once decoded
+    assert peak < size / 2
+
+
+def test_files_come_in_order_of_name_without_what_is_excluded(tmp_path):
+    for name in ("b.py", "a/z.py", "a/skip/x.py", "a.txt", "a/c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path)
+    assert [file.name for file in find_files([tmp_path], glob="*.py", exclude=("skip",))] == ["a/c.py", "a/z.py", "b.py"]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda folder: [folder / "missing"], "missing: cannot be read: No such file"),
+        (lambda folder: [folder], "holds no file that matches"),
+        (lambda folder: [write(folder, "x.txt", b"x"), folder], "is given twice"),
+        (lambda folder: [], "names no file"),
+    ],
+)
+def test_inputs_that_make_no_sense_are_refused(tmp_path, make, expected):
+    with pytest.raises(DataError, match=expected):
+        find_files(make(tmp_path))
