@@ -84,7 +84,7 @@ def test_every_public_function_and_class_says_what_it_is():
 def attributes_read() -> set[str]:
     """Names of all attributes that the package reads, outside the code that carries every setting around."""
     carriers = {PACKAGE / "spec" / "run.py", PACKAGE / "cli" / "show.py"}
-    carriers |= {path for path in (PACKAGE / "spec").glob("*.py") if path.stem.startswith(("resolve", "schema"))}
+    carriers |= {path for path in (PACKAGE / "spec").glob("*.py") if path.stem.startswith(("resolve", "schema", "rules"))}
     return {
         node.attr
         for path in MODULES

@@ -13,23 +13,25 @@ from ultrascale.cli.main import VERBS, main
 NOT_VERBS = {"__init__", "main"}
 
 
+def exit_code(words: list[str]) -> object:
+    """What the command ends with, whether it returns or leaves as tyro does."""
+    try:
+        return main(words)
+    except SystemExit as stopped:
+        return stopped.code
+
+
 @pytest.mark.parametrize("word", VERBS)
 def test_a_verb_explains_itself_with_an_example(word, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main([word, "--help"])
+    code = exit_code([word, "--help"])
     told = capsys.readouterr().out
-    assert (stopped.value.code, f"usage: ultrascale {word}" in told, f"ultrascale {word} " in told.split("\n", 1)[1]) == (
-        0, True, True,
-    )  # fmt: skip
+    assert (code, told.startswith(f"usage: ultrascale {word}")) == (0, True)
+    assert f"ultrascale {word} " in told.partition("\n\n")[2]
 
 
 @pytest.mark.parametrize("word", VERBS)
 def test_an_unknown_option_of_a_verb_is_a_usage_error(word, capsys):
-    try:
-        code = main([word, "--no-such-option-at-all", "1"])
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2, capsys.readouterr()
+    assert exit_code([word, "--no-such-option-at-all", "1"]) == 2, capsys.readouterr()
 
 
 def test_the_verbs_are_the_modules_of_cli():
