@@ -21,7 +21,7 @@ def gradient_norm(decoder: nn.Module) -> torch.Tensor:
     """
     parameters = list(decoder.parameters())
     nothing = torch.zeros(1, device=local(parameters[0]).device)  # a rank may hold no element of any gradient
-    norms = torch._foreach_norm([g for g in local_gradients(parameters) if g.numel()] or [nothing])
+    norms = torch._foreach_norm([g for g in local_gradients(parameters) if g.numel()] or [nothing])  # pyright: ignore
     squares = torch.stack(list(norms)).double().square().sum()
     mesh = next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
     if mesh is not None and mesh["dp_shard"].size() > 1:
@@ -32,7 +32,7 @@ def gradient_norm(decoder: nn.Module) -> torch.Tensor:
 def clip_gradients(decoder: nn.Module, norm: float, limit: float | None) -> None:
     """Scale all gradients by limit / norm if norm is above limit."""
     if limit is not None and norm > limit:
-        torch._foreach_mul_(local_gradients(decoder.parameters()), limit / (norm + 1e-6))
+        torch._foreach_mul_(local_gradients(decoder.parameters()), limit / (norm + 1e-6))  # pyright: ignore
 
 
 def name_bad_gradients(decoder: nn.Module) -> list[str]:

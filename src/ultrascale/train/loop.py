@@ -15,9 +15,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from ultrascale.checkpoint import Saver, check_writable
 from ultrascale.data.loader import Loader
+from ultrascale.measure.machine import this_gpu
 from ultrascale.parallel.mesh import Ranks, process_group
+from ultrascale.plan.report import plan_run
+from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run, Source
 from ultrascale.train.evaluate import evaluate
@@ -84,6 +89,7 @@ class Session:
         if ranks.is_first:
             folder.write_text("run.toml", to_toml(run))
             folder.write_json("environment.json", environment())
+            folder.write_json("plan.json", plan_run(run, cluster_of(run, ranks.device)).to_json())
             folder.forget_metrics_from(trainer.steps_done)
             folder.event("start", step=trainer.steps_done, world=ranks.world, checkpoint=found.folder and found.folder.name)
         metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
@@ -156,6 +162,14 @@ def build_loader(run: Run, sources: tuple[Source, ...]) -> Loader:
         seed=run.seed,
         document_mask=run.data.document_mask,
     )
+
+
+def cluster_of(run: Run, device: torch.device) -> Cluster:
+    """The machines a run is on: those it names, or as many of this rank's device as it has ranks."""
+    if run.cluster != "auto":
+        return parse_cluster(run.cluster)
+    here = this_gpu(device)
+    return parse_cluster(f"{run.layout.dp}x{here.name if here is not None else 'cpu'}")
 
 
 def _due(every: int | None, steps_done: int) -> bool:

@@ -75,11 +75,10 @@ def console_line(run: Run, values: Row, steps_done: int) -> str:
         parts.append(f"val {validation:.4f}")
     if (memory := values.get("mem/peak_allocated_gib")) is not None:
         parts.append(f"mem {memory:.1f}GiB")
-    parts.append(f"tok/s/{'gpu' if 'mem/peak_allocated_gib' in values else 'proc'} {values['perf/tokens_per_s_per_gpu']:,.0f}")
-    if (mfu := values.get("perf/mfu")) is not None:
-        parts.append(f"mfu {mfu:.1%}")
-    seconds = (run.steps - steps_done) * (values["perf/step_s"] or 0.0)
-    parts.append(f"eta {duration(seconds)}")
+    if (speed := values.get("perf/tokens_per_s_per_gpu")) is None:
+        return "  ".join([*parts, "(counting memory)"])
+    parts.append(f"tok/s/{'gpu' if memory is not None else 'rank'} {speed:,.0f}  mfu {values['perf/mfu']:.1%}")
+    parts.append(f"eta {duration((run.steps - steps_done) * (values['perf/step_s'] or 0.0))}")
     return "  ".join(parts)
 
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 
+import torch
+
+from ultrascale.measure.compare import Difference, compare_memory, compare_run
+from ultrascale.measure.machine import peak_flops
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.spec.progress import tokens_after
+from ultrascale.plan.memory import MemoryPlan, plan_memory
+from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
+from ultrascale.spec.progress import step_span, tokens_after
 from ultrascale.spec.run import Run
+from ultrascale.spec.units import format_bytes
 from ultrascale.train.metrics import Metrics, Row
 from ultrascale.train.run_folder import RunFolder
 from ultrascale.train.trainer import StepResult, Trainer
@@ -17,33 +25,101 @@ GIB = 2**30
 
 
 class Performance:
-    """Turns steps into metrics. During the first steps of a new run on the CPU it also counts live memory, tensor by tensor,
-    which slows them; their speed is not reported."""
+    """Turns steps into metrics, and the first steps of a new run into a comparison of planned and measured memory.
+
+    On the CPU live memory is counted tensor by tensor, which slows those steps; their speed is not reported.
+    """
 
     def __init__(self, run: Run, ranks: Ranks, folder: RunFolder, metrics: Metrics):
         self.run, self.ranks, self.folder, self.metrics = run, ranks, folder, metrics
+        length = run.batch.sequence_length
+        self.model_flops = model_flops_per_token(run.model, length)
+        self.hardware_flops = hardware_flops_per_token(run.model, run.layout, length)
+        self.peak = peak_flops(run.cluster, run.layout.precision, ranks.device)
         self.memory: LiveMemory | None = None
         self._watching = ExitStack()
+        self._last_watched = 0
 
     @contextmanager
     def watching(self, trainer: Trainer) -> Iterator[None]:
-        """Count live memory over the first `log.memory_steps` steps of a run."""
+        """Watch the memory of the first `log.memory_steps` steps, if this is the start of the run."""
+        self._say_what_mfu_means()
+        if trainer.steps_done == 0:
+            self._last_watched = min(self.run.log.memory_steps, self.run.steps)
+        if self._last_watched and self.ranks.device.type == "cpu":
+            self.memory = LiveMemory(trainer.decoder, trainer.optimizer)
+            trainer.on_phase = self.memory.mark
+            self._watching.callback(lambda: setattr(trainer, "on_phase", lambda phase, step: None))
+            self._watching.enter_context(self.memory)
         with self._watching:
             yield
 
     def after_step(self, result: StepResult, seconds: float) -> Row:
         """The values of a step that took `seconds`."""
         gradients, run = result.gradients, self.run
-        tokens = gradients.num_sequences * run.batch.sequence_length
-        return {
+        values: Row = {
             "train/loss": gradients.loss,
             "train/grad_norm": gradients.norm,
             "train/lr": result.learning_rate,
-            "progress/tokens": tokens_after(run.batch, gradients.step + 1),
-            "progress/sequences_per_batch": gradients.num_sequences,
             "train/noise_scale_tokens": gradients.noise_scale_tokens,
-            "perf/step_s": seconds,
-            "perf/data_wait_s": gradients.data_seconds,
-            "perf/tokens_per_s": tokens / seconds,
-            "perf/tokens_per_s_per_gpu": tokens / seconds / self.ranks.world,
+            "progress/tokens": tokens_after(run.batch, gradients.step + 1),
+            "progress/tokens_per_batch": gradients.num_sequences * run.batch.sequence_length,
         }
+        if self.memory is None:
+            values |= self._speed(gradients.num_sequences * run.batch.sequence_length, seconds, gradients.data_seconds)
+        if self.ranks.device.type == "cuda":
+            values["mem/peak_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
+            values["mem/peak_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+        if gradients.step + 1 == self._last_watched:
+            self._compare_memory()
+        return values
+
+    def _speed(self, tokens: int, seconds: float, data_seconds: float) -> Row:
+        per_rank = tokens / seconds / self.ranks.world
+        return {
+            "perf/step_s": seconds,
+            "perf/data_wait_s": data_seconds,
+            "perf/tokens_per_s": tokens / seconds,
+            "perf/tokens_per_s_per_gpu": per_rank,
+            "perf/mfu": per_rank * self.model_flops / self.peak.flops_per_second,
+            "perf/hfu": per_rank * self.hardware_flops / self.peak.flops_per_second,
+        }
+
+    def _say_what_mfu_means(self) -> None:
+        per_token = f"{self.model_flops:.3g} model FLOPs a token (6N + attention, causal)"
+        self.metrics.line(f"mfu: {per_token} over {self.peak.flops_per_second / 1e12:.3g} TFLOP/s, {self.peak.origin}")
+
+    def _compare_memory(self) -> None:
+        plan = self._plan()
+        if self.memory is not None:
+            report = compare_run(plan, self.memory) | {
+                "planned_timeline": [{"step": s, "phase": p, "bytes": b} for s, p, b in plan.timeline],
+                "measured_timeline": self.memory.timeline(),
+            }
+            rows = compare_memory(plan, self.memory.peak.by_category)
+        else:
+            peak = torch.cuda.max_memory_allocated()
+            rows = compare_memory(plan, {}, measured_total=peak)
+            report = {"measured_peak_bytes": peak, "measured_reserved_bytes": torch.cuda.max_memory_reserved()}
+            report |= {"planned_peak_bytes": plan.peak.total, "by_category": [asdict(row) for row in rows]}
+        self._watching.close()
+        self.memory = None
+        if self.ranks.is_first:
+            self.folder.write_json("memory.json", report)
+            for row in rows:
+                self.metrics.line(_memory_line(row))
+
+    def _plan(self) -> MemoryPlan:
+        """The plan of the steps that were watched: those of the ramp's first stretch, if there is a ramp."""
+        run = self.run
+        return plan_memory(
+            run.model, run.layout, sequence_length=run.batch.sequence_length,
+            sequences_per_batch=step_span(run.batch, 0).num_sequences, documents=run.data.document_mask,
+            device="cuda" if self.ranks.device.type == "cuda" else "cpu", steps=self._last_watched, keeps_timeline=True,
+        )  # fmt: skip
+
+
+def _memory_line(row: Difference) -> str:
+    measured = "" if row.measured_bytes is None else f"measured {format_bytes(row.measured_bytes):>10}"
+    difference = "" if row.percent is None else f"difference {row.percent:+.1f} % of the peak"
+    return f"memory  {row.name:<14} planned {format_bytes(row.planned_bytes):>10}  {measured}  {difference}".rstrip()
