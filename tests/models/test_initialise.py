@@ -3,6 +3,7 @@ import multiprocessing
 import pytest
 import torch
 from families import FAMILIES, LLAMA
+from torch.distributed.tensor import DTensor
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initial_value, initialise, weight_seed
@@ -64,8 +65,9 @@ def initialise_sharded(rank: int, world_size: int, store: str, model: Model) -> 
     decoder.to_empty(device="cpu")
     initialise(decoder, model, seed=3)
     for weight in weights(model):
-        whole = decoder.get_parameter(weight.name).full_tensor()
-        assert torch.equal(whole, initial_value(weight, seed=3)), weight.name
+        parameter = decoder.get_parameter(weight.name)
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.full_tensor(), initial_value(weight, seed=3)), weight.name
     dist.barrier()
     dist.destroy_process_group()
 
