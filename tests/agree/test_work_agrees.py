@@ -73,7 +73,9 @@ def test_the_decoder_has_exactly_the_weights_of_the_table(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_outside_the_blocks_and_inside_belongs_to_an_operation(family: str) -> None:
     model = FAMILIES[family]
-    named = {name if layer is None else f"layers.{layer}.{name}" for layer, op in work(model, Shape(1, 8)) for name in op.weights}
+    named = {
+        name if layer is None else f"layers.{layer}.{name}" for layer, op in work(model, Shape(1, 8)) for name in op.weights
+    }
     assert named == {weight.name for weight in weights(model)}
 
 

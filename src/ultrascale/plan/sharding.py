@@ -44,8 +44,12 @@ class Bucket:
 class Shards:
     """One rank's parameters and gradients as they come and go. `sharded` False: a plain module, nothing is gathered or cut."""
 
-    def __init__(self, ledger: Ledger, layout: Layout, buckets: list[Bucket], *, sharded: bool):
-        """`buckets` in the order of the forward pass, the one outside the blocks first."""
+    def __init__(self, ledger: Ledger, layout: Layout, buckets: list[Bucket], *, sharded: bool, copies_input: bool = False):
+        """`buckets` in the order of the forward pass, the one outside the blocks first.
+
+        `copies_input`: the reduce-scatter works on a copy of its input, as gloo's does.
+        """
+        self.copies_input = copies_input
         self.ledger, self.layout, self.buckets, self.sharded = ledger, layout, buckets, sharded
         self.ranks = layout.shard_size if sharded else 1
         self.compute_itemsize = DTYPE_BYTES[layout.precision]
@@ -170,12 +174,21 @@ class Shards:
         self._drop_reduce_input()
         elements = self.padded_elements(bucket)
         self.reduce_input = self.ledger.take("communication", "reduce-scatter input", elements * self.reduce_itemsize)
-        for held in bucket.whole_gradients.values():
-            self.ledger.drop(held)
+        gradients = list(bucket.whole_gradients.values())
         bucket.whole_gradients.clear()
+        # On several ranks a loop variable of torch's foreach_reduce holds the last gradient until it returns.
+        lingering = gradients.pop() if self.ranks > 1 else None
+        for held in gradients:
+            self.ledger.drop(held)
         cut = self.ledger.take("communication", "reduce-scatter output", elements // self.ranks * self.reduce_itemsize)
-        if self.ranks == 1:
-            self.ledger.touch("communication", "reduce-scatter input", elements * self.reduce_itemsize)
+        if self.ranks == 1 or self.copies_input:
+            self.ledger.touch("communication", "copy of reduce-scatter input", elements * self.reduce_itemsize)
+        self._keep_cut(bucket, cut, action)
+        if lingering is not None:
+            self.ledger.drop(lingering)
+
+    def _keep_cut(self, bucket: Bucket, cut: Held, action: Action) -> None:
+        """The cut gradient, once it is summed over copies; until then partial."""
         if not action.sum_replicas:
             if bucket.partial is None:
                 bucket.partial = cut
@@ -186,7 +199,7 @@ class Shards:
             bucket.cut_gradient = self.ledger.move(cut, "gradients", bucket.label)
         else:
             bucket.replica_buffer = cut  # the sum over copies ran in it, and FSDP2 keeps it until the end
-            size = elements // self.ranks * self.master_itemsize
+            size = cut.num_bytes // self.reduce_itemsize * self.master_itemsize
             bucket.cut_gradient = self.ledger.take("gradients", bucket.label, size)
         if bucket.partial is not None:
             self.ledger.drop(bucket.partial)

@@ -149,19 +149,16 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     The loss does the backward pass of the head in its forward pass, a chunk of rows at a time, and keeps the two gradients.
     """
     n, d, v, a, w = shape.num_tokens, model.hidden_size, model.vocab_size, shape.itemsize, shape.wide_itemsize
-    chunk = chunk_rows(n, v, shape.device) * v
-    # Room for one chunk, taken once: its logits and log-probabilities, wide; where activations are narrow also the narrow
-    # logits, and a product to add to the gradient of the head, with a wide copy on the CPU.
-    room = chunk * 2 * w
-    if a < w:
-        room += chunk * a + v * d * (a + (w if shape.device == "cpu" else 0))
-    # The gradient of the head is summed in fp32; the narrow one that is kept is made when the chunks are gone.
+    rows, narrow = chunk_rows(n, v, shape.device), a < w
+    # One chunk's logits, their wide copy where they are narrow, log-probabilities, and rows of hidden that count.
+    room = rows * v * (a + w + (w if narrow else 0)) + rows * d * a
+    # A narrow product is made before it is added to the wide gradient, which is rounded when the chunks are gone.
+    room += v * d * (a + (w if shape.device == "cpu" else 0)) if narrow else 0
     kept = (Activation("head_hidden_gradient", n * d * a, False), Activation("head_weight_gradient", v * d * a, False))
-    wide_gradient = v * d * (w - a)
     head = "embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
     loss = Op(
         "loss", "loss", ("final",), (Activation("loss", w), *kept), tuple(k.name for k in kept), (head,),
-        flops=6 * n * v * d, hands_on_saved=True, scratch_bytes=wide_gradient + room,
+        flops=6 * n * v * d, hands_on_saved=True, scratch_bytes=room + v * d * (w - a),
     )  # fmt: skip
     return _norm(model, shape, "norm", "hidden", "final", d), loss
 
