@@ -65,14 +65,13 @@ def load(
     CheckpointError on every rank, naming every tensor that is missing, too many, or of another shape or dtype, and every
     damaged file. No tensor has changed then, unless the disk failed between verifying and reading; the message says so."""
     with coordinating(process_group) as ranks:
-        return _load(folder, tensors, strict, ranks)
+        return _load(Path(folder), tensors, strict, ranks)
 
 
 def load_full(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Every tensor whole, on the CPU, and the metadata; alone, with or without torch.distributed. Raises CheckpointError."""
-    alone = Coordinator(None)
-    manifest = read_manifest(folder)
-    verify(folder)
+    folder, alone = Path(folder), Coordinator(None)
+    manifest = verify(folder)
     tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in manifest.tensors.items()}
     alone.agree(f"reading {folder}", lambda: _read_into(folder, manifest, tensors))
     return tensors, manifest.metadata
@@ -80,7 +79,7 @@ def load_full(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def read_metadata(folder: Path) -> dict[str, Any]:
     """What was given to `save` as metadata. Raises CheckpointError if the manifest is damaged; shards are not read."""
-    return read_manifest(folder).metadata
+    return read_manifest(Path(folder)).metadata
 
 
 def verify(folder: Path, *, process_group: dist.ProcessGroup | None = None, ranks: Coordinator | None = None) -> Manifest:
@@ -92,7 +91,7 @@ def verify(folder: Path, *, process_group: dist.ProcessGroup | None = None, rank
     if process_group is not None:
         with coordinating(process_group) as ranks:
             return verify(folder, ranks=ranks)
-    ranks = ranks or Coordinator(None)
+    folder, ranks = Path(folder), ranks or Coordinator(None)
     doing = f"verifying {folder}"
     manifest = ranks.agree(doing, lambda: _expected_manifest(folder))
     ranks.agree(doing, lambda: _verify_shards(folder, manifest, ranks))
@@ -109,6 +108,7 @@ def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Sea
 
     Collective over `process_group` (all ranks by default); shards are shared out between ranks. Changes nothing on disk.
     """
+    root = Path(root)
     with coordinating(process_group) as ranks:
         found = ranks.on_rank_0(f"listing {root}", lambda: [[c.step, c.path.name] for c in candidates(root)])
         rejected: list[Rejected] = []

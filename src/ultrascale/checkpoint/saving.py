@@ -74,7 +74,7 @@ def save(
     replicas. `metadata` must be plain JSON; rank 0's is kept. `root` must be the same folder for all ranks. A checkpoint of the
     same step is replaced. Raises CheckpointError on every rank if any failed; then nothing has changed."""
     with coordinating(process_group) as ranks:
-        plan = plan_save(root, step, tensors, metadata, ranks=ranks)
+        plan = plan_save(Path(root), step, tensors, metadata, ranks=ranks)
         return write_and_publish(plan, ranks=ranks)
 
 
