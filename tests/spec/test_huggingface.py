@@ -155,3 +155,8 @@ def test_a_model_its_family_cannot_say_is_not_exported():
     assert (problem.key, "model_type = qwen3" in problem.remedy) == ("model.qk_norm", True)
     with pytest.raises(SpecError):
         to_hf(model)
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 10**30), ("layer_types", "x"), ("no_rope_layers", 3)])
+def test_values_of_any_kind_are_refused_and_never_worked_through(key, value):
+    assert key in refused(tiny("smollm3"), **{key: value})

@@ -79,3 +79,8 @@ def test_a_name_that_is_no_good_folder_is_refused(name):
 def test_a_model_that_could_not_be_exported_at_the_end_is_refused_at_the_start_unless_export_is_off():
     assert "checkpoint.export = false" in problems(model__qk_norm=True)["model.qk_norm"].remedy
     assert resolve(None, TINY | {"model.qk_norm": True, "checkpoint.export": False}).run.model.qk_norm
+
+
+def test_numbers_out_of_range_in_several_sections_are_all_told_at_once():
+    found = problems(layout__dp=0, model__num_hidden_layers=10**30, steps=0, model__norm_eps="x")
+    assert set(found) == {"layout.dp", "model.num_hidden_layers", "steps", "model.norm_eps"}

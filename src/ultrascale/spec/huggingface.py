@@ -131,7 +131,7 @@ class _Reader:
         wanted = (int, float) if kind is float else kind
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
             self.problem(key, f"must be of type {kind.__name__}, is {value!r}", "Repair the file.")
-            return 1.0 if kind is float else 1
+            return {int: 1, float: 1.0, bool: False, list: []}[kind]
         return float(value or 0) if kind is float else value
 
     def must_be(self, key: str, allowed: tuple[Any, ...], reason: str) -> None:
@@ -177,6 +177,9 @@ def _read_llama_like(reader: _Reader, kind: str) -> dict[str, Any]:
     reader.must_be("hidden_act", ("silu",), "the feed-forward layer is SwiGLU")
     take = reader.take
     hidden, heads, layers = (take(k, int) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    if not 1 <= layers <= 10_000:  # said here, before lists of this length are made
+        reader.problem("num_hidden_layers", f"must be from 1 to 10000, is {layers}", "Repair the file.")
+        layers = 1
     positions = take("max_position_embeddings", int)
     fields = {
         "vocab_size": take("vocab_size", int), "hidden_size": hidden, "intermediate_size": take("intermediate_size", int),

@@ -22,6 +22,8 @@ from typing import Literal
 from ultrascale.spec.problems import Problem
 
 Precision = Literal["fp64", "fp32", "bf16"]
+RANGES = {key: (1, 1_000_000) for key in ("dp", "dp_shard", "micro_batch_size", "recompute_every", "layers_per_bucket")}
+"""Lowest and highest value of whole numbers. The highest are far above any run: they catch slips of the finger."""
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 
 
@@ -80,10 +82,12 @@ class Layout:
     def problems(self) -> list[Problem]:
         """Every rule the fields break, with keys relative to `layout`."""
         found: list[Problem] = []
-        for key in ("dp", "micro_batch_size", "recompute_every", "layers_per_bucket"):
-            if getattr(self, key) < 1:
-                rule = f"must be at least 1, is {getattr(self, key)}"
-                found.append(Problem(f"layout.{key}", rule, "Give a positive number."))
+        for key, (low, high) in RANGES.items():
+            value = getattr(self, key)
+            if value is not None and not low <= value <= high:
+                found.append(
+                    Problem(f"layout.{key}", f"must be from {low} to {high}, is {value}", "Give a number in this range.")
+                )
         if found:
             return found
         if self.dp_shard is not None:

@@ -14,6 +14,10 @@ from typing import Literal
 
 from ultrascale.spec.problems import Problem
 
+RANGES = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), (1, 10_000)) | dict.fromkeys(
+    ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"), (1, 2**31 - 1)
+)
+"""Lowest and highest value of whole numbers. The highest are far above any model: they catch slips of the finger."""
 ModelType = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3"]
 
 
@@ -133,12 +137,9 @@ class Model:
             if not holds:
                 found.append(Problem(f"model.{key}", rule, remedy))
 
-        for key in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "max_position_embeddings",
-        ):  # fmt: skip
+        for key, (low, high) in RANGES.items():
             value = getattr(self, key)
-            expect(value >= 1, key, f"must be at least 1, is {value}", "Give a positive number.")
+            expect(low <= value <= high, key, f"must be from {low} to {high}, is {value}", "Give a number in this range.")
         if not found:
             heads, groups = self.num_attention_heads, self.num_key_value_heads
             expect(

@@ -95,7 +95,9 @@ def _resolve(layers: list[Layer], problems: list[Problem], *, require_data: bool
     provenance = {key: entries[key].origin if key in entries else "default" for key in leaves()}
     _batch_from_tokens(entries, values, provenance, bad, problems)
     run = _build(values, bad, problems, entries)
-    found = _section_problems(run, bad) + run_problems(run, require_data=require_data, without=frozenset(bad))
+    found = _section_problems(run, bad)
+    bad |= {problem.key for problem in found}
+    found += run_problems(run, require_data=require_data, without=frozenset(bad))
     problems += [_placed(problem, provenance) for problem in found]
     if problems:
         raise SpecError(problems)
@@ -168,7 +170,7 @@ def _complete(entries: dict[str, Entry]) -> dict[str, Entry]:
         if hidden is not None and heads is not None:
             width = Entry(int(hidden.value) // int(heads.value), "derived from hidden_size / num_attention_heads")
             derived["model.head_dim"] = width
-    except (ValueError, TypeError, ZeroDivisionError):
+    except (ValueError, TypeError, ArithmeticError):
         derived["model.head_dim"] = Entry(1, "derived")  # hidden_size or heads are wrong, and say so themselves
     return derived | entries
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
 
+from ultrascale.spec import layout, model
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.families import export_problems
 from ultrascale.spec.problems import Problem, SpecError
@@ -23,6 +24,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "evaluation.every_steps": (1, inf), "evaluation.sequences": (1, inf),
     "log.every_steps": (1, inf), "log.memory_steps": (0, inf),
 }  # fmt: skip
+_RANGES |= {f"layout.{key}": limits for key, limits in layout.RANGES.items()}
+_RANGES |= {f"model.{key}": limits for key, limits in model.RANGES.items()}
 _ABOVE_ZERO = ("collective_timeout_seconds", "optimizer.eps", "optimizer.clip_grad_norm")
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
