@@ -1,0 +1,153 @@
+"""Pictures of a run as PNGs: loss, memory by category over the first steps, tokens per second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+INK, GRID = "#22272e", "#e3e6ea"
+LINE, SECOND = "#3b6fb6", "#d1603d"
+COLORS = {
+    "parameters": "#3b6fb6", "gathered": "#7fb2d9", "optimizer": "#8b5fa8", "gradients": "#e0a83c", "activations": "#4f9d69",
+    "temporary": "#a5d0a8", "communication": "#d1603d", "other": "#a9b0b8",
+}  # fmt: skip
+GIB, MIB = 2**30, 2**20
+
+
+def plot_run(
+    metrics: Sequence[Mapping[str, Any]],
+    folder: Path,
+    *,
+    memory_timeline: Sequence[Mapping[str, Any]] = (),
+    planned_peak_bytes: int | None = None,
+    reference_loss: tuple[str, float] | None = None,
+) -> list[Path]:
+    """Write `loss.png`, `tokens_per_second.png` and `memory_by_category.png` into `folder`; those there is data for.
+
+    `metrics` are rows of metrics.jsonl, `memory_timeline` is `LiveMemory.timeline()`; `reference_loss` draws a named line.
+    Raises ModuleNotFoundError without matplotlib (extra `plot`).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    if any("train/loss" in row for row in metrics):
+        written.append(plot_loss(metrics, folder / "loss.png", reference=reference_loss))
+    if any(row.get("perf/tokens_per_s") for row in metrics):
+        written.append(plot_tokens_per_second(metrics, folder / "tokens_per_second.png"))
+    if memory_timeline:
+        written.append(plot_memory(memory_timeline, folder / "memory_by_category.png", planned_peak_bytes=planned_peak_bytes))
+    return written
+
+
+def plot_run_folder(folder: Path, output: Path | None = None, *, reference_loss: tuple[str, float] | None = None) -> list[Path]:
+    """The pictures of the run in `folder`, from its metrics.jsonl and memory.json, into `output` (default: its `plots`)."""
+    memory_file = folder / "memory.json"
+    memory = json.loads(memory_file.read_text()) if memory_file.exists() else {}
+    return plot_run(
+        read_metrics(folder / "metrics.jsonl"),
+        output or folder / "plots",
+        memory_timeline=memory.get("measured_timeline", ()),
+        planned_peak_bytes=memory.get("planned_peak_bytes"),
+        reference_loss=reference_loss,
+    )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl; a last line cut short by a kill is left out."""
+    rows: list[dict[str, Any]] = []
+    lines = path.read_text().splitlines()
+    for index, line in enumerate(lines):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            if index + 1 < len(lines):
+                raise
+    return rows
+
+
+def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple[str, float] | None = None) -> Path:
+    """Training loss by step, validation losses as points, `reference` as a dashed line with its name."""
+    figure, axes = _figure("Loss", "step", "nats per token")
+    steps, losses = _series(rows, "train/loss")
+    axes.plot(steps, losses, color=LINE, linewidth=1.6, label="training")
+    for key in sorted({key for row in rows for key in row if key.startswith("val/") and key.endswith("loss")}):
+        axes.plot(*_series(rows, key), color=SECOND, marker="o", markersize=4, linewidth=1.2, label=_validation_name(key))
+    if reference is not None:
+        axes.axhline(reference[1], color=INK, linewidth=1, linestyle=(0, (4, 3)), label=f"{reference[0]}, {reference[1]:.2f}")
+    axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Tokens per second by step, and their median."""
+    from statistics import median
+
+    figure, axes = _figure("Throughput", "step", "tokens per second")
+    steps, rates = _series(rows, "perf/tokens_per_s")
+    middle = median(rates)
+    axes.plot(steps, rates, color=LINE, linewidth=1.2, alpha=0.85)
+    axes.axhline(middle, color=SECOND, linewidth=1.2, label=f"median {middle:,.0f}")
+    axes.set_ylim(0, max(rates) * 1.15)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.legend(frameon=False, loc="lower right")
+    return _save(figure, path)
+
+
+def plot_memory(timeline: Sequence[Mapping[str, Any]], path: Path, *, planned_peak_bytes: int | None = None) -> Path:
+    """Live bytes by category, stacked, operation after operation; a line where each step begins."""
+    peak = max(sum(row["bytes"].values()) for row in timeline)
+    unit, word = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
+    figure, axes = _figure("Memory of rank 0 by category", "operations, in order", word)
+    shown = [category for category in COLORS if any(row["bytes"].get(category) for row in timeline)]
+    layers = [[row["bytes"].get(category, 0) / unit for row in timeline] for category in shown]
+    axes.stackplot(range(len(timeline)), layers, labels=shown, colors=[COLORS[c] for c in shown], linewidth=0, step="post")
+    top = max(peak, planned_peak_bytes or 0) / unit * 1.12
+    for index, row in enumerate(timeline):
+        if index == 0 or row["step"] != timeline[index - 1]["step"]:
+            axes.axvline(index, color=INK, linewidth=0.6, alpha=0.5)
+            axes.text(index + len(timeline) * 0.006, top * 0.985, f"step {row['step']}", fontsize=8, color=INK, va="top")
+    if planned_peak_bytes is not None:
+        label = f"planned peak {planned_peak_bytes / unit:.1f}"
+        axes.axhline(planned_peak_bytes / unit, color=INK, linewidth=1.1, linestyle=(0, (4, 3)), label=label)
+    axes.set_xlim(0, len(timeline) - 1)
+    axes.set_ylim(0, top)
+    axes.set_xticks([])
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return _save(figure, path)
+
+
+def _validation_name(key: str) -> str:
+    """`val/loss` or `val/NAME/loss` in words."""
+    source = key.removeprefix("val/").removesuffix("loss").strip("/")
+    return f"held out, {source}" if source else "held out"
+
+
+def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the rows that have a value; of a step written twice (a resumed run) the later one."""
+    values = {int(row["step"]): float(row[key]) for row in rows if row.get(key) is not None}
+    return sorted(values), [values[step] for step in sorted(values)]
+
+
+def _figure(title: str, across: str, up: str) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)  # no pyplot: it keeps figures alive and may look for a screen
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
+    axes.set_xlabel(across, color=INK)
+    axes.set_ylabel(up, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#9aa2ab")
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> Path:
+    figure.savefig(path, facecolor="white")
+    return path
