@@ -75,3 +75,16 @@ def test_a_plan_starts_at_once() -> None:
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
         tries.append(float(out.splitlines()[-1]))
     assert min(tries) < 0.8
+
+
+def test_the_next_command_saves_a_run_that_plans_the_same(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    main([*ISSUE])
+    said = " ".join(capsys.readouterr().out.split("next  ultrascale ")[1].split())
+    assert said.endswith("--save run.toml")
+    assert main([*said.split(), "--json"]) == 0
+    saved = json.loads(capsys.readouterr().out)
+    assert main(["plan", "run.toml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == saved
+    assert main(said.split()) == 2
+    assert "run.toml is there already" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import tyro
 from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, plan_run
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.resolve import resolve
+from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import UnitError, parse_tokens
 
@@ -33,6 +33,7 @@ def plan(
     micro_batch_size: int | None = None,
     precision: Literal["fp64", "fp32", "bf16"] | None = None,
     tokens: str | None = None,
+    save: str | None = None,
     json: bool = False,
 ) -> dict[str, object]:
     """Memory and time of a run, before it runs.
@@ -56,6 +57,7 @@ def plan(
         micro_batch_size: Sequences in one forward pass of one GPU.
         precision: Dtype of the passes. Default: bf16, or fp32 on a CPU.
         tokens: Say how long training on so many takes, such as 1T.
+        save: Write the run that is explained to this TOML file, for `check` and `train`.
         json: Print one JSON object.
     """
     return dict(locals())
@@ -74,10 +76,12 @@ def command(arguments: list[str]) -> int:
     else:
         plans = [plan_run(described, cluster)]
     chosen = first_that_fits(plans) or min(plans, key=lambda candidate: candidate.memory.peak.total)
+    if parsed["save"] is not None:
+        _save(chosen.run, Path(str(parsed["save"])))
     if parsed["json"]:
         print(jsonlib.dumps(_as_json(chosen, plans), indent=2))
     else:
-        _print(chosen, plans, parsed, rest)
+        _print(chosen, plans, parsed, arguments, rest)
     return 0 if chosen.fits else 1
 
 
@@ -152,7 +156,13 @@ def _as_json(chosen: RunPlan, plans: list[RunPlan]) -> dict[str, object]:
     return answer
 
 
-def _print(chosen: RunPlan, plans: list[RunPlan], parsed: dict[str, object], rest: list[str]) -> None:
+def _save(run: Run, path: Path) -> None:
+    if path.exists():
+        raise SpecError([Problem("save", f"{path} is there already", "Name another file, or remove it.")])
+    path.write_text(to_toml(run))
+
+
+def _print(chosen: RunPlan, plans: list[RunPlan], parsed: dict[str, object], arguments: list[str], rest: list[str]) -> None:
     from rich.console import Console
 
     from ultrascale.plan.view import show_alternatives, show_plan
@@ -161,7 +171,7 @@ def _print(chosen: RunPlan, plans: list[RunPlan], parsed: dict[str, object], res
     if len(plans) > 1:
         show_alternatives(plans, console)
     show_plan(chosen, console, tokens=_tokens(parsed["tokens"]))
-    console.print(f"\n[bold]next[/bold]  {_next_command(chosen, parsed, rest)}", soft_wrap=True)
+    console.print(f"\n[bold]next[/bold]  {_next_command(chosen, parsed, arguments, rest)}", soft_wrap=True)
 
 
 def _tokens(text: object) -> int | None:
@@ -171,16 +181,17 @@ def _tokens(text: object) -> int | None:
         raise SpecError([Problem("tokens", str(error), "Write 300B or 1T.")]) from error
 
 
-def _next_command(chosen: RunPlan, parsed: dict[str, object], rest: list[str]) -> str:
+def _next_command(chosen: RunPlan, parsed: dict[str, object], arguments: list[str], rest: list[str]) -> str:
     layout = chosen.run.layout
+    words = ["ultrascale plan", *arguments]
     if not chosen.fits:
-        given = parsed["run"] or f"--model {parsed['model']} --gpus {parsed['gpus']}"
-        return f"ultrascale plan {given}   (with more GPUs, a shorter --seq-len, or --zero-stage 3 --recompute full)"
-    if parsed["run"] is not None:
-        return " ".join(
-            ["ultrascale check", str(parsed["run"]), *rest, "   then   ultrascale train", str(parsed["run"]), *rest]
-        )
-    return (
-        f"ultrascale train run.toml --model.preset {chosen.run.model.name} --layout.dp {layout.dp} "
-        f"--layout.zero-stage {layout.zero_stage} --layout.recompute {layout.recompute} --layout.precision {layout.precision}"
-    )
+        if layout.zero_stage == 3 and layout.recompute == "full":
+            return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
+        return " ".join([*words, "--layout.zero-stage 3 --layout.recompute full"])
+    run = parsed["run"] or parsed["save"]
+    if run is not None:
+        settings = rest if parsed["run"] else []
+        return " ".join(["ultrascale check", str(run), *settings, "  then  ultrascale train", str(run), *settings])
+    open_words = [] if _says(arguments, "zero-stage", "dp-shard") else ["--zero-stage", str(layout.zero_stage)]
+    open_words += [] if _says(arguments, "recompute") else ["--recompute", layout.recompute]
+    return " ".join([*words, *open_words, "--save run.toml"])

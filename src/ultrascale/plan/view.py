@@ -128,7 +128,7 @@ def _parts(plan: RunPlan) -> Table:
     table.add_column(peak.phase, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
-    share = "whole" if layout.shard_size == 1 else f"1/{layout.shard_size}, a rank's share"
+    share = "whole" if layout.shard_size == 1 else f"1/{layout.shard_size} of them"
     largest = max(peak.by_category.values())
     for category, (name, color, note) in PARTS.items():
         num_bytes = peak.by_category[category]
