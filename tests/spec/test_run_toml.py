@@ -40,7 +40,7 @@ def runs(draw):
         seed=draw(st.integers(0, 2**63 - 1)), device=draw(st.sampled_from(["auto", "cpu", "cuda"])),
         cluster=draw(st.sampled_from(["auto", "64xh100", "8xcpu"])), compile=draw(st.booleans()),
         collective_timeout_seconds=draw(positive),
-        batch=Batch(draw(st.integers(1, 512)), draw(size), tuple(RampStage(end, draw(size)) for end in ends)),
+        batch=Batch(draw(st.integers(1, model.max_position_embeddings)), draw(size), tuple(RampStage(end, draw(size)) for end in ends)),
         data=Data(draw(sources), (Source("held-out"),), draw(st.booleans()), draw(st.none() | text)),
         optimizer=Optimizer(
             draw(positive), schedule, draw(st.integers(0, steps // 3)),

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.spec.families import FAMILIES
-from ultrascale.spec.huggingface import from_hf
 from ultrascale.spec.layers import Entry, Layer, read_files, read_flags, read_text
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model, RopeScaling
@@ -143,7 +142,7 @@ def _whole_model(key: str, entry: Entry, problems: list[Problem]) -> dict[str, E
     if value is BAD:
         return unknown
     try:
-        model = preset(value) if key == "model.preset" else from_hf(value)
+        model = preset(value) if key == "model.preset" else _from_folder(value)
     except SpecError as error:
         problems += [replace(p, where=p.where or entry.origin) for p in error.problems]
         return unknown
@@ -152,6 +151,12 @@ def _whole_model(key: str, entry: Entry, problems: list[Problem]) -> dict[str, E
     scaling = fields.pop("rope_scaling") or {}
     found = {f"model.{name}": Entry(field, origin) for name, field in fields.items()}
     return found | {f"model.rope_scaling.{name}": Entry(field, origin) for name, field in scaling.items()}
+
+
+def _from_folder(path: str) -> Model:
+    from ultrascale.spec.huggingface import from_hf  # here, because most runs start from a preset
+
+    return from_hf(path)
 
 
 def _complete(entries: dict[str, Entry]) -> dict[str, Entry]:

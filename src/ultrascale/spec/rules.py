@@ -9,7 +9,6 @@ from math import inf
 from typing import Any
 
 from ultrascale.spec import layout, model
-from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.families import export_problems
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
@@ -164,6 +163,8 @@ def _sinks(run: Run) -> Iterator[Problem]:
 def _cluster(run: Run) -> Iterator[Problem]:
     if run.cluster == "auto":
         return
+    from ultrascale.spec.cluster import parse_cluster  # here, so that a worker starts without the catalogue
+
     try:
         cluster = parse_cluster(run.cluster)
     except SpecError as error:
