@@ -16,7 +16,9 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 
 
-def build_decoder(model: Model, layout: Layout, *, device: torch.device, seed: int, compile_blocks: bool = False) -> Decoder:
+def build_decoder(
+    model: Model, layout: Layout, *, device: torch.device, seed: int, compile_blocks: bool = False, draw_on_device: bool = False
+) -> Decoder:
     """The decoder of this rank: cut as `layout` says, on `device`, with the initial weights of `seed`.
 
     Weights are the same bits for every layout. A process group must be up if `parallel.mesh.needs_sharding`.
@@ -35,5 +37,5 @@ def build_decoder(model: Model, layout: Layout, *, device: torch.device, seed: i
         apply_data_parallel(decoder, layout, build_mesh(layout, device))
     # 5. Memory, then values.
     decoder.to_empty(device=device)
-    initialise(decoder, model, seed)
+    initialise(decoder, model, seed, draw_on_device=draw_on_device)
     return decoder

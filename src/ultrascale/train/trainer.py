@@ -92,6 +92,8 @@ class Trainer:
     run: Run
     ranks: Ranks
     loader: ReadsSequences
+    draw_on_device: bool = False
+    """Draw initial weights where they live: faster, and other numbers than the CPU's, which are the same everywhere."""
     decoder: Decoder = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
     noise_scale: NoiseScale | None = field(init=False, default=None)

@@ -1,0 +1,125 @@
+"""The CPU's claims again on one CUDA device, at small sizes: python -m pytest -m gpu."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ultrascale.check.documents import RandomDocuments
+from ultrascale.check.reference import Reference
+from ultrascale.kernels.attention import attention, attention_mask
+from ultrascale.kernels.cross_entropy import linear_cross_entropy
+from ultrascale.parallel.mesh import process_group
+from ultrascale.plan.memory import plan_memory
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.run import Batch, Data, Log, Run
+from ultrascale.train.trainer import StepResult, Trainer
+
+pytestmark = pytest.mark.gpu
+
+LLAMA = Model(
+    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+)  # fmt: skip
+
+
+def run_with(precision: str = "fp32", **changes) -> Run:
+    layout = Layout(
+        micro_batch_size=2, precision=precision, **{k: v for k, v in changes.items() if k in Layout.__dataclass_fields__}
+    )
+    others = {k: v for k, v in changes.items() if k not in Layout.__dataclass_fields__}
+    return Run(LLAMA, device="cuda", layout=layout, batch=Batch(128, 4), log=Log(memory_steps=0), **others)
+
+
+def loader_of(run: Run) -> RandomDocuments:
+    return RandomDocuments(
+        sequence_length=run.batch.sequence_length, vocab_size=run.model.vocab_size, seed=1, document_mask=run.data.document_mask
+    )
+
+
+def train(run: Run, steps: int = 3) -> list[StepResult]:
+    with process_group(run.layout, device=run.device) as ranks:
+        trainer = Trainer(run, ranks, loader_of(run))
+        return [trainer.train_step() for _ in range(steps)]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "every-k"])
+@pytest.mark.parametrize("documents", [True, False])
+def test_fp64_training_on_cuda_equals_the_reference(documents, recompute):
+    run = run_with("fp64", recompute=recompute, data=Data(document_mask=documents))
+    found = train(run)
+    reference = Reference(run, loader_of(run))
+    for result in found:
+        expected = reference.train_step()
+        assert result.gradients.loss == pytest.approx(expected.loss, rel=1e-11)
+        assert result.gradients.norm == pytest.approx(expected.norm, rel=1e-11)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_bf16_training_stays_near_the_reference(zero_stage, compiled):
+    run = run_with("bf16", zero_stage=zero_stage, compile=compiled)
+    found = train(run)
+    reference = Reference(replace(run, layout=replace(run.layout, precision="fp64")), loader_of(run))
+    for result in found:
+        expected = reference.train_step()
+        assert result.gradients.loss == pytest.approx(expected.loss, rel=5e-3)
+        assert result.gradients.norm == pytest.approx(expected.norm, rel=5e-2)
+
+
+def test_training_twice_gives_the_same_bits():
+    run = run_with("bf16", data=Data(document_mask=False))
+    first, second = train(run), train(run)
+    assert [r.gradients.loss for r in first] == [r.gradients.loss for r in second]
+    assert [r.gradients.norm for r in first] == [r.gradients.norm for r in second]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_loss_equals_cross_entropy_over_whole_logits(dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(300, 64, device="cuda", generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(1000, 64, device="cuda", generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, 1000, (300,), device="cuda", generator=generator)
+    targets[::7] = -100
+    linear_cross_entropy(hidden, weight, targets).backward()
+    wide_hidden, wide_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    loss = torch.nn.functional.cross_entropy(wide_hidden @ wide_weight.t(), targets, reduction="sum")
+    loss.backward()
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for found, expected in ((hidden.grad, wide_hidden.grad), (weight.grad, wide_weight.grad)):
+        assert found is not None and expected is not None
+        assert float((found.double() - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_masked_attention_equals_plain_mathematics(window):
+    generator = torch.Generator("cuda").manual_seed(0)
+    query = torch.randn(2, 64, 4, 32, device="cuda", generator=generator)
+    key, value = (torch.randn(2, 64, 2, 32, device="cuda", generator=generator) for _ in range(2))
+    documents = (torch.arange(64, device="cuda") // 20).expand(2, 64)
+    mask = attention_mask(64, 64, document_ids=documents, window=window, dtype=torch.float32, device=torch.device("cuda"))
+    found = attention(query, key, value, mask)
+    near = torch.arange(64, device="cuda")[:, None] - torch.arange(64, device="cuda")
+    seen = (near >= 0) & (near < (window or 64)) & (documents[0][:, None] == documents[0])
+    scores = torch.einsum("bshe,bthe->bhst", query, key.repeat_interleave(2, dim=2)) / 32**0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    expected = torch.einsum("bhst,bthe->bshe", weights, value.repeat_interleave(2, dim=2))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("precision", "recompute"), [("fp32", "none"), ("bf16", "none"), ("bf16", "full")])
+def test_planned_memory_is_near_the_allocators_peak(precision, recompute):
+    model = replace(LLAMA, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, head_dim=128, num_attention_heads=8)
+    run = replace(
+        run_with(precision, recompute=recompute, data=Data(document_mask=False)), model=replace(model, vocab_size=8192)
+    )
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    train(run)
+    measured = torch.cuda.max_memory_allocated() - before
+    planned = plan_memory(run.model, run.layout, sequence_length=128, sequences_per_batch=4, device="cuda").peak.total
+    assert planned == pytest.approx(measured, rel=0.05)
