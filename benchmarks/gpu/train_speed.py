@@ -3,8 +3,8 @@
     python benchmarks/gpu/train_speed.py --output benchmarks/gpu/results/NAME.json [--only 1b] [--steps 8]
 
 Each case runs in a process of its own, through the trainer itself, on random tokens. The ceiling is a large matrix product,
-timed in the same call. MFU is given over the catalogue's peak, causal and full convention; sizes that do not fit are cut in depth,
-which their name says. On a machine without CUDA the same script runs at toy sizes, so that it is never broken when needed.
+timed in the same call. MFU is given over the catalogue's peak, causal and full convention; sizes that do not fit are cut in
+depth, which their name says. Where there is no CUDA the script runs at toy sizes, so that it is never broken when needed.
 """
 
 from __future__ import annotations
