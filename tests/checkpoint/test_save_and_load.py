@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,7 +173,7 @@ def test_ranks_that_disagree_about_a_shape_are_told_so(tmp_path):
 
 
 def save_in_halves(rank: int, root: Path) -> list[float]:
-    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    groups: list[Any] = [dist.new_group([0, 2]), dist.new_group([1])]
     half = rank % 2
     tensors = {"w": torch.full((2,), float(half))}
     folder = checkpoint.save(root / str(half), 1, tensors, {}, process_group=groups[half])
@@ -181,3 +184,24 @@ def save_in_halves(rank: int, root: Path) -> list[float]:
 
 def test_a_group_of_some_ranks_saves_and_loads_alone(tmp_path):
     assert run_ranks(3, save_in_halves, tmp_path) == [[0, 0], [1, 1], [0, 0]]
+
+
+def save_and_load_without_pickle(rank: int, root: Path) -> float:
+    def refuse(*_, **__):
+        raise AssertionError("pickled")
+
+    for name in ("dumps", "loads", "dump", "load"):
+        setattr(pickle, name, refuse)
+    for name in ("_pickler", "_unpickler"):
+        setattr(dist.distributed_c10d, name, refuse)
+    folder = checkpoint.save(root, 1, {"w": torch.full((3,), 5.0)}, METADATA)
+    dist.barrier()
+    targets = {"w": torch.zeros(3)}
+    assert checkpoint.newest_valid(root) == folder
+    assert checkpoint.load(folder, targets) == METADATA
+    os._exit(int(targets["w"].sum().item()))
+
+
+def test_nothing_is_pickled_neither_to_disk_nor_between_ranks(tmp_path):
+    outcomes = run_ranks(2, save_and_load_without_pickle, tmp_path, failures="return")
+    assert [outcome.exitcode for outcome in outcomes] == [15, 15], outcomes
