@@ -10,8 +10,8 @@ from ultrascale.measure.compare import compare_memory
 from ultrascale.plan.memory import plan_memory
 from ultrascale.spec.layout import Layout
 
-LIMIT_PERCENT = 1.5
-"""Alone the plan is within 0.02 percent; on several ranks gloo's threads let go of buffers when they come to it."""
+LIMIT_PERCENT = 0.5
+"""Seen: 0.01. On several ranks gloo's threads let go of buffers when they come to it, so some room is left."""
 
 
 def difference_percent(model, layout: Layout, length: int, num_micro_batches: int, documents: bool = False) -> float:
@@ -36,17 +36,15 @@ def test_the_planned_peak_of_one_process_is_the_measured_one(precision, recomput
     assert abs(difference_percent(DEMO, layout, 128, 2)) < 0.05
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("zero_stage", "recompute"), [(0, "none"), (1, "every-k"), (2, "full"), (3, "selective")])
 def test_the_planned_peak_of_two_ranks_is_the_measured_one(zero_stage, recompute) -> None:
     precision = "bf16" if zero_stage % 2 else "fp32"
     layout = Layout(dp=2, zero_stage=zero_stage, micro_batch_size=2, precision=precision, recompute=recompute)
     assert abs(difference_percent(DEMO, layout, 128, 2)) < LIMIT_PERCENT
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_the_planned_peak_of_hybrid_sharding_is_the_measured_one(zero_stage) -> None:
-    layout = Layout(dp=4, dp_shard=2, zero_stage=zero_stage, layers_per_bucket=2, micro_batch_size=1, recompute="selective")
+def test_the_planned_peak_of_hybrid_sharding_is_the_measured_one() -> None:
+    layout = Layout(dp=4, dp_shard=2, zero_stage=3, layers_per_bucket=2, micro_batch_size=1, recompute="selective")
     assert abs(difference_percent(DEMO, layout, 128, 1)) < LIMIT_PERCENT
 
 
