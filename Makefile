@@ -33,7 +33,7 @@ lint: .venv/linters
 	$(python) -m pyright
 
 docs-check: $(installed)
-	$(python) .ci/run_commands.py README.md docs/*.md
+	$(python) .ci/run_commands.py README.md docs/getting-started.md docs/*.md
 
 bench: $(installed)
 	$(python) benchmarks/cpu/train_speed.py
@@ -41,14 +41,15 @@ bench: $(installed)
 install: $(installed)
 
 # Works without python3-venv: the system's pip installs into the new environment. `half-made` outlives an interruption, and the
-# next run then starts afresh; an environment that somebody else made is kept and added to.
+# next run then starts afresh; an environment that somebody else made is kept and added to. It gets a pip of its own, so that `make`
+# also works while it is activated.
 $(installed): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("ultrascale needs Python 3.11 or later; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12" % v)'
 	@$(PYTHON) -m pip --version >/dev/null 2>&1 || { echo "$(PYTHON) has no pip. On Debian and Ubuntu: apt install python3-pip" >&2; exit 1; }
 	@echo "Installing into .venv (once; some minutes, most of it torch)."
 	@if [ -e .venv/half-made ] || [ ! -x $(python) ]; then $(PYTHON) -m venv --without-pip --clear .venv; fi
 	@rm -f .venv/installed* && touch .venv/half-made
-	@$(pip) install $(PIP_FLAGS) --editable '.[test]' $(if $(TORCH),'torch==$(TORCH)')
+	@$(pip) install $(PIP_FLAGS) pip --editable '.[test]' $(if $(TORCH),'torch==$(TORCH)')
 	@touch .venv/half-made && mv .venv/half-made $@
 
 .venv/linters: $(installed)

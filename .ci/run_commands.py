@@ -42,7 +42,7 @@ def main() -> None:
     binaries = Path(".venv/bin").resolve()
     environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
     count = 0
-    for file in options.files:
+    for file in dict.fromkeys(options.files):
         for line, block in bash_blocks(file.read_text()):
             commands = "".join(row for row in block.splitlines(keepends=True) if row.strip() not in options.skip)
             if commands.strip():

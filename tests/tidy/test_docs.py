@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from dataclasses import fields
 from importlib import import_module
 
 import pytest
 from tidy.sources import MODULES, PACKAGE, PAGES, ROOT, short
 
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer
+
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 CODE = re.compile(r"`([^`\n]+)`")
 PACKAGES = sorted({path.parent.name for path in MODULES if path.parent != PACKAGE})
+SECTIONS = {"model": Model, "layout": Layout, "batch": Batch, "data": Data, "optimizer": Optimizer, "checkpoint": Checkpoint,
+            "evaluation": Evaluation, "log": Log}  # fmt: skip
+SETTINGS = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in fields(kind)}
+SETTING = re.compile(rf"(?:--)?((?:{'|'.join(SECTIONS)})\.[\w-]+)(?: = .*| [\w-]+)?$")
+WRITTEN_ONLY = {"model.preset", "model.path", "batch.tokens_per_batch", "log.txt"}
+"""Keys that are resolved into others, and a file."""
 DOTTED = re.compile(rf"(?:ultrascale\.)?((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?:\(.*\))?$")
 FILE = re.compile(r"(?:src|tests|docs|benchmarks|runs)/[\w./-]+\.\w+$")
 
@@ -37,8 +51,17 @@ def test_every_link_leads_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=short)
+def test_every_setting_named_in_a_page_exists(page):
+    found = (SETTING.match(text) for text in CODE.findall(page.read_text()))
+    keys = {match.group(1).replace("-", "_") for match in found if match and not DOTTED.match(match.group(0))}
+    assert keys - SETTINGS - WRITTEN_ONLY == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=short)
 def test_every_name_of_the_package_in_a_page_exists(page):
-    names = [found.group(1) for text in CODE.findall(page.read_text()) if (found := DOTTED.match(text))]
+    names = [
+        found.group(1) for text in CODE.findall(page.read_text()) if (found := DOTTED.match(text)) and text not in SETTINGS
+    ]
     assert [missing for name in names if (missing := missing_name(name))] == []
 
 
@@ -56,3 +79,14 @@ def test_every_chapter_is_linked_from_the_readme_or_another_chapter():
 def test_every_package_is_in_the_architecture_page():
     text = (ROOT / "docs" / "architecture.md").read_text()
     assert [package for package in PACKAGES if f"| `{package}` |" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=short)
+def test_what_a_page_says_a_command_prints_is_what_it_prints(page):
+    for command, shown in re.findall(r"<!-- prints: ultrascale (.*?) -->\n```text\n(.*?)```", page.read_text(), re.DOTALL):
+        environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(
+            [sys.executable, "-m", "ultrascale", *command.split()], capture_output=True, text=True, env=environment
+        )
+        printed = [line.rstrip() for line in done.stdout.rstrip().splitlines()]
+        assert shown.rstrip().splitlines() == printed, f"paste into {short(page)}:\n" + "\n".join(printed)
