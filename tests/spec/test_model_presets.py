@@ -17,6 +17,19 @@ def test_a_preset_has_the_published_number_of_parameters(name):
     assert num_parameters(preset(name)) == PUBLISHED[name]
 
 
+@pytest.mark.parametrize(
+    ("name", "norm_eps", "rope_theta", "positions"),
+    [
+        ("llama-3-8b", 1e-5, 5e5, 8192), ("qwen2.5-14b", 1e-5, 1e6, 131072), ("qwen2.5-7b", 1e-6, 1e6, 131072),
+        ("qwen3-8b", 1e-6, 1e6, 40960), ("smollm2-1.7b", 1e-5, 1.3e5, 8192), ("smollm3-3b", 1e-6, 5e6, 65536),
+        ("mistral-7b-v0.3", 1e-5, 1e6, 32768),
+    ],
+)  # fmt: skip
+def test_what_no_count_can_see_is_as_published(name, norm_eps, rope_theta, positions):
+    model = preset(name)
+    assert (model.norm_eps, model.rope_theta, model.max_position_embeddings) == (norm_eps, rope_theta, positions)
+
+
 @pytest.mark.parametrize("name", [n for n, m in PRESETS.items() if m.model_type == "gpt2"])
 def test_gpt2_shapes_follow_the_seed_formula_plus_positions(name):
     model = PRESETS[name]

@@ -31,7 +31,7 @@ def runs(draw):
     layout, model = draw(layouts()), PRESETS[draw(st.sampled_from(list(PRESETS)))]
     size = st.integers(1, 5).map(lambda n: n * layout.dp * layout.micro_batch_size)
     ends = draw(st.lists(st.integers(1, 10**13), max_size=3, unique=True).map(sorted))
-    steps = draw(st.integers(3, 10**6))
+    steps, length = draw(st.integers(3, 10**6)), draw(st.integers(1, model.max_position_embeddings))
     schedule = draw(st.sampled_from(["cosine", "linear", "wsd", "constant"]))
     every = draw(st.sampled_from([None, 1, 100]))
     return Run(
@@ -40,7 +40,7 @@ def runs(draw):
         seed=draw(st.integers(0, 2**63 - 1)), device=draw(st.sampled_from(["auto", "cpu", "cuda"])),
         cluster=draw(st.sampled_from(["auto", "64xh100", "8xcpu"])), compile=draw(st.booleans()),
         collective_timeout_seconds=draw(positive),
-        batch=Batch(draw(st.integers(1, model.max_position_embeddings)), draw(size), tuple(RampStage(end, draw(size)) for end in ends)),
+        batch=Batch(length, draw(size), tuple(RampStage(end, draw(size)) for end in ends)),
         data=Data(draw(sources), (Source("held-out"),), draw(st.booleans()), draw(st.none() | text)),
         optimizer=Optimizer(
             draw(positive), schedule, draw(st.integers(0, steps // 3)),
