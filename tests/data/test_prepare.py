@@ -163,12 +163,12 @@ if __name__ == "__main__":
 def test_a_killed_run_leaves_no_process_and_goes_on_to_the_undisturbed_result(tmp_path, tokenizer):
     folder = tmp_path / "source"
     folder.mkdir()
-    (folder / "x.jsonl").write_text("".join(json.dumps({"text": text * 20}) + "\n" for text in lines(2000)))
+    (folder / "x.jsonl").write_text("".join(json.dumps({"text": text * 20}) + "\n" for text in lines(1000)))
     wanted = recipe(tokenizer, shard_bytes=20_000, validation_fraction=0.2)
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     out = tmp_path / "out"
-    for shards in (3, 20, 45):
+    for shards in (2, 8, 20):
         run = subprocess.Popen([sys.executable, str(script), str(folder), str(out), str(tokenizer)], start_new_session=True)
         deadline = time.monotonic() + 60
         while len(list(out.glob("shard-*.json"))) < shards and run.poll() is None and time.monotonic() < deadline:

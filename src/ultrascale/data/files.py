@@ -26,33 +26,38 @@ def writing(path: Path) -> Iterator[None]:
         raise DataError(str(error.filename or path), f"cannot be written: {error.strerror or error}", remedy) from error
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replaces `path` with `content` in one step. Raises DataError if the disk is full or the folder is read-only."""
+def write_whole(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Replaces `path` with `content` in one step; `durable`: and waits until it would survive a loss of power.
+
+    Raises DataError if the disk is full or the folder is read-only.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     with writing(path):
         try:
             with open(partial, "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
-            publish(partial, path)
+                if durable:
+                    os.fsync(file.fileno())
+            os.replace(partial, path)
+            if durable:
+                make_names_durable(path.parent)
         finally:
             partial.unlink(missing_ok=True)
 
 
-def publish(partial: Path, path: Path) -> None:
-    """Renames a finished, fsynced file and makes the new name durable."""
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+def make_names_durable(folder: Path) -> None:
+    """Waits until renames in a folder would survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Writes JSON with sorted keys, whole or not at all."""
-    write_whole(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode())
+    write_whole(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode(), durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ultrascale.data.errors import DataError
-from ultrascale.data.files import PARTIAL, publish, writing
+from ultrascale.data.files import PARTIAL, writing
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -258,7 +258,7 @@ class ShardWriter:
         self._lengths.extend(lengths)
 
     def finish(self) -> Written:
-        """Makes both files durable, then gives them their names."""
+        """Makes the contents of both files durable, then gives them their names."""
         assert self._length == 0, "a document was not ended"
         lengths = np.frombuffer(self._lengths, "i4") if self._lengths else np.empty(0, "i4")
         tokens = int(lengths.sum(dtype=np.int64))
@@ -269,7 +269,7 @@ class ShardWriter:
             _make_durable(index)
         with writing(self.bin_path):
             for path in (self.bin_path, self.idx_path):
-                publish(self._partial(path), path)
+                os.replace(self._partial(path), path)
         return Written(len(lengths), tokens, self._digest.hexdigest(), idx_digest)
 
     def discard(self) -> None:

@@ -1,7 +1,7 @@
 """Which files are read, and how they are cut into shards: decided before anything is read, from names and sizes alone.
 
 A shard is the unit of work and of restart: one process makes it from a list of parts, streaming. A part is a whole file, or a
-range of bytes of a JSONL file, or a range of row groups of a Parquet file. Shards get clamp(total / 256, 1 MiB, 256 MiB) of
+range of bytes of a JSONL file, or a range of row groups of a Parquet file. Shards get clamp(total / 256, 2 MiB, 256 MiB) of
 input, so that there are enough to share and not too many to keep; the number of processes has no say.
 """
 
@@ -20,7 +20,7 @@ from ultrascale.data.errors import DataError
 
 Kind = Literal["text", "jsonl", "parquet"]
 Compression = Literal["", "gz", "zst"]
-SMALLEST_SHARD, LARGEST_SHARD, USUAL_NUM_SHARDS = 1 << 20, 256 << 20, 256
+SMALLEST_SHARD, LARGEST_SHARD, USUAL_NUM_SHARDS = 2 << 20, 256 << 20, 256
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@
     3  make the shards in parallel                       (each: .bin, .idx, then its record; kept if its checksums are right)
     4  write manifest.json, remove records and unfinished.json
 
-Every file is written under a temporary name, fsynced and renamed, so whatever has its final name is whole.
+Every file is written under a temporary name, fsynced and renamed, so whatever has its final name is whole; names are made
+durable before the manifest says that all is there. What an earlier run left is believed only if its checksums are right.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from ultrascale.data.documents import Document, PartReader
 from ultrascale.data.errors import DataError
-from ultrascale.data.files import PARTIAL, read_json, write_json, write_whole, writing
+from ultrascale.data.files import PARTIAL, make_names_durable, read_json, write_json, write_whole, writing
 from ultrascale.data.indexed import best_dtype
 from ultrascale.data.inputs import InputFile, Part, cut_shards, find_files
 from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
@@ -270,6 +271,8 @@ def _conclude(
     for folder, manifest in zip(folders[::-1], manifests[::-1], strict=True):
         if folder != folders[0]:
             write_whole(folder / TOKENIZER, (folders[0] / TOKENIZER).read_bytes())
+        with writing(folder):
+            make_names_durable(folder)
         save_manifest(manifest, folder)
         _remove(record_path(folder, shard.name) for shard in manifest.shards)
     _remove([folders[0] / UNFINISHED])

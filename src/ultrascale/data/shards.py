@@ -75,7 +75,8 @@ def make_shard(task: ShardTask, report: Report) -> tuple[ShardRecord, ...]:
         _expect_unchanged(task.parts)
         records = tuple(_record(task, place, writer, tally) for place, writer in enumerate(writers))
     for folder, record in zip(task.folders, records, strict=True):
-        write_json(record_path(folder, task.name), asdict(record))
+        # A loss of power may undo names or this record; a restart checks the sums and makes the shard again.
+        write_json(record_path(folder, task.name), asdict(record), durable=False)
     return records
 
 

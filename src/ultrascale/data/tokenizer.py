@@ -12,10 +12,11 @@ thousands of characters without any place to cut) is counted.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from ultrascale.data.errors import DataError
 from ultrascale.data.manifest import TokenizerFacts
@@ -104,25 +105,34 @@ class LongEncoder:
                 buffer, ended = (buffer, True) if piece is None else (buffer + piece, False)
             final = ended and len(buffer) <= kept_from + WINDOW + CONTEXT
             edge = len(buffer) if final else kept_from + WINDOW
-            tokens = self._tokens(buffer[: edge + CONTEXT])
-            if expected is not None and (not expected or _between(tokens, kept_from) != expected):
+            window = self._tokenizer.encode(buffer[: edge + CONTEXT], add_special_tokens=False)
+            if expected is not None and (not expected or _around(window, kept_from) != expected):
                 self.inexact_cuts += 1
                 buffer, kept_from, expected = buffer[done:], 0, None
                 continue
-            kept = [token for token in tokens if token[1] >= kept_from and (final or token[1] < edge)]
-            yield [token[0] for token in kept]
+            first, last = _index(window, kept_from), len(window) if final else _index(window, edge)
+            yield window.ids[first:last]
             if final:
                 return
             cut = edge - CONTEXT
-            done = (kept[-1][2] if kept else edge) - cut
-            expected = [(token, start - cut, end - cut) for token, start, end in _between(tokens, edge)]
+            done = (_span(window, last - 1)[1] if last > first else edge) - cut
+            expected = [(token, start - cut, end - cut) for token, start, end in _around(window, edge)]
             buffer, kept_from = buffer[cut:], CONTEXT
 
-    def _tokens(self, text: str) -> list[Token]:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return [(token, start, end) for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
+
+def _index(window: Encoding, character: int) -> int:
+    """The first token that begins at a character or after it. Asks for few offsets: a list of all of them takes long."""
+    return bisect_left(range(len(window)), character, key=lambda index: _span(window, index)[0])
 
 
-def _between(tokens: list[Token], edge: int) -> list[Token]:
+def _around(window: Encoding, edge: int) -> list[Token]:
     """The tokens that begin around an edge."""
-    return [token for token in tokens if edge - _AGREE <= token[1] < edge + _AGREE]
+    ids, indices = window.ids, range(_index(window, edge - _AGREE), _index(window, edge + _AGREE))
+    return [(ids[index], *_span(window, index)) for index in indices]
+
+
+def _span(window: Encoding, index: int) -> tuple[int, int]:
+    """The characters a token begins and ends at."""
+    span = window.token_to_chars(index)
+    assert span is not None, "every token comes from the text"
+    return span[0], span[1]

@@ -1,0 +1,97 @@
+"""`ultrascale data` on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from ultrascale.cli.data import command
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 5)
+    return folder
+
+
+def arguments(text, *more):
+    return ["prepare", str(text), "--output", str(text.parent / "out"), "--train-tokenizer", "300", "--workers", "1", *more]
+
+
+def test_prepare_and_inspect_print_what_was_made(text, capsys):
+    assert command(arguments(text, "--glob", "*.py", "--validation-fraction", "0.2")) == 0
+    assert "in 2" in capsys.readouterr().out  # 24 documents or so of 30
+    assert command(["inspect", str(text.parent / "out"), "--sequence", "1", "--sequence-length", "50", "--verify"]) == 0
+    shown = capsys.readouterr().out
+    assert "return x" in shown and "verified" in shown and "a document begins" in shown
+
+
+def test_json_output_is_json_with_the_counts(text, capsys):
+    assert command(arguments(text, "--json")) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert command(["inspect", str(text.parent / "out"), "--document", "3", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert made["documents"] == shown["documents"] == 30
+    assert shown["document"]["text"].startswith("def f11(x)")  # fourth in order of name: 0, 1, 10, 11
+
+
+def test_skipped_documents_are_printed_with_the_first_of_each_reason(text, capsys):
+    (text / "bad.py").write_bytes(b"\xff")
+    assert command(arguments(text, "--on-bad", "skip")) == 0
+    assert f"skipped 1 invalid_utf8, first {text / 'bad.py'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "expected"),
+    [
+        (["--glob", "*.none"], 1, "holds no file that matches"),
+        (["--tokenizer", "tokenizer.json"], 2, "exactly one is needed"),
+        (["--validation", "held"], 2, "has nothing to hold without --validation-fraction"),
+        (["--workers", "0"], 2, "must be at least 1, is 0"),
+    ],
+)
+def test_mistakes_end_with_their_exit_code_and_a_remedy(text, capsys, more, code, expected):
+    assert command(arguments(text, *more)) == code
+    assert expected in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_bad_usage(text):
+    with pytest.raises(SystemExit) as ended:
+        command(arguments(text, "--workerz", "1"))
+    assert ended.value.code == 2
+
+
+def test_no_verb_and_an_unknown_verb_are_bad_usage(capsys):
+    assert [command([]), command(["preparing"]), command(["--help"])] == [2, 2, 0]
+    assert "'preparing' is not one of prepare, inspect" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_a_progress_bar(text):
+    code = "import sys; from ultrascale.cli.data import command; sys.exit(command(sys.argv[1:]))"
+    ours, theirs = pty.openpty()
+    run = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments(text)],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += (piece := os.read(ours, 65536))
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+    os.close(ours)
+    assert run.wait() == 0
+    assert b"tokenizing" in shown and b"tokens" in shown
