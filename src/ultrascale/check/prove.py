@@ -77,9 +77,10 @@ def made_small(model: Model) -> Model:
     groups = 2 if model.num_key_value_heads > 1 else 1
     heads = groups * min(3, model.num_attention_heads // model.num_key_value_heads)
     window = None if model.sliding_window is None else min(model.sliding_window, 24)
+    bare = None if model.no_rope_layer_interval is None else min(model.no_rope_layer_interval, 2)
     return replace(
         model, vocab_size=211, hidden_size=8 * heads, intermediate_size=44, num_hidden_layers=3,
-        num_attention_heads=heads, num_key_value_heads=groups, head_dim=8, sliding_window=window,
+        num_attention_heads=heads, num_key_value_heads=groups, head_dim=8, sliding_window=window, no_rope_layer_interval=bare,
         max_window_layers=min(1, model.max_window_layers), max_position_embeddings=min(128, model.max_position_embeddings),
     )  # fmt: skip
 

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve
 
 
 def check(
-    run: Annotated[str, tyro.conf.Positional],
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
     /,
     processes: int | None = None,
     every_stage: bool = False,
@@ -44,6 +45,8 @@ def command(arguments: list[str]) -> int:
     parsed, rest = tyro.cli(check, prog="ultrascale check", args=arguments, return_unknown_args=True)
     path, processes, every_stage, plant, steps, as_json = parsed
     run = resolve(path, rest if processes is None else [*rest, "--layout.dp", str(processes)]).run
+    if steps < 1:
+        raise SpecError([Problem("--steps", f"must be at least 1, is {steps}", "3 is enough to see moments at work.")])
     from ultrascale.check.faults import FAULTS, expect_fault
     from ultrascale.check.prove import cases, prove_all
 

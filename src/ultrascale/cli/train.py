@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import json as json_module
 import os
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
+from ultrascale.train.metrics import expect_trackers
+from ultrascale.train.run_folder import RunFolder
 
 
 def train(
-    run: Annotated[str, tyro.conf.Positional],
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
     /,
     processes: int | None = None,
     max_restarts: int = 3,
@@ -40,56 +43,60 @@ def train(
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb; 0 when the run is complete or was stopped in order, 1 when it failed."""
+    """Run the verb; 0 when the run is complete or was stopped in order, 1 when it failed, 2 when it is described wrongly."""
     parsed, rest = tyro.cli(train, prog="ultrascale train", args=arguments, return_unknown_args=True)
     path, processes, max_restarts, allow_changes, as_json = parsed
-    overrides = rest if processes is None else [*rest, "--layout.dp", str(processes)]
+    if max_restarts < 0:
+        raise SpecError([Problem("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")])
+    overrides = [*_own_place(path, rest), *rest]
+    if processes is not None:
+        overrides += ["--layout.dp", str(processes)]
     resolved = resolve(path, overrides, require_data=True).run
+    expect_trackers(resolved)
     if "WORLD_SIZE" in os.environ or resolved.layout.dp == 1:
-        finished = _train_here(resolved, allow_changes)
+        from ultrascale.train.worker import train_or_explain
+
+        code = train_or_explain(resolved, allow_changes=allow_changes)
     else:
-        finished = _launch(resolved, max_restarts, allow_changes)
+        code = _launch(resolved, max_restarts, allow_changes)
     if as_json and int(os.environ.get("RANK", "0")) == 0:
-        print(json.dumps(_summary(resolved, finished)))
-    return 0 if finished else 1
+        print(json_module.dumps(_summary(resolved, code)))
+    return code
 
 
-def _train_here(run: Run, allow_changes: bool) -> bool:
-    from ultrascale.train.worker import train_or_explain
+def _own_place(path: str, rest: list[str]) -> list[str]:
+    """Flags that keep a run in the folder it is named by, also if that was moved or renamed since."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return []
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
+    given = {word.partition("=")[0] for word in rest}
+    own = (("--folder", str(folder.parent)), ("--name", folder.name))
+    return [word for flag, value in own if flag not in given for word in (flag, value)]
 
-    return train_or_explain(run, allow_changes=allow_changes) is not None
 
-
-def _launch(run: Run, max_restarts: int, allow_changes: bool) -> bool:
+def _launch(run: Run, max_restarts: int, allow_changes: bool) -> int:
     from ultrascale.cli.main import say
     from ultrascale.launch.local import launch_local
-    from ultrascale.train.run_folder import RunFolder
-    from ultrascale.train.worker import FAILURE
 
     folder = RunFolder.of(run)
-    failure = folder.path / FAILURE
-    failure.unlink(missing_ok=True)
     folder.write_text("requested.toml", to_toml(run))
-
-    def progress() -> str | None:
-        if failure.exists():
-            return None
-        return max((path.name for path in folder.checkpoints.glob("step-*")), default="none")
-
     ending = launch_local(
         folder.path / "requested.toml",
         run.layout.dp,
         worker_arguments=("--allow-changes",) if allow_changes else (),
         max_restarts=max_restarts,
         say=say,
-        progress=progress,
+        progress=lambda: max((path.name for path in folder.checkpoints.glob("step-*")), default="none"),
     )
-    if ending.reason and not ending.stopped and not failure.exists():
+    if not ending.reason or ending.stopped:
+        return 0
+    if not ending.explained:
         say(f"{ending.reason}. What is saved is in {folder.checkpoints}.")
-    return not ending.reason or ending.stopped
+    return ending.exit_code
 
 
-def _summary(run: Run, finished: bool) -> dict[str, object]:
-    folder = Path(run.folder) / run.name
-    rows = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
-    return {"finished": finished, "folder": str(folder), "last": json.loads(rows[-1]) if rows else None}
+def _summary(run: Run, code: int) -> dict[str, object]:
+    folder = RunFolder.of(run)
+    rows = folder.metrics.read_text().splitlines() if folder.metrics.exists() else []
+    return {"finished": code == 0, "folder": str(folder.path), "last": json_module.loads(rows[-1]) if rows else None}

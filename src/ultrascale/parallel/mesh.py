@@ -14,8 +14,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous as meet
 
 from ultrascale.spec.layout import Layout
@@ -85,7 +85,7 @@ def process_group(
 
     Raises SpecError if the number of processes is not the layout's.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = _world_size(rendezvous)
     if world != layout.dp:
         rule = f"the layout is for {layout.dp} processes, but {world} were started"
         remedy = f"Start {layout.dp} (`--processes {layout.dp}`), or give `--layout.dp {world}`."
@@ -101,6 +101,21 @@ def process_group(
         yield Ranks(dist.get_rank(), world, here, _host_group(here, timeout_seconds))
     finally:
         dist.destroy_process_group()
+
+
+def _world_size(rendezvous: str) -> int:
+    """WORLD_SIZE, once the environment tells all that a rank must know. Raises SpecError."""
+    text, remedy = os.environ.get("WORLD_SIZE", "1"), "torchrun sets it; unset WORLD_SIZE to train in one process."
+    problems = []
+    if not text.isdigit() or int(text) < 1:
+        problems.append(Problem("WORLD_SIZE (environment)", f"must be a positive number, is {text!r}", remedy))
+    elif int(text) > 1:
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if rendezvous == "env://" else ("RANK",)
+        missing = [f"{name} (environment)" for name in needed if name not in os.environ]
+        problems = [Problem(name, f"is missing, but WORLD_SIZE is {text}", remedy) for name in missing]
+    if problems:
+        raise SpecError(problems)
+    return int(text)
 
 
 def needs_sharding(layout: Layout) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from ultrascale.train.optimizer import local, local_gradients
 
@@ -33,6 +38,31 @@ def clip_gradients(decoder: nn.Module, norm: float, limit: float | None) -> None
     """Scale all gradients by limit / norm if norm is above limit."""
     if limit is not None and norm > limit:
         torch._foreach_mul_(local_gradients(decoder.parameters()), limit / (norm + 1e-6))  # pyright: ignore
+
+
+@contextmanager
+def watched_gradients(decoder: nn.Module, see: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """While inside, `see` is told each parameter's name and gradient of each backward pass, whole and of this rank alone:
+    before it is added to others or reduced."""
+    hooks: dict[nn.Parameter, RemovableHandle] = {}
+
+    def hook_parameters(module: nn.Module, inputs: object) -> None:
+        if torch.is_grad_enabled():
+            for name, parameter in module.named_parameters():
+                if parameter not in hooks:
+                    full = f"{prefixes[module]}{name}"
+                    hooks[parameter] = parameter.register_hook(lambda gradient, full=full: see(full, gradient))
+
+    # Gathered parameters exist only once the forward pass of their bucket has begun.
+    blocks = list(cast(nn.ModuleList, decoder.layers))
+    rest = {child: f"{name}." for name, child in decoder.named_children() if child is not decoder.layers}
+    prefixes = {block: f"layers.{index}." for index, block in enumerate(blocks)} | rest
+    handles = [module.register_forward_pre_hook(hook_parameters) for module in prefixes]
+    try:
+        yield
+    finally:
+        for handle in [*handles, *hooks.values()]:
+            handle.remove()
 
 
 def name_bad_gradients(decoder: nn.Module) -> list[str]:

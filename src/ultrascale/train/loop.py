@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run, Source
 from ultrascale.train.evaluate import evaluate
 from ultrascale.train.export import export_checkpoint
-from ultrascale.train.metrics import Metrics, Row, console_line
+from ultrascale.train.metrics import Metrics, Row, console_line, expect_trackers
 from ultrascale.train.performance import Performance
 from ultrascale.train.resume import facts_of, restore_newest, tensors_of
 from ultrascale.train.run_folder import RunFolder, environment
@@ -45,16 +45,28 @@ class Outcome:
     last_loss: float | None
 
 
-def train(run: Run, *, allow_changes: bool = False) -> Outcome:
-    """Train `run`, or go on with it, in this process and those that torchrun started beside it.
+def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://") -> Outcome:
+    """Train `run`, or go on with it, in this process and those that were started beside it, which meet at `rendezvous`.
 
     Raises SpecError (the run does not fit the processes, the data or the checkpoint), DataError, CheckpointError,
     NonFiniteError.
     """
-    with process_group(run.layout, device=run.device, timeout_seconds=run.collective_timeout_seconds) as ranks:
+    expect_trackers(run)
+    folder = RunFolder.of(run)
+    with (
+        process_group(
+            run.layout, device=run.device, timeout_seconds=run.collective_timeout_seconds, rendezvous=rendezvous
+        ) as ranks,
+        ExitStack() as leaving,
+    ):
+        if ranks.is_first:
+            leaving.enter_context(folder.owned())
+            check_writable(folder.checkpoints)
+        ranks.barrier()
         session = Session.start(run, ranks, allow_changes=allow_changes)
-        with on_stop_signal(session.trainer.request_stop), ExitStack() as leaving:
-            leaving.callback(session.metrics.close)
+        leaving.callback(session.saver.close)
+        leaving.callback(session.metrics.close)
+        with on_stop_signal(session.trainer.request_stop):
             outcome = session.steps()
             session.finish(outcome)
     if run.checkpoint.export and session.ranks.is_first and not outcome.stopped:
@@ -75,24 +87,26 @@ class Session:
     saver: Saver
     metrics: Metrics
     performance: Performance
-    validation: list[tuple[str, Loader]] = field(default_factory=list)
-    saved_at: int = -1
+    validation: dict[str, Loader]
+    """By the name of the metric."""
+    saved_at: int
+    """Steps done at the newest checkpoint; -1 if there is none."""
 
     @classmethod
     def start(cls, run: Run, ranks: Ranks, *, allow_changes: bool) -> Session:
+        """Build everything, go on from the newest checkpoint, and say so in the run's folder."""
         folder = RunFolder.of(run)
-        if ranks.is_first:
-            check_writable(folder.checkpoints)
-        ranks.barrier()
         trainer = Trainer(run, ranks, build_loader(run, run.data.sources))
         found = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes)
+        ranks.barrier()  # whoever lost another rank above must not take its checkpoints for missing ones
         if ranks.is_first:
             folder.write_text("run.toml", to_toml(run))
             folder.write_json("environment.json", environment())
             folder.write_json("plan.json", plan_run(run, cluster_of(run, ranks.device)).to_json())
             folder.forget_metrics_from(trainer.steps_done)
-            folder.event("start", step=trainer.steps_done, world=ranks.world, checkpoint=found.folder and found.folder.name)
         metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
+        resumed = None if found.folder is None else found.folder.name
+        metrics.event("start", step=trainer.steps_done, world=ranks.world, checkpoint=resumed)
         for rejected in found.rejected:
             metrics.line(f"damaged checkpoint passed over: {rejected.folder}: {rejected.reason}")
         if found.folder is not None:
@@ -104,10 +118,9 @@ class Session:
             asynchronous=run.checkpoint.asynchronous,
             process_group=ranks.host_group,
         )
-        validation = [(Path(s.path).name, build_loader(run, (s,))) for s in run.data.validation]
-        performance = Performance(run, ranks, folder, metrics)
+        performance = Performance(run, ranks, metrics)
         saved_at = trainer.steps_done if found.folder is not None else -1
-        return cls(run, ranks, folder, trainer, saver, metrics, performance, validation, saved_at)
+        return cls(run, ranks, folder, trainer, saver, metrics, performance, validation_loaders(run), saved_at)
 
     def steps(self) -> Outcome:
         """Step until the run is done or a signal came."""
@@ -131,8 +144,7 @@ class Session:
         self.saver.close()
         if outcome.stopped:
             self.metrics.line(f"stopped at step {outcome.steps_done}: saved; the same command goes on from here")
-        if self.ranks.is_first:
-            self.folder.event("stop" if outcome.stopped else "end", step=outcome.steps_done)
+        self.metrics.event("stop" if outcome.stopped else "end", step=outcome.steps_done)
 
     def save(self) -> None:
         """Save the state as it is now."""
@@ -142,9 +154,8 @@ class Session:
     def _after_step(self, result: StepResult, values: Row) -> None:
         done, run = self.trainer.steps_done, self.run
         if _due(run.evaluation.every_steps, done) or (run.evaluation.every_steps and done == run.steps):
-            for name, loader in self.validation:
-                loss = evaluate(self.trainer, loader, run.evaluation.sequences)
-                values["val/loss" if len(self.validation) == 1 else f"val/loss/{name}"] = loss
+            for name, loader in self.validation.items():
+                values[name] = evaluate(self.trainer, loader, run.evaluation.sequences)
         if _due(run.log.every_steps, done) or done == run.steps:
             self.metrics.row(result.gradients.step, values)
             self.metrics.line(console_line(run, values, done))
@@ -162,6 +173,17 @@ def build_loader(run: Run, sources: tuple[Source, ...]) -> Loader:
         seed=run.seed,
         document_mask=run.data.document_mask,
     )
+
+
+def validation_loaders(run: Run) -> dict[str, Loader]:
+    """A loader for each held-out corpus, by the name of its metric: val/loss, or val/loss/CORPUS if there are several."""
+    sources = run.data.validation
+    if len(sources) == 1:
+        return {"val/loss": build_loader(run, sources)}
+    names = [Path(source.path).name for source in sources]
+    if len(set(names)) < len(names):
+        names = [source.path for source in sources]
+    return {f"val/loss/{name}": build_loader(run, (source,)) for name, source in zip(names, sources, strict=True)}
 
 
 def cluster_of(run: Run, device: torch.device) -> Cluster:

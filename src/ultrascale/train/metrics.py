@@ -5,36 +5,64 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
 from ultrascale.train.run_folder import RunFolder
 
 Row = dict[str, float | int | None]
 
 
+@dataclass(frozen=True)
+class Tracker:
+    """Where rows go beside `metrics.jsonl`."""
+
+    write: Callable[[int, Mapping[str, float | int]], None]
+    """Takes a step and its values."""
+    close: Callable[[], None]
+
+
+def expect_trackers(run: Run) -> None:
+    """Raises SpecError if a tracker that the run names is not installed."""
+    missing = [name for name in run.log.sinks if find_spec(name) is None]
+    if missing:
+        remedy = f"pip install {' '.join(missing)}, or leave it out: metrics.jsonl has the same rows."
+        raise SpecError([Problem("log.sinks", f"names {name}, which is not installed", remedy) for name in missing])
+
+
 class Metrics:
-    """Rows to `metrics.jsonl` and trackers, lines to the console and log.txt. Only rank 0 has one that writes."""
+    """Rows to `metrics.jsonl` and trackers, lines to the console and log.txt. Only rank 0 has one that writes.
+
+    A full disk does not end a run that is otherwise well: it is told once, and the next checkpoint will say the rest.
+    """
 
     def __init__(self, run: Run, folder: RunFolder, *, first_step: int, writes: bool):
         self.run, self.folder, self.writes = run, folder, writes
-        self.sinks = [SINKS[name](run, folder) for name in run.log.sinks] if writes else []
+        self.trackers = [TRACKERS[name](run, folder) for name in run.log.sinks] if writes else []
         self.bar = _bar(first_step, run.steps) if writes and sys.stderr.isatty() else None
         self._warned = False
 
     def row(self, step: int, values: Row) -> None:
         """Record the values of a step (counted from zero)."""
-        if not self.writes:
-            return
         known = {key: value for key, value in values.items() if value is not None}
-        try:
-            self.folder.append(self.folder.metrics.name, {"step": step, "time": time.time(), **known})
-        except OSError as error:  # a full disk must not end a run that is otherwise well; its checkpoints will say so
-            self._warn_once(f"metrics are not being written: {error}")
-        for sink in self.sinks:
-            sink(step, known)
+        self._append(self.folder.metrics.name, {"step": step, "time": time.time(), **known})
+        for tracker in self.trackers:
+            tracker.write(step, known)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Add a row to events.jsonl."""
+        self._append("events.jsonl", {"time": time.time(), "event": kind, **facts})
+
+    def report(self, name: str, value: Any) -> None:
+        """Replace a JSON file of the run's folder."""
+        self._try(name, lambda: self.folder.write_json(name, value))
 
     def line(self, text: str) -> None:
         """Say one line."""
@@ -44,12 +72,7 @@ class Metrics:
             self.bar.console.print(text, highlight=False, soft_wrap=True, markup=False)
         else:
             print(text, flush=True)
-        try:
-            self.folder.path.mkdir(parents=True, exist_ok=True)
-            with open(self.folder.path / "log.txt", "a") as file:
-                file.write(text + "\n")
-        except OSError as error:
-            self._warn_once(f"log.txt is not being written: {error}")
+        self._try("log.txt", lambda: self.folder.append("log.txt", text))
 
     def advance(self, steps_done: int) -> None:
         """Move the progress bar."""
@@ -57,22 +80,33 @@ class Metrics:
             self.bar.update(self.bar.task_ids[0], completed=steps_done)
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Take the bar off the terminal and let trackers finish."""
         if self.bar is not None:
             self.bar.stop()
+        for tracker in self.trackers:
+            tracker.close()
 
-    def _warn_once(self, text: str) -> None:
-        if not self._warned:
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        self._try(name, lambda: self.folder.append(name, json.dumps(row)))
+
+    def _try(self, name: str, write: Callable[[], None]) -> None:
+        if not self.writes:
+            return
+        try:
+            write()
+        except OSError as error:
+            if not self._warned:
+                print(f"warning: {name} is not being written: {error}", file=sys.stderr, flush=True)
             self._warned = True
-            print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def console_line(run: Run, values: Row, steps_done: int) -> str:
     """`step 10 loss 7.1234 gnorm 0.98 lr 3.0e-04 mem 61.2GiB tok/s/gpu 12,345 mfu 41.2% eta 1h02m`."""
     parts = [f"step {steps_done}/{run.steps}", f"loss {values['train/loss']:.4f}", f"gnorm {values['train/grad_norm']:.2f}"]
     parts.append(f"lr {values['train/lr']:.1e}")
-    if (validation := values.get("val/loss")) is not None:
-        parts.append(f"val {validation:.4f}")
+    for key, value in values.items():
+        if key.startswith("val/loss") and value is not None:
+            parts.append(f"val{key.removeprefix('val/loss').replace('/', ' ', 1)} {value:.4f}")
     if (memory := values.get("mem/peak_allocated_gib")) is not None:
         parts.append(f"mem {memory:.1f}GiB")
     if (speed := values.get("perf/tokens_per_s_per_gpu")) is None:
@@ -101,23 +135,23 @@ def _bar(first_step: int, steps: int) -> Any:
     return bar
 
 
-def _tensorboard(run: Run, folder: RunFolder) -> Any:
+def _tensorboard(run: Run, folder: RunFolder) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder.path / "tensorboard"))
 
-    def write(step: int, values: Row) -> None:
+    def write(step: int, values: Mapping[str, float | int]) -> None:
         for key, value in values.items():
             writer.add_scalar(key, value, step)
 
-    return write
+    return Tracker(write, writer.close)
 
 
-def _wandb(run: Run, folder: RunFolder) -> Any:
+def _wandb(run: Run, folder: RunFolder) -> Tracker:
     import wandb  # pyright: ignore[reportMissingImports]
 
     session = wandb.init(project="ultrascale", name=run.name, dir=str(folder.path), resume="allow", id=run.name)
-    return lambda step, values: session.log(values, step=step)
+    return Tracker(lambda step, values: session.log(values, step=step), session.finish)
 
 
-SINKS = {"tensorboard": _tensorboard, "wandb": _wandb}
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}

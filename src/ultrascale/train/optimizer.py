@@ -44,6 +44,12 @@ def create_state(optimizer: AdamW, steps_done: int) -> None:
             }
 
 
+def set_steps_done(optimizer: AdamW, steps_done: int) -> None:
+    """Set every parameter's count of updates, on which AdamW's bias correction depends."""
+    for state in optimizer.state.values():
+        state["step"].fill_(float(steps_done))
+
+
 def set_learning_rate(optimizer: AdamW, rate: float) -> None:
     """Use `rate` for the next update."""
     for group in optimizer.param_groups:

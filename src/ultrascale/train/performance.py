@@ -18,7 +18,6 @@ from ultrascale.spec.progress import step_span, tokens_after
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_bytes
 from ultrascale.train.metrics import Metrics, Row
-from ultrascale.train.run_folder import RunFolder
 from ultrascale.train.trainer import StepResult, Trainer
 
 GIB = 2**30
@@ -30,8 +29,8 @@ class Performance:
     On the CPU live memory is counted tensor by tensor, which slows those steps; their speed is not reported.
     """
 
-    def __init__(self, run: Run, ranks: Ranks, folder: RunFolder, metrics: Metrics):
-        self.run, self.ranks, self.folder, self.metrics = run, ranks, folder, metrics
+    def __init__(self, run: Run, ranks: Ranks, metrics: Metrics):
+        self.run, self.ranks, self.metrics = run, ranks, metrics
         length = run.batch.sequence_length
         self.model_flops = model_flops_per_token(run.model, length)
         self.hardware_flops = hardware_flops_per_token(run.model, run.layout, length)
@@ -104,10 +103,9 @@ class Performance:
             report |= {"planned_peak_bytes": plan.peak.total, "by_category": [asdict(row) for row in rows]}
         self._watching.close()
         self.memory = None
-        if self.ranks.is_first:
-            self.folder.write_json("memory.json", report)
-            for row in rows:
-                self.metrics.line(_memory_line(row))
+        self.metrics.report("memory.json", report)
+        for row in rows:
+            self.metrics.line(_memory_line(row))
 
     def _plan(self) -> MemoryPlan:
         """The plan of the steps that were watched: those of the ramp's first stretch, if there is a ramp."""

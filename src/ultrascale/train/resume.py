@@ -18,7 +18,7 @@ from ultrascale.checkpoint import Search, load, read_metadata, search
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
-from ultrascale.train.optimizer import MOMENTS, create_state
+from ultrascale.train.optimizer import MOMENTS, set_steps_done
 from ultrascale.train.trainer import Trainer
 
 
@@ -53,9 +53,9 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False) 
     facts = read_metadata(checkpoint)
     if not allow_changes:
         _expect_same_run(trainer, facts, checkpoint)
-    create_state(trainer.optimizer, facts["steps_done"])
     load(checkpoint, tensors_of(trainer))
     trainer.steps_done = facts["steps_done"]
+    set_steps_done(trainer.optimizer, trainer.steps_done)
     if trainer.noise_scale is not None and facts["noise_scale"] is not None:
         trainer.noise_scale.load_state(facts["noise_scale"])
 

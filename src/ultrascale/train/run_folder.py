@@ -9,16 +9,19 @@ checkpoints/      step-*/                     export/           the Hugging Face
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ultrascale import __version__
+from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
 
 
@@ -41,6 +44,24 @@ class RunFolder:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """While inside, no other process may own this folder; the lock goes with the process, however it ends.
+
+        Raises SpecError if another one does: two runs writing one folder would mix their metrics and checkpoints.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                rule = "another process is training in this folder"
+                remedy = "Wait until it ends, or give this run a --name of its own."
+                raise SpecError([Problem(str(self.path), rule, remedy)]) from None
+            except OSError:
+                pass  # some network file systems have no locks
+            yield
+
     def write_text(self, name: str, text: str) -> None:
         """Replace a file of the folder in one piece."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -52,15 +73,11 @@ class RunFolder:
         """Replace a JSON file of the folder in one piece."""
         self.write_text(name, json.dumps(value, indent=1) + "\n")
 
-    def append(self, name: str, row: dict[str, Any]) -> None:
-        """Add a row to a JSONL file of the folder."""
+    def append(self, name: str, line: str) -> None:
+        """Add a line to a file of the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.path / name, "a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def event(self, kind: str, **facts: Any) -> None:
-        """Add a row to events.jsonl."""
-        self.append("events.jsonl", {"time": time.time(), "event": kind, **facts})
+            file.write(f"{line}\n")
 
     def forget_metrics_from(self, step: int) -> None:
         """Drop rows of steps that will be done again, and a row torn by a crash, so that every step stands there once."""

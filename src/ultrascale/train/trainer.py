@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Protocol
@@ -27,7 +28,13 @@ from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Kind
 from ultrascale.spec.progress import StepSpan, step_span
 from ultrascale.spec.run import Run
-from ultrascale.train.gradients import NonFiniteError, clip_gradients, gradient_norm, name_bad_gradients
+from ultrascale.train.gradients import (
+    NonFiniteError,
+    clip_gradients,
+    gradient_norm,
+    name_bad_gradients,
+    watched_gradients,
+)
 from ultrascale.train.learning_rate import learning_rate
 from ultrascale.train.noise_scale import NoiseScale
 from ultrascale.train.optimizer import build_optimizer, create_state, set_learning_rate
@@ -109,7 +116,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.decoder, run.model, run.optimizer)
         create_state(self.optimizer, 0)
         if run.log.gradient_noise_scale:
-            self.noise_scale = NoiseScale(self.decoder)
+            self.noise_scale = NoiseScale()
 
     def request_stop(self) -> None:
         """Stop before the next step, with all ranks."""
@@ -132,20 +139,22 @@ class Trainer:
         micro_batches = [self.to_device(s) for s in self.read_micro_batches(span)]
         data_seconds = time.perf_counter() - started
         num_targets = self._agree_on_targets(micro_batches)
-        sums = self._forward_backward(micro_batches, num_targets)
-        norm = gradient_norm(self.decoder)
-        loss_sum, small_squares = self.ranks.sum(sums.clone()).tolist()
-        self._expect_finite(loss_sum, norm, own_loss=float(sums[0]))
+        with ExitStack() as watching:
+            if self.noise_scale is not None:
+                watching.enter_context(watched_gradients(self.decoder, self.noise_scale.see))
+            own = self._forward_backward(micro_batches, num_targets)
+        norm = float(gradient_norm(self.decoder))
+        loss_sum, *small = self.ranks.sum(own.clone()).tolist()
+        if not (isfinite(loss_sum) and isfinite(norm)):
+            raise self._not_finite(span, micro_batches, num_targets)
         return Gradients(
             step=self.steps_done,
             loss=loss_sum / max(1, num_targets),
-            norm=float(norm),
+            norm=norm,
             num_sequences=span.num_sequences,
             num_targets=num_targets,
             data_seconds=data_seconds,
-            noise_scale_tokens=self._update_noise_scale(
-                small_squares, float(norm), num_targets, parts=len(micro_batches) * self.ranks.world
-            ),
+            noise_scale_tokens=self._update_noise_scale(*small, norm=norm, num_targets=num_targets),
         )
 
     def update(self, norm: float) -> float:
@@ -193,10 +202,10 @@ class Trainer:
         return targets
 
     def _forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> torch.Tensor:
-        """Play the step's actions. Returns this rank's [summed loss, summed squared gradient norms of its micro-batches' own
-        means], float64 on the CPU."""
+        """Play the step's actions. Returns this rank's summed loss and, for the noise scale, three sums over its micro-batches:
+        their number, 1 / targets, and the squared norm of the gradient of their own mean. Float64 on the CPU, [4]."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        small_squares = 0.0
+        small = torch.zeros(3, dtype=torch.float64)
         losses: dict[int, torch.Tensor] = {}
         for action in accumulate(len(micro_batches), self.run.layout.zero_stage):
             prepare_action(self.decoder, action)
@@ -209,25 +218,43 @@ class Trainer:
             else:
                 losses.pop(action.micro_batch).backward()
                 if self.noise_scale is not None:
-                    own_mean = num_targets / max(1, batch.num_targets)
-                    small_squares += self.noise_scale.take_small_square() * own_mean**2
-        return torch.tensor([float(loss_sum), small_squares], dtype=torch.float64)
+                    square, targets = self.noise_scale.take_small_square(), batch.num_targets
+                    if targets:
+                        small += torch.tensor([1, 1 / targets, square * (num_targets / targets) ** 2], dtype=torch.float64)
+        return torch.cat([loss_sum.cpu()[None], small])
 
-    def _update_noise_scale(self, small_squares: float, norm: float, num_targets: int, *, parts: int) -> float | None:
-        if self.noise_scale is None:
+    def _update_noise_scale(
+        self, count: float, inverse_targets: float, squares: float, *, norm: float, num_targets: int
+    ) -> float | None:
+        if self.noise_scale is None or count == 0:
             return None
         return self.noise_scale.update(
-            small_square=small_squares / parts, small_tokens=num_targets / parts, big_square=norm**2, big_tokens=num_targets
+            small_square=squares / count, small_tokens=count / inverse_targets, big_square=norm**2, big_tokens=num_targets
         )
 
-    def _expect_finite(self, loss_sum: float, norm: torch.Tensor, *, own_loss: float) -> None:
-        if isfinite(loss_sum) and isfinite(float(norm)):
-            return
-        told = [] if isfinite(own_loss) else [f"loss {own_loss}"]
-        told += [f"gradient of {name}" for name in name_bad_gradients(self.decoder)[:3]]
+    def _not_finite(self, span: StepSpan, micro_batches: list[MicroBatch], num_targets: int) -> NonFiniteError:
+        """The error for this step. The reduced gradient does not tell where it went wrong, so the step is done once more."""
+        reduced = name_bad_gradients(self.decoder)
+        self.optimizer.zero_grad(set_to_none=True)
+        bad: dict[str, None] = {}  # in the order of the backward pass: the first is where it began
+
+        def see(name: str, gradient: torch.Tensor) -> None:
+            if not gradient.isfinite().all():
+                bad[name] = None
+
+        with watched_gradients(self.decoder, see):
+            own = self._forward_backward(micro_batches, num_targets)
+        self.optimizer.zero_grad(set_to_none=True)
+        told = [] if isfinite(float(own[0])) else [f"loss {float(own[0])}"]
+        told += [f"gradient of {name}" for name in list(bad)[:3]] + ([f"and of {len(bad) - 3} more"] if len(bad) > 3 else [])
         reports = self.ranks.gather_text(", ".join(told))
-        culprits = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report)
-        raise NonFiniteError(
-            f"step {self.steps_done}: not finite ({culprits or 'the gradient norm overflowed'}). Nothing was updated and "
-            "nothing saved. Lower optimizer.learning_rate, or look at the step's sequences with `ultrascale data inspect`."
+        culprits = [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report]
+        where = "; ".join(culprits) or (
+            f"gradient of {', '.join(reduced[:3]) or 'no parameter, only the norm'}; not so when the step was done once more, "
+            "so suspect the machine"
+        )
+        numbers = span.numbers
+        return NonFiniteError(
+            f"step {self.steps_done}, sequences {numbers[0]} to {numbers[-1]}: not finite: {where}. Nothing was updated and "
+            "nothing saved. Lower optimizer.learning_rate, or look at the data with `ultrascale data inspect`."
         )

@@ -2,38 +2,69 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from torch import distributed as dist
+
+from ultrascale.launch.orphans import end_with_parent
+from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
-from ultrascale.train.loop import Outcome, train
-from ultrascale.train.run_folder import RunFolder
-
-FAILURE = "failure.json"
-"""Written into the run's folder when a rank fails in a way that would repeat itself."""
+from ultrascale.train.loop import train
 
 
 def main() -> int:
-    """Train the run in the file named first; `--allow-changes` may follow. Returns the process's exit code."""
-    run = resolve(Path(sys.argv[1])).run
-    return 0 if train_or_explain(run, allow_changes="--allow-changes" in sys.argv[2:]) is not None else 1
+    """Train the run in the file named first; returns the process's exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--rendezvous", default="env://")
+    parser.add_argument("--failure", type=Path)
+    parser.add_argument("--launcher", type=int)
+    parser.add_argument("--allow-changes", action="store_true")
+    asked = parser.parse_args()
+    if asked.launcher is not None:
+        end_with_parent(asked.launcher)
+    run = resolve(asked.run).run
+    return train_or_explain(run, allow_changes=asked.allow_changes, rendezvous=asked.rendezvous, failure=asked.failure)
 
 
-def train_or_explain(run: Run, *, allow_changes: bool) -> Outcome | None:
-    """Train; an error meant for people is printed with its rank and kept in the run's folder, and None is returned."""
+def train_or_explain(run: Run, *, allow_changes: bool, rendezvous: str = "env://", failure: Path | None = None) -> int:
+    """Train, and return the exit code: 0 complete or stopped in order, 1 failed, 2 the description is wrong.
+
+    An error meant for people is printed with its rank, and written to `failure`: it would repeat itself.
+    """
     try:
-        return train(run, allow_changes=allow_changes)
+        train(run, allow_changes=allow_changes, rendezvous=rendezvous)
+        return 0
     except Exception as error:
-        if type(error).__module__.split(".")[0] != "ultrascale" or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
+        meant_for_people = type(error).__module__.split(".")[0] == "ultrascale"
+        if not (meant_for_people or _has_lost_contact(error)) or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
             raise
-        rank = int(os.environ.get("RANK", "0"))
+        rank, code = int(os.environ.get("RANK", "0")), 2 if isinstance(error, SpecError) else 1
+        text = str(error) if meant_for_people else f"lost contact with another rank ({str(error).splitlines()[0]})"
         # Ranks mostly fail together and with the same words: one of them says it.
-        if rank == 0 or f"rank {rank}" in str(error):
-            print(f"ultrascale: error on rank {rank}: {error}", file=sys.stderr, flush=True)
-        RunFolder.of(run).write_json(FAILURE, {"rank": rank, "error": type(error).__name__, "message": str(error)})
-        return None
+        if rank == 0 or f"rank {rank}" in text:
+            print(f"ultrascale: error on rank {rank}: {text}", file=sys.stderr, flush=True)
+        if failure is not None and meant_for_people:
+            _tell_launcher(failure, {"rank": rank, "exit_code": code, "message": text})
+        return code
+
+
+def _has_lost_contact(error: Exception) -> bool:
+    """Whether a collective broke because another rank is gone; gloo says so in words only."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _tell_launcher(path: Path, facts: dict[str, object]) -> None:
+    partial = path.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):  # without it the launcher tries once more, and no harm is done
+        partial.write_text(json.dumps(facts))
+        partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""Small runs on a small corpus, and ways to train them here: on forked ranks, interrupted where a test says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ultrascale.checkpoint import load_full, newest_valid
+from ultrascale.data.indexed import ShardWriter
+from ultrascale.launch.forked import run_forked
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.run import Batch, Checkpoint, Data, Log, Optimizer, RampStage, Run, Source
+from ultrascale.train import loop
+from ultrascale.train.trainer import StepResult, Trainer
+
+MODEL = Model(
+    vocab_size=61, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=8, max_position_embeddings=16, initializer_range=0.1, name="smallest",
+)  # fmt: skip
+STEPS = 12
+
+
+def make_corpus(prefix: Path, *, num_tokens: int = 490, seed: int = 0) -> Path:
+    """Random tokens in documents of uneven length, as a Megatron prefix."""
+    random = np.random.default_rng(seed)
+    lengths = []
+    while sum(lengths) < num_tokens:
+        lengths.append(int(random.integers(1, 40)))
+    writer = ShardWriter(prefix, "uint16")
+    writer.add_documents(random.integers(0, MODEL.vocab_size, sum(lengths)), lengths)
+    writer.finish()
+    return prefix
+
+
+def small_run(folder: Path, **changes: Any) -> Run:
+    """12 steps with warm-up, a batch ramp (4, then 8 sequences) and some 45 sequences an epoch, so that the corpus is read more
+    than once. Expects a corpus at `folder/tokens`."""
+    run = Run(
+        model=MODEL, name="small", folder=str(folder), steps=STEPS, seed=3, device="cpu",
+        layout=Layout(micro_batch_size=2),
+        batch=Batch(sequence_length=11, sequences_per_batch=8, ramp=(RampStage(4 * 4 * 11, 4),)),
+        data=Data(sources=(Source(str(folder / "tokens")),)),
+        optimizer=Optimizer(learning_rate=5e-3, warmup_steps=3, schedule="wsd", decay_steps=4),
+        checkpoint=Checkpoint(every_steps=None, keep=0, export=False),
+        log=Log(memory_steps=0),
+    )  # fmt: skip
+    return replace(run, **changes)
+
+
+def train_here(
+    run: Run, *, before_step: Callable[[Trainer], None] | None = None, rendezvous: str = "env://", **options: Any
+) -> loop.Outcome:
+    """Train in this process; `before_step` is called with the trainer before each step, to do what a test wants."""
+    train_step = Trainer.train_step
+
+    def step(trainer: Trainer) -> StepResult:
+        if before_step is not None:
+            before_step(trainer)
+        return train_step(trainer)
+
+    Trainer.train_step = step
+    try:
+        return loop.train(run, rendezvous=rendezvous, **options)
+    finally:
+        Trainer.train_step = train_step
+
+
+def train_ranks(run: Run, *, before_step: Callable[[Trainer], None] | None = None, **options: Any) -> list[dict[str, Any]]:
+    """Train on `run.layout.dp` forked ranks; each rank's outcome, or its error's class and text, as plain data."""
+    return run_forked(run.layout.dp, _train_rank, run, before_step, options)
+
+
+def _train_rank(
+    rendezvous: str, run: Run, before_step: Callable[[Trainer], None] | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    try:
+        outcome = train_here(run, before_step=before_step, rendezvous=rendezvous, **options)
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"steps_done": outcome.steps_done, "stopped": outcome.stopped, "last_loss": outcome.last_loss}
+
+
+def at_step(step: int, do: Callable[[Trainer], None], *, rank: int | None = None) -> Callable[[Trainer], None]:
+    """`before_step` that does something before step `step` (counted from zero), on one rank or on all."""
+
+    def act(trainer: Trainer) -> None:
+        if trainer.steps_done == step and rank in (None, trainer.ranks.rank):
+            do(trainer)
+
+    return act
+
+
+def stop_at(step: int, *, rank: int | None = None, number: signal.Signals = signal.SIGTERM) -> Callable[[Trainer], None]:
+    """`before_step` that sends this process a signal before step `step`, on one rank or on all."""
+    return at_step(step, lambda trainer: os.kill(os.getpid(), number), rank=rank)
+
+
+def rows(run: Run, *keys: str) -> list[tuple[Any, ...]]:
+    """These values of every row of the run's metrics, in the order of the file."""
+    lines = (Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines()
+    return [tuple(json.loads(line)[key] for key in keys) for line in lines]
+
+
+def curve(run: Run) -> list[tuple[Any, ...]]:
+    """What must be the same however a run was interrupted: step, loss, gradient norm, learning rate, tokens."""
+    return rows(run, "step", "train/loss", "train/grad_norm", "train/lr", "progress/tokens")
+
+
+def state(run: Run) -> dict[str, torch.Tensor]:
+    """Weights and moments in the newest whole checkpoint."""
+    folder = newest_valid(Path(run.folder) / run.name / "checkpoints")
+    assert folder is not None
+    return load_full(folder)[0]
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors have the same bits."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest ||difference|| / ||expected|| of any tensor."""
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - e).norm() / e.norm().clamp_min(1e-300)) for n, e in expected.items())

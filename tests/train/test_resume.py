@@ -1,0 +1,115 @@
+"""A run that was interrupted is the run that was not: to the bit on the same layout, to rounding on another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from train.small_runs import STEPS, curve, largest_error, rows, same, small_run, state, stop_at, train_here, train_ranks
+
+from ultrascale.data.loader import Loader
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.progress import sequences_after
+
+LAYOUTS = {
+    "one process": Layout(micro_batch_size=2),
+    "zero 2": Layout(dp=2, zero_stage=2, micro_batch_size=1),
+    "zero 3, bf16": Layout(dp=2, zero_stage=3, micro_batch_size=2, precision="bf16", recompute="full"),
+}
+
+
+def train_any(run, **options):
+    """The outcome of training on as many ranks as the layout has."""
+    if run.layout.dp > 1:
+        return train_ranks(run, **options)[0]
+    outcome = train_here(run, **options)
+    return {"steps_done": outcome.steps_done, "stopped": outcome.stopped, "last_loss": outcome.last_loss}
+
+
+def test_the_small_run_ramps_and_reads_its_corpus_more_than_once(home):
+    run = small_run(home)
+    loader = Loader(run.data.sources, sequence_length=run.batch.sequence_length, vocab_size=61, seed=3)
+    # The epoch ends inside a batch.
+    assert sequences_after(run.batch, 7) < loader.sequences_per_epoch[0] < sequences_after(run.batch, 8)
+    train_here(run)
+    tokens = [row[0] for row in rows(run, "progress/tokens_per_batch")]
+    assert tokens == [4 * 11] * 4 + [8 * 11] * 8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_run_stopped_before_any_step_goes_on_to_the_same_bits(home, layout):
+    whole = small_run(home, name="whole", layout=layout)
+    train_any(whole)
+    for stop in range(1, STEPS):
+        run = replace(whole, name=f"stopped-{stop}")
+        assert train_any(run, before_step=stop_at(stop, rank=layout.dp - 1)) | {"last_loss": 0} == {
+            "steps_done": stop, "stopped": True, "last_loss": 0,
+        }  # fmt: skip
+        assert train_any(run)["steps_done"] == STEPS
+        assert curve(run) == curve(whole), stop
+        assert same(state(run), state(whole)), stop
+
+
+def test_a_run_stopped_three_times_goes_on_to_the_same_bits(home):
+    layout = Layout(dp=2, zero_stage=3, micro_batch_size=1)
+    whole, run = (small_run(home, name=name, layout=layout) for name in ("whole", "thrice"))
+    train_ranks(whole)
+    for stop in (2, 5, 6):
+        train_ranks(run, before_step=stop_at(stop))
+    train_ranks(run)
+    assert curve(run) == curve(whole)
+    assert same(state(run), state(whole))
+
+
+def test_a_run_killed_between_checkpoints_does_its_steps_again_and_each_stands_once_in_the_metrics(home):
+    whole, run = (small_run(home, name=name) for name in ("whole", "killed"))
+    run = replace(run, checkpoint=replace(run.checkpoint, every_steps=4, keep=1))
+    train_here(whole)
+
+    def crash(trainer):
+        if trainer.steps_done == 7:
+            raise KeyError("as if killed")
+
+    with pytest.raises(KeyError):
+        train_here(run, before_step=crash)
+    assert [step for step, *_ in curve(run)] == list(range(7))
+    with open(f"{run.folder}/{run.name}/metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "train/lo')  # torn by the kill
+    train_here(run)
+    assert curve(run) == curve(whole)
+
+
+def test_a_run_that_changes_its_layout_three_times_stays_the_same_to_rounding(home):
+    fp64 = Layout(micro_batch_size=1, precision="fp64")
+    whole = small_run(home, name="whole", layout=fp64)
+    train_here(whole)
+    stretches = [
+        (3, fp64),
+        (6, replace(fp64, dp=2, zero_stage=3)),
+        (9, replace(fp64, dp=4, zero_stage=2, dp_shard=2)),
+        (None, replace(fp64, zero_stage=1)),
+    ]
+    for stop, layout in stretches:
+        run = small_run(home, name="moved", layout=layout)
+        outcome = train_any(run, before_step=None if stop is None else stop_at(stop))
+        assert outcome["steps_done"] == (stop or STEPS)
+    errors = [abs(a / b - 1) for row, other in zip(curve(run), curve(whole), strict=True) for a, b in zip(row[1:3], other[1:3])]
+    assert max(errors) < 1e-11
+    assert largest_error(state(run), state(whole)) < 1e-11
+
+
+def test_a_finished_run_started_again_changes_nothing(home):
+    run = small_run(home)
+    train_here(run)
+    before, files = state(run), curve(run)
+    assert train_here(run).steps_done == STEPS
+    assert same(state(run), before) and curve(run) == files
+
+
+def test_the_count_of_updates_is_restored(home):
+    run = small_run(home)
+    train_here(run, before_step=stop_at(5))
+    counts = []
+    train_here(run, before_step=lambda t: counts.append({float(s["step"]) for s in t.optimizer.state.values()}))
+    assert counts[0] == {5.0} and torch.tensor(len(counts)) == STEPS - 5
