@@ -27,6 +27,7 @@ MODEL = Model(
     head_dim=8, max_position_embeddings=16, initializer_range=0.1, name="smallest",
 )  # fmt: skip
 STEPS = 12
+BeforeStep = Callable[[Trainer], None]
 
 
 def make_corpus(prefix: Path, *, num_tokens: int = 490, seed: int = 0) -> Path:
@@ -56,9 +57,7 @@ def small_run(folder: Path, **changes: Any) -> Run:
     return replace(run, **changes)
 
 
-def train_here(
-    run: Run, *, before_step: Callable[[Trainer], None] | None = None, rendezvous: str = "env://", **options: Any
-) -> loop.Outcome:
+def train_here(run: Run, *, before_step: BeforeStep | None = None, rendezvous: str = "env://", **options: Any) -> loop.Outcome:
     """Train in this process; `before_step` is called with the trainer before each step, to do what a test wants."""
     train_step = Trainer.train_step
 
@@ -74,23 +73,32 @@ def train_here(
         Trainer.train_step = train_step
 
 
-def train_ranks(run: Run, *, before_step: Callable[[Trainer], None] | None = None, **options: Any) -> list[dict[str, Any]]:
+def train_ranks(run: Run, *, before_step: BeforeStep | None = None, **options: Any) -> list[dict[str, Any]]:
     """Train on `run.layout.dp` forked ranks; each rank's outcome, or its error's class and text, as plain data."""
-    return run_forked(run.layout.dp, _train_rank, run, before_step, options)
+    return [outcomes[0] for outcomes in run_forked(run.layout.dp, _train_rank, [(run, before_step)], options)]
+
+
+def train_in_turn(trainings: list[tuple[Run, BeforeStep | None]]) -> list[dict[str, Any]]:
+    """Train these, all of one layout, one after the other on the same ranks; the outcomes on rank 0. Saves the starting."""
+    return run_forked(trainings[0][0].layout.dp, _train_rank, trainings, {})[0]
 
 
 def _train_rank(
-    rendezvous: str, run: Run, before_step: Callable[[Trainer], None] | None, options: dict[str, Any]
-) -> dict[str, Any]:
+    rendezvous: str, trainings: list[tuple[Run, BeforeStep | None]], options: dict[str, Any]
+) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    try:
-        outcome = train_here(run, before_step=before_step, rendezvous=rendezvous, **options)
-    except Exception as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    return {"steps_done": outcome.steps_done, "stopped": outcome.stopped, "last_loss": outcome.last_loss}
+    outcomes = []
+    for number, (run, before_step) in enumerate(trainings):
+        try:
+            outcome = train_here(run, before_step=before_step, rendezvous=f"{rendezvous}-{number}", **options)
+        except Exception as error:
+            outcomes.append({"error": type(error).__name__, "text": str(error)})
+        else:
+            outcomes.append({"steps_done": outcome.steps_done, "stopped": outcome.stopped, "last_loss": outcome.last_loss})
+    return outcomes
 
 
-def at_step(step: int, do: Callable[[Trainer], None], *, rank: int | None = None) -> Callable[[Trainer], None]:
+def at_step(step: int, do: Callable[[Trainer], None], *, rank: int | None = None) -> BeforeStep:
     """`before_step` that does something before step `step` (counted from zero), on one rank or on all."""
 
     def act(trainer: Trainer) -> None:
@@ -100,7 +108,7 @@ def at_step(step: int, do: Callable[[Trainer], None], *, rank: int | None = None
     return act
 
 
-def stop_at(step: int, *, rank: int | None = None, number: signal.Signals = signal.SIGTERM) -> Callable[[Trainer], None]:
+def stop_at(step: int, *, rank: int | None = None, number: signal.Signals = signal.SIGTERM) -> BeforeStep:
     """`before_step` that sends this process a signal before step `step`, on one rank or on all."""
     return at_step(step, lambda trainer: os.kill(os.getpid(), number), rank=rank)
 
