@@ -87,7 +87,7 @@ def prepare(
         on_bad: A bad document ends the run with an error (fail), or is left out and counted by reason (skip).
         validation_fraction: Share of documents held out.
         validation: Folder for the documents held out. OUTPUT/validation if left out.
-        shard_bytes: Input of one shard. 1 MiB to 256 MiB, by size of all, if left out.
+        shard_bytes: Input of one shard. 2 MiB to 256 MiB, by size of all, if left out.
         json: Print the result as JSON.
     """
     from ultrascale.data import prepare as preparation
