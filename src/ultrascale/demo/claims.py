@@ -1,0 +1,37 @@
+"""What the demo claims, the number that was measured, and whether the claim holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["holds", "fails", "skipped", "noted"]
+MARKS: dict[Verdict, str] = {
+    "holds": "[green]holds[/]", "fails": "[bold red]FAILS[/]", "skipped": "[yellow]skipped[/]", "noted": "[dim]noted[/]",
+}  # fmt: skip
+
+
+class DemoError(RuntimeError):
+    """The demo cannot go on."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that the demo shows."""
+
+    text: str
+    number: str
+    """What was measured; for `skipped`, what is missing."""
+    verdict: Verdict
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """The numbers themselves, JSON-able: bytes, seconds, nats."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def judged(text: str, number: str, holds: bool, **facts: Any) -> Claim:
+    """A claim that a number decides."""
+    return Claim(text, number, "holds" if holds else "fails", facts)

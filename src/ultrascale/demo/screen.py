@@ -1,0 +1,92 @@
+"""What the demo shows on a terminal: numbered headings, the command a reader would give, a bar, a table of claims."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from ultrascale.demo.claims import MARKS, Claim
+
+WIDEST = 100
+INDENT = 3
+Advance = Callable[[float, str], None]
+"""Told how far a stage is, and a note to print beside the bar."""
+
+
+@dataclass
+class Screen:
+    """Writes the story to one console."""
+
+    console: Console
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def on(cls, *, stderr: bool) -> Screen:
+        """Standard output, or the other one when that is wanted by a machine."""
+        console = Console(stderr=stderr, highlight=False)
+        console.width = min(WIDEST, console.width)
+        return cls(console)
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[None]:
+        """A numbered heading; how long the stage took is remembered under its title."""
+        started = time.perf_counter()
+        self.console.print(f"\n[bold blue]{len(self.stage_seconds) + 1}[/]  [bold]{title}[/]")
+        yield
+        self.stage_seconds[title] = time.perf_counter() - started
+
+    def command(self, text: str) -> None:
+        """The command that does the same."""
+        self.show(f"[cyan]$ {escape(text)}[/]")
+
+    def say(self, text: str) -> None:
+        """A line or two, in rich's markup."""
+        self.show(text)
+
+    def show(self, item: RenderableType) -> None:
+        """Anything, under the heading."""
+        self.console.print(Padding(item, (0, 0, 0, INDENT)))
+
+    @contextmanager
+    def bar(self, what: str, total: float) -> Iterator[Advance]:
+        """A progress bar; where there is no terminal, a line each quarter of the way."""
+        if not self.console.is_terminal:
+            yield self._quarters(what, total)
+            return
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn(" " * (INDENT - 1) + "{task.description}"), BarColumn(bar_width=28), TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task(what, total=total, note="")
+            yield lambda done, note: progress.update(task, completed=done, note=note)
+
+    def claims(self, claims: Sequence[Claim]) -> None:
+        """The closing table."""
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+        table.add_column("claim", ratio=5)
+        table.add_column("number", ratio=6)
+        table.add_column("", no_wrap=True)
+        for claim in claims:
+            table.add_row(claim.text, claim.number, MARKS[claim.verdict])
+        self.show(table)
+
+    def _quarters(self, what: str, total: float) -> Advance:
+        told = [0]
+
+        def advance(done: float, note: str) -> None:
+            quarter = int(4 * done / total) if total else 4
+            if quarter > told[0]:
+                told[0] = quarter
+                self.say(f"[dim]{what}  {min(100, round(100 * done / total))} %  {note}[/]")
+
+        return advance

@@ -1,0 +1,60 @@
+"""Real text that every machine with Python has: the sources of its standard library."""
+
+from __future__ import annotations
+
+import shlex
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+from ultrascale.data.errors import DataError
+from ultrascale.data.inputs import find_files
+from ultrascale.data.prepare import Prepared, Progress, Recipe, prepare
+from ultrascale.demo.claims import DemoError
+
+VOCABULARY = 4096
+GLOB = "*.py"
+# Tests and installed packages would make it twenty times as much; the others are tables, not code.
+EXCLUDED = (
+    "test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "encodings", "pydoc_data", "config-*",
+)  # fmt: skip
+HELD_OUT = 0.05
+LARGEST_BYTES = 40_000_000
+"""More than three times what any Python's library has: above it something else lies in the folder, and time would run away."""
+
+
+def library_folder() -> Path:
+    """The folder of this Python's standard library. Raises DemoError if its sources are not there."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    try:
+        files = find_files([folder], glob=GLOB, exclude=EXCLUDED)
+    except DataError as error:
+        raise DemoError(
+            f"this Python has no sources of its standard library ({error.where} {error.problem}), and they are the demo's "
+            "text. Install the full Python (Debian: apt install python3) and start the demo with it."
+        ) from None
+    size = sum(file.size for file in files)
+    if size > LARGEST_BYTES:
+        raise DemoError(
+            f"{folder} holds {size / 1e6:.0f} MB of {GLOB} files, where a standard library has about 10. "
+            "Start the demo with another Python, whose library holds nothing else."
+        )
+    return folder
+
+
+def prepare_library(
+    library: Path, output: Path, *, on_progress: Callable[[Progress], None], workers: int | None = None
+) -> Prepared:
+    """Tokenize the library into `output` with a tokenizer of its own; the same again costs nothing. Raises DataError."""
+    recipe = Recipe(
+        train_tokenizer=VOCABULARY, glob=GLOB, exclude=EXCLUDED, on_bad="skip", validation_fraction=HELD_OUT,
+    )  # fmt: skip
+    return prepare([library], output=output, recipe=recipe, workers=workers, on_progress=on_progress)
+
+
+def prepare_command(library: Path, output: Path) -> str:
+    """The command that does what `prepare_library` does."""
+    words = ["ultrascale", "data", "prepare", str(library), "--glob", GLOB]
+    words += [word for name in EXCLUDED for word in ("--exclude", name)]
+    words += ["--train-tokenizer", str(VOCABULARY), "--validation-fraction", str(HELD_OUT), "--on-bad", "skip"]
+    return shlex.join([*words, "--output", str(output)])
