@@ -11,6 +11,9 @@ second backward pass through the same loss is therefore an error (autograd sees 
 Cost: the same three matrix products, and room for one chunk: logits and log-probabilities in fp32 (8 MiB each on CPU: they stay
 in cache; measured 2 times as fast as `F.cross_entropy` in fp32 and bf16); in bf16 also the logits and a partial dW.
 The alternative, keeping dlogits in place of the logits, costs N x V until the backward pass.
+
+With `compiled`, what lies between the matrix products is one compiled pass over a chunk: in bf16 on CPU the whole loss then
+takes 0.7 times as long. In fp32 on CPU it is no faster, and the passes stay as they are.
 """
 
 from __future__ import annotations
@@ -28,17 +31,19 @@ _CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**29}
 _MIN_CHUNK_ROWS = 128
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, compiled: bool = False) -> Tensor:
     """Sum over targets != -100 of -log softmax(hidden W^T)[target]: 0-d, fp32, or fp64 when `hidden` is.
 
     hidden [..., D] and weight [V, D] of one dtype, targets [...] int64. A target outside the vocabulary raises on CPU and trips
-    a device assertion on CUDA.
+    a device assertion on CUDA. `compiled`: use torch.compile where it is faster.
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     if torch.compiler.is_compiling():
         logits = F.linear(hidden, weight)
         return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=IGNORED, reduction="sum")
-    return _LinearCrossEntropy.apply(hidden, weight, targets, torch.is_grad_enabled())  # pyright: ignore[reportReturnType]
+    with_gradients = torch.is_grad_enabled()
+    fused = compiled and with_gradients and (hidden.is_cuda or hidden.dtype != _wide(hidden))
+    return _LinearCrossEntropy.apply(hidden, weight, targets, with_gradients, fused)  # pyright: ignore[reportReturnType]
 
 
 def chunk_rows(num_rows: int, vocab_size: int, device_type: str = "cpu") -> int:
@@ -49,19 +54,20 @@ def chunk_rows(num_rows: int, vocab_size: int, device_type: str = "cpu") -> int:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradients: bool, fused: bool) -> Tensor:
         if not (with_gradients and any(ctx.needs_input_grad)):
             return _sweep(hidden, weight, targets, None, None)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device)
-        loss = _sweep(hidden, weight, targets, grad_hidden, grad_weight)
+        sweep = _compiled_sweep if fused else _sweep
+        loss = sweep(hidden, weight, targets, grad_hidden, grad_weight)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None
+        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None, None
 
 
 class _Room:
@@ -95,6 +101,33 @@ def _sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor 
             torch.mm(grad, weight, out=grad_hidden[part]).masked_fill_(~is_valid, 0)
             _accumulate(grad_weight, grad.t(), hidden[part].masked_fill(~is_valid, 0), room)
     return loss
+
+
+def _compiled_sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor, grad_weight: Tensor) -> Tensor:
+    """The same, with one pass over each chunk's logits between its matrix products."""
+    loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
+    rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device.type) * 4 // hidden.itemsize
+    for start in range(0, hidden.shape[0], rows):
+        part = slice(start, start + rows)
+        row_losses, grad = _softmax_gradient(hidden[part] @ weight.t(), targets[part].unsqueeze(1))
+        loss += row_losses.sum()
+        torch.mm(grad, weight, out=grad_hidden[part])
+        if grad_weight.dtype == grad.dtype:
+            grad_weight.addmm_(grad.t(), hidden[part])
+        else:
+            grad_weight.add_(grad.t() @ hidden[part])
+    return loss
+
+
+@torch.compile(dynamic=False)
+def _softmax_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """-log softmax(logits)[target] [rows, 1] and its gradient [rows, V], in the dtype of the logits; zero where ignored."""
+    wide, is_valid = logits.to(_wide(logits)), targets != IGNORED
+    normalizer = torch.logsumexp(wide, dim=-1, keepdim=True)
+    row_losses = normalizer - wide.gather(1, targets.masked_fill(~is_valid, 0))
+    is_target = torch.arange(wide.shape[1], device=wide.device) == targets
+    grad = (torch.exp(wide - normalizer) - is_target.to(wide.dtype)) * is_valid
+    return row_losses * is_valid, grad.to(logits.dtype)
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, room: _Room) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -32,6 +33,7 @@ def build_decoder(
     if compile_blocks:
         for block in cast(nn.ModuleList, decoder.layers):
             block.forward = torch.compile(block.forward)
+        decoder.loss = partial(decoder.loss, compiled=True)
     # 4. Data parallelism.
     if needs_sharding(layout):
         apply_data_parallel(decoder, layout, build_mesh(layout, device))
