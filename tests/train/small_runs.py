@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def train_here(run: Run, *, before_step: BeforeStep | None = None, rendezvous: s
             before_step(trainer)
         return train_step(trainer)
 
-    Trainer.train_step = step
+    Trainer.train_step = step  # pyright: ignore[reportAttributeAccessIssue]
     try:
         return loop.train(run, rendezvous=rendezvous, **options)
     finally:
@@ -78,13 +78,13 @@ def train_ranks(run: Run, *, before_step: BeforeStep | None = None, **options: A
     return [outcomes[0] for outcomes in run_forked(run.layout.dp, _train_rank, [(run, before_step)], options)]
 
 
-def train_in_turn(trainings: list[tuple[Run, BeforeStep | None]]) -> list[dict[str, Any]]:
+def train_in_turn(trainings: Sequence[tuple[Run, BeforeStep | None]]) -> list[dict[str, Any]]:
     """Train these, all of one layout, one after the other on the same ranks; the outcomes on rank 0. Saves the starting."""
     return run_forked(trainings[0][0].layout.dp, _train_rank, trainings, {})[0]
 
 
 def _train_rank(
-    rendezvous: str, trainings: list[tuple[Run, BeforeStep | None]], options: dict[str, Any]
+    rendezvous: str, trainings: Sequence[tuple[Run, BeforeStep | None]], options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     outcomes = []

@@ -23,6 +23,7 @@ from train.small_runs import (
 from ultrascale.data.loader import Loader
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.progress import sequences_after
+from ultrascale.spec.run import Run
 
 LAYOUTS = {
     "one process": Layout(micro_batch_size=2),
@@ -44,7 +45,7 @@ def test_the_small_run_ramps_and_reads_its_corpus_more_than_once(home):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_stopped_before_any_step_goes_on_to_the_same_bits(home, layout):
     whole = small_run(home, name="whole", layout=layout)
-    trainings = [(whole, None)]
+    trainings: list[tuple[Run, BeforeStep | None]] = [(whole, None)]
     for stop in range(1, STEPS):
         run = replace(whole, name=f"stopped-{stop}")
         trainings += [(run, stop_at(stop, rank=layout.dp - 1)), (run, None)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ultrascale.checkpoint import Search, load, read_metadata, search
+from ultrascale.checkpoint import CheckpointError, Search, load, read_metadata, search
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
@@ -61,8 +61,15 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False) 
 
 
 def restore_newest(trainer: Trainer, root: Path, *, allow_changes: bool = False) -> Search:
-    """Restore the newest checkpoint under `root` that is whole, if there is one. Says which, and why newer ones were not."""
+    """Restore the newest checkpoint under `root` that is whole, if there is one. Says which, and why newer ones were not.
+
+    Raises as `restore` does, and CheckpointError if there are checkpoints and none of them is whole.
+    """
     found = search(root, process_group=trainer.ranks.host_group)
+    if found.folder is None and found.rejected:
+        damage = "\n  ".join(f"{rejected.folder.name}: {rejected.reason}" for rejected in found.rejected)
+        remedy = "Bring one back from elsewhere, or remove them all to start the run over"
+        raise CheckpointError(f"{root}: no checkpoint is whole. {remedy}.\n  {damage}")
     if found.folder is not None:
         restore(trainer, found.folder, allow_changes=allow_changes)
     return found

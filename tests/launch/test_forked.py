@@ -1,0 +1,42 @@
+"""Forked ranks: results, failures, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from ultrascale.launch.forked import RankFailed, run_forked
+
+
+def place(rendezvous: str, greeting: str) -> list[str]:
+    return [greeting, os.environ["RANK"], os.environ["WORLD_SIZE"], rendezvous.partition(":")[0]]
+
+
+def raise_on_rank_1(rendezvous: str) -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("not me")
+    signal.pause()
+
+
+def die_on_rank_0(rendezvous: str) -> None:
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def test_results_come_in_order_of_rank():
+    assert run_forked(3, place, "hello") == [["hello", str(rank), "3", "file"] for rank in range(3)]
+
+
+def test_an_exception_is_raised_with_its_rank_and_traceback_and_the_others_are_ended():
+    with pytest.raises(RankFailed, match=r"rank 1: Traceback(.|\n)*raise_on_rank_1(.|\n)*not me"):
+        run_forked(2, raise_on_rank_1)
+    assert [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_a_killed_rank_is_told():
+    with pytest.raises(RankFailed, match="rank 0: ended with exit status -9"):
+        run_forked(2, die_on_rank_0)

@@ -1,0 +1,149 @@
+"""Ranks of this machine under torchrun's agent: killed, stopped, orphaned, and started again when that may help."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
+
+from ultrascale.launch import local
+from ultrascale.launch.local import Ending, launch_local
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.run import Checkpoint, Run
+
+FAILED = Ending("rank 1 failed with exit code 1")
+KILLED = Ending("rank 1 was ended by SIGKILL", by_signal=True)
+WRONG = Ending("rank 0 failed", exit_code=2, explained=True)
+STOPPED = Ending("stopped by SIGTERM", stopped=True)
+GOOD = Ending("")
+
+
+@contextmanager
+def launched(run: Run) -> Iterator[subprocess.Popen[str]]:
+    """`ultrascale train` of `run` in a process of its own; whatever is left of it at the end is killed."""
+    file = Path(run.folder) / f"{run.name}.toml"
+    file.write_text(to_toml(run))
+    command = [sys.executable, "-m", "ultrascale", "train", str(file)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    family = [psutil.Process(process.pid)]
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            family += psutil.Process(process.pid).children(recursive=True)
+            for member in reversed(family):
+                member.kill()
+        process.communicate()
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str], *, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"ended or too slow: {process.communicate()[0] if process.poll() is not None else 'running'}")
+        time.sleep(0.05)
+
+
+def steps_logged(run: Run) -> int:
+    path = Path(run.folder) / run.name / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def events(run: Run) -> list[str]:
+    path = Path(run.folder) / run.name / "events.jsonl"
+    return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children()
+    return [child for child in children if "ultrascale.train.worker" in child.cmdline()]
+
+
+@pytest.fixture
+def endless(tmp_path) -> Run:
+    """A run on two ranks that takes longer than the tests."""
+    make_corpus(tmp_path / "tokens")
+    run = small_run(tmp_path, name="endless", steps=100_000, layout=Layout(dp=2, zero_stage=3, micro_batch_size=2))
+    return replace(run, checkpoint=Checkpoint(every_steps=10, keep=3, export=False))
+
+
+def test_a_killed_rank_is_started_again_and_a_stop_saves_and_nothing_differs_from_an_undisturbed_run(endless):
+    with launched(endless) as process:
+        wait_until(lambda: steps_logged(endless) >= 12, process)
+        ranks = ranks_of(process)
+        listening = {
+            c.laddr.ip for rank in [*ranks, psutil.Process(process.pid)] for c in rank.net_connections() if c.status == "LISTEN"
+        }
+        ranks[1].kill()
+        wait_until(lambda: events(endless) == ["start", "start"] and steps_logged(endless) >= 15, process)
+        process.terminate()
+        told, code = process.communicate(timeout=60)[0], process.returncode
+    assert code == 0, told
+    assert "rank 1 was ended by SIGKILL; starting again from the newest checkpoint (3 restarts left)" in told
+    assert "Traceback" not in told
+    assert listening <= {"127.0.0.1", "::1"}
+    stopped_at = len(curve(endless))
+    whole = replace(endless, name="undisturbed")
+    train_ranks(whole, before_step=stop_at(stopped_at))
+    assert curve(endless) == curve(whole) and same(state(endless), state(whole))
+
+
+def test_ranks_whose_launcher_is_killed_stop_within_ten_seconds(endless):
+    with launched(endless) as process:
+        wait_until(lambda: steps_logged(endless) >= 2, process)
+        ranks = ranks_of(process)
+        process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        for rank in alive:
+            rank.kill()
+    assert len(ranks) == 2 and alive == []
+
+
+@pytest.mark.parametrize(
+    "endings, progress, attempts, ending",
+    [
+        ([GOOD], [], 1, GOOD),
+        ([KILLED, FAILED, GOOD], ["10", "20"], 3, GOOD),
+        ([KILLED] * 9, ["10"] * 9, 4, KILLED),
+        ([FAILED] * 9, ["10"] * 9, 2, FAILED),
+        ([FAILED] * 9, ["10", "20", "30", "40"], 4, FAILED),
+        ([FAILED, KILLED, FAILED, FAILED], ["10"] * 9, 4, FAILED),
+        ([WRONG] * 9, [], 1, WRONG),
+        ([KILLED, STOPPED], ["10"], 2, STOPPED),
+    ],
+    ids=["good", "gets on", "keeps being killed", "poison step", "slow progress", "mixed", "wrong", "stopped"],
+)
+def test_a_run_is_started_again_only_where_that_may_help(monkeypatch, endings, progress, attempts, ending):
+    left, reports = list(endings), list(progress)
+    monkeypatch.setattr(local, "_launch_once", lambda *arguments: left.pop(0))
+    found = launch_local(Path("run.toml"), 2, say=lambda text: None, progress=lambda: reports.pop(0))
+    assert (found, len(endings) - len(left)) == (ending, attempts)
+
+
+def test_a_rank_that_ended_by_a_signal_is_told_before_those_that_missed_it(tmp_path):
+    class Failure:
+        timestamp = 5
+
+        def __init__(self, exitcode: int):
+            self.exitcode = exitcode
+
+        def signal_name(self) -> str:
+            return signal.Signals(-self.exitcode).name
+
+    class Error:
+        failures = {0: Failure(1), 1: Failure(-9)}  # noqa: RUF012
+
+    assert local._failed(Error(), tmp_path / "failure.json") == KILLED
