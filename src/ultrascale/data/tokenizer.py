@@ -20,9 +20,8 @@ from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, pr
 
 from ultrascale.data.errors import DataError
 from ultrascale.data.manifest import TokenizerFacts
+from ultrascale.spec.special_tokens import END_OF_DOCUMENT, ENDS
 
-END_OF_DOCUMENT = "<|endoftext|>"
-EOD_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 WINDOW, CONTEXT = 1 << 18, 1 << 12
 LONG_TEXT = 4 * WINDOW
 """Characters from which a document is tokenized in windows."""
@@ -51,11 +50,11 @@ def tokenizer_facts(path: Path, eod: str | None = None) -> TokenizerFacts:
     Raises DataError if it has none of them.
     """
     vocabulary = load_tokenizer(path).get_vocab(with_added_tokens=True)
-    for token in [eod] if eod else EOD_TOKENS:
+    for token in [eod] if eod else ENDS:
         if token in vocabulary:
             fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
             return TokenizerFacts(fingerprint, max(vocabulary.values()) + 1, token, vocabulary[token])
-    problem = f"has no token {eod!r}" if eod else f"has none of the usual end-of-document tokens {', '.join(EOD_TOKENS)}"
+    problem = f"has no token {eod!r}" if eod else f"has none of the usual end-of-document tokens {', '.join(ENDS)}"
     raise DataError(str(path), problem, "Name one of its tokens with --eod.")
 
 

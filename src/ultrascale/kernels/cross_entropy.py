@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ultrascale.spec.work import chunk_rows
+
 IGNORED = -100
 """The target of a position that predicts nothing."""
-
-_CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**29}
-_MIN_CHUNK_ROWS = 128
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, compiled: bool = False) -> Tensor:
@@ -44,12 +43,6 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, com
     with_gradients = torch.is_grad_enabled()
     fused = compiled and with_gradients and (hidden.is_cuda or hidden.dtype != _wide(hidden))
     return _LinearCrossEntropy.apply(hidden, weight, targets, with_gradients, fused)  # pyright: ignore[reportReturnType]
-
-
-def chunk_rows(num_rows: int, vocab_size: int, device_type: str = "cpu") -> int:
-    """Rows of logits that exist at a time."""
-    rows = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (4 * vocab_size)
-    return min(num_rows, max(_MIN_CHUNK_ROWS, rows))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

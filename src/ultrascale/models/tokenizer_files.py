@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.special_tokens import BEGINS, ENDS
 
 TOKENIZER_FILE = "tokenizer.json"
-# What common tokenizers call the token that ends, or begins, a document.
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-_BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt")
 
 
@@ -53,7 +51,7 @@ def special_tokens(file: Path) -> dict[str, tuple[str, int]]:
     named = file.with_name("tokenizer_config.json")
     said = _read(named) if named.is_file() else {}
     found: dict[str, tuple[str, int]] = {}
-    for role, usual in (("eos", _ENDS), ("bos", _BEGINS)):
+    for role, usual in (("eos", ENDS), ("bos", BEGINS)):
         token = said.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
         if token is None and not said:

@@ -25,7 +25,7 @@ from ultrascale.spec.model import Model
 
 Kind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss"]
 CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**29}
-"""Bytes of fp32 logits that exist at a time (`kernels.cross_entropy`)."""
+"""Bytes of fp32 logits that exist at a time in `kernels.cross_entropy`; other devices than the CPU are taken for CUDA."""
 MIN_CHUNK_ROWS = 128
 
 
@@ -172,7 +172,7 @@ def work(model: Model, shape: Shape) -> list[tuple[int | None, Op]]:
 
 def chunk_rows(num_rows: int, vocab_size: int, device: str) -> int:
     """Rows of logits the loss makes at a time."""
-    return min(num_rows, max(MIN_CHUNK_ROWS, CHUNK_BYTES[device] // (4 * vocab_size)))
+    return min(num_rows, max(MIN_CHUNK_ROWS, CHUNK_BYTES["cpu" if device == "cpu" else "cuda"] // (4 * vocab_size)))
 
 
 def mask_elements(window: int | None, shape: Shape) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from ultrascale.checkpoint import CheckpointError, load_full, newest_valid
 from ultrascale.models.huggingface import export_folder
@@ -20,8 +23,12 @@ def export_checkpoint(root: Path, target: Path, *, run: Run) -> Path:
     if folder is None:
         raise CheckpointError(f"{root} holds no whole checkpoint to export")
     tensors, _ = load_full(folder)
-    weights = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-    return export_folder(weights, run.model, target, tokenizer=tokenizer_of(run), overwrite=True)
+    return export_folder(weights_in(tensors), run.model, target, tokenizer=tokenizer_of(run), overwrite=True)
+
+
+def weights_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights among a checkpoint's tensors, under the names of `spec.weights`."""
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
 
 
 def tokenizer_of(run: Run) -> Path | None:

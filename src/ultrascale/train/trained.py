@@ -17,7 +17,7 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import run_from_toml, to_toml
 from ultrascale.spec.run import Run
-from ultrascale.train.export import PREFIX, tokenizer_of
+from ultrascale.train.export import PREFIX, tokenizer_of, weights_in
 from ultrascale.train.loop import build_loader
 from ultrascale.train.optimizer import MOMENTS
 from ultrascale.train.resume import decisive_parts
@@ -105,10 +105,9 @@ def _find_checkpoint(path: Path) -> Path:
 def _open_checkpoint(folder: Path) -> Trained:
     tensors, facts = load_full(folder)
     run = run_from_toml(facts["run"], where=f"{folder}, metadata")
-    weights = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
     tokenizer = tokenizer_of(run)
     found = tokenizer if tokenizer is not None and tokenizer.exists() else None
-    return Trained(run.model, weights, found, folder, facts["steps_done"])
+    return Trained(run.model, weights_in(tensors), found, folder, facts["steps_done"])
 
 
 def _model_differences(expected: Model, found: Model, folder: str | Path) -> list[Problem]:
