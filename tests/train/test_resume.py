@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from train.small_runs import (
     STEPS,
+    BeforeStep,
     curve,
     largest_error,
     rows,

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import isfinite
+from math import isfinite, sqrt
 from typing import Any
 
 import torch
 
 from ultrascale.check.reference import StepFacts
+from ultrascale.train.optimizer import MOMENTS
+
+SMALLEST_SHARE = 0.1
+"""A tensor's error counts against its own norm, but at least this share of the norm of all tensors of its kind together. Some
+gradients are zero but for rounding (GPT-2's biases of keys: softmax does not see them); noise over noise is no error, and AdamW
+multiplies it by up to 1 / eps. A fault is seen if it moves 1e-12 of the whole."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Difference:
     name: str
     """The parameter; empty for loss and norm."""
     error: float
-    """|difference| / |reference|, 2-norms for tensors."""
+    """|difference| / |reference|, 2-norms for tensors; see `SMALLEST_SHARE`."""
 
     def __str__(self) -> str:
         of = f" of {self.name}" if self.name else ""
@@ -62,10 +68,11 @@ def differences(step: int, found: StepFacts, expected: StepFacts) -> Iterator[Di
     for quantity, mine, theirs in (
         ("gradient", found.gradients, expected.gradients),
         ("weight", found.weights, expected.weights),
-        ("moment", found.moments, expected.moments),
+        *(("moment", found.moments, _of_kind(moment, expected.moments)) for moment in MOMENTS),
     ):
+        floor = SMALLEST_SHARE * sqrt(sum(float(tensor.square().sum()) for tensor in theirs.values()))
         for name, tensor in theirs.items():
-            yield Difference(step, quantity, name, relative_error(mine[name], tensor))
+            yield Difference(step, quantity, name, relative_error(mine[name], tensor, floor=floor))
 
 
 def judge(case: str, found: list[StepFacts], expected: list[StepFacts], tolerance: float) -> Verdict:
@@ -78,11 +85,15 @@ def judge(case: str, found: list[StepFacts], expected: list[StepFacts], toleranc
     return Verdict(case, tolerance, worst, tuple(d for d in every if not d.error <= tolerance))
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """||found - expected|| / ||expected||; infinite if found is not finite or not of that shape."""
+def relative_error(found: torch.Tensor, expected: torch.Tensor, *, floor: float = 0.0) -> float:
+    """||found - expected|| / max(||expected||, floor); infinite if found is not finite or not of that shape."""
     if found.shape != expected.shape or not torch.isfinite(found).all():
         return float("inf")
-    return _relative(float((found - expected).norm()), float(expected.norm()))
+    return _relative(float((found - expected).norm()), max(float(expected.norm()), floor))
+
+
+def _of_kind(moment: str, moments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in moments.items() if name.startswith(f"{moment}.")}
 
 
 def _relative(difference: float, size: float) -> float:
