@@ -20,7 +20,7 @@ from ultrascale.plan.time import hardware_flops_per_token
 from ultrascale.spec.layout import Precision
 from ultrascale.spec.run import Run
 
-PASSES = 3
+PASSES = 2
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
 

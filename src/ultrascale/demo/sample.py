@@ -11,7 +11,7 @@ from ultrascale.demo.claims import DemoError
 from ultrascale.models.generate import Sampling, generate
 from ultrascale.train.trained import open_trained
 
-PROMPTS = ("def read(self, path):\n", "class Queue:\n", "import os\nimport sys\n")
+PROMPTS = ("def read(self, path):", "class Queue:", "import os")
 NEW_TOKENS = 80
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 0
 

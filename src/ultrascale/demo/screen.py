@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from ultrascale.demo.claims import MARKS, Claim
 
@@ -20,12 +23,27 @@ Advance = Callable[[float, str], None]
 """Told how far a stage is, and a note to print beside the bar."""
 
 
+def cpu_seconds() -> float:
+    """CPU time of this process and of those it has started and seen end: what a busy machine does not stretch."""
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a stage took."""
+
+    seconds: float
+    cpu_seconds: float
+
+
 @dataclass
 class Screen:
     """Writes the story to one console."""
 
     console: Console
-    stage_seconds: dict[str, float] = field(default_factory=dict)
+    spent: dict[str, Spent] = field(default_factory=dict)
+    """By title of the stage."""
 
     @classmethod
     def on(cls, *, stderr: bool) -> Screen:
@@ -36,15 +54,15 @@ class Screen:
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """A numbered heading; how long the stage took is remembered under its title."""
-        started = time.perf_counter()
-        self.console.print(f"\n[bold blue]{len(self.stage_seconds) + 1}[/]  [bold]{title}[/]")
+        """A numbered heading; what the stage took is remembered under its title."""
+        started, cpu = time.perf_counter(), cpu_seconds()
+        self.console.print(f"\n[bold blue]{len(self.spent) + 1}[/]  [bold]{title}[/]")
         yield
-        self.stage_seconds[title] = time.perf_counter() - started
+        self.spent[title] = Spent(time.perf_counter() - started, cpu_seconds() - cpu)
 
     def command(self, text: str) -> None:
-        """The command that does the same."""
-        self.show(f"[cyan]$ {escape(text)}[/]")
+        """The command that does the same, on one line, to be copied."""
+        self.console.print(f"{' ' * INDENT}[cyan]$ {escape(text)}[/]", soft_wrap=True)
 
     def say(self, text: str) -> None:
         """A line or two, in rich's markup."""
@@ -52,7 +70,18 @@ class Screen:
 
     def show(self, item: RenderableType) -> None:
         """Anything, under the heading."""
-        self.console.print(Padding(item, (0, 0, 0, INDENT)))
+        self.console.print(Padding(item, (0, 0, 0, INDENT), expand=False))
+
+    def draw(self, draw_on: Callable[[Console], None]) -> None:
+        """What a function prints on a console, under the heading."""
+        narrow = Console(
+            file=io.StringIO(), width=self.console.width - INDENT, highlight=False, force_terminal=self.console.is_terminal,
+            color_system=self.console.color_system,  # pyright: ignore[reportArgumentType] (a str is what it takes)
+        )  # fmt: skip
+        with narrow.capture() as captured:
+            draw_on(narrow)
+        lines = (line.rstrip() for line in captured.get().splitlines())
+        self.show(Text.from_ansi("\n".join(lines)))
 
     @contextmanager
     def bar(self, what: str, total: float) -> Iterator[Advance]:

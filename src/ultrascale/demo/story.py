@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -38,8 +38,8 @@ from ultrascale.spec.units import format_bytes, format_count, format_flops_per_s
 
 MEMORY_PERCENT = 3.0
 """How far the planned peak may be from the measured one."""
-WELL_BELOW_NATS = 1.5
-"""How far below the unigram entropy the loss must fall: e^1.5 = 4.5 times fewer likely tokens."""
+WELL_BELOW_NATS = 1.0
+"""How far below the unigram entropy the loss must fall: the next token is e times as likely on (geometric) average."""
 LATE_STEPS = 8
 """Steps after a checkpoint that are lost to the kill."""
 
@@ -139,7 +139,7 @@ def _plan(demo: Demo) -> tuple[Run, RunPlan]:
     plan = plan_run(run, parse_cluster(f"{PROCESSES}xcpu"))
     screen = demo.screen
     screen.command(f"ultrascale plan {demo.run_file}")
-    show_plan(plan, screen.console)
+    screen.draw(lambda console: show_plan(plan, console))
     rates = ", ".join(f"{name} {format_flops_per_second(r)}" for name, r in rehearsal.flops_per_second.items())
     screen.say(f"\nRehearsed here, a process reaches {rates}: so {precision}.")
     screen.say(
@@ -281,10 +281,9 @@ def _close(demo: Demo) -> None:
     seconds, screen = time.perf_counter() - demo.started, demo.screen
     screen.console.print("\n[bold]In short[/]")
     screen.claims(demo.claims)
-    spent = "   ".join(
-        f"{title.partition(':')[0].partition(',')[0].lower()} {s:.0f}" for title, s in screen.stage_seconds.items()
-    )
-    screen.say(f"\n[dim]{format_seconds(seconds)} in all; seconds by stage:  {spent}[/]")
+    spent = "  ".join(f"{_first_word(title)} {stage.seconds:.0f}" for title, stage in screen.spent.items())
+    cpu = sum(stage.cpu_seconds for stage in screen.spent.values())
+    screen.say(f"\n[dim]{format_seconds(seconds)} in all, {format_seconds(cpu)} of CPU time. Seconds by stage: {spent}[/]\n")
     screen.say(f"Everything is in [bold]{demo.folder}[/]. To look around:")
     for command in (
         f"ultrascale show {demo.run_file}",
@@ -292,5 +291,13 @@ def _close(demo: Demo) -> None:
         f'ultrascale generate {demo.run_folder} --prompt "import "',
     ):
         screen.command(command)
-    summary = {"seconds": seconds, "stages": screen.stage_seconds, "claims": [claim.to_json() for claim in demo.claims]}
+    summary = {
+        "seconds": seconds,
+        "stages": {title: asdict(stage) for title, stage in screen.spent.items()},
+        "claims": [claim.to_json() for claim in demo.claims],
+    }
     (demo.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def _first_word(title: str) -> str:
+    return title.partition(":")[0].partition(",")[0].lower()

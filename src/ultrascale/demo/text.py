@@ -12,7 +12,7 @@ from ultrascale.data.inputs import find_files
 from ultrascale.data.prepare import Prepared, Progress, Recipe, prepare
 from ultrascale.demo.claims import DemoError
 
-VOCABULARY = 4096
+VOCABULARY = 2048
 GLOB = "*.py"
 # Tests and installed packages would make it twenty times as much; the others are tables, not code.
 EXCLUDED = (
