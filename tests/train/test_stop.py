@@ -76,7 +76,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_one(home, stage
     )
     outcomes = train_ranks(run, before_step=at_step(7, make_loss_nan, rank=1))
     assert {outcome["error"] for outcome in outcomes} == {"NonFiniteError"}
-    assert "step 7, sequences 40 to 47: not finite: rank 1: loss nan, gradient of norm.weight" in outcomes[0]["text"]
+    assert "step 7, sequences 40 to 47: not finite: rank 1: loss nan, gradient of lm_head.weight" in outcomes[0]["text"]
     assert "rank 0" not in outcomes[0]["text"]
     assert checkpoints(run)[-1].name == "step-00000006"
 

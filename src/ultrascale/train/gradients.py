@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -46,18 +47,17 @@ def watched_gradients(decoder: nn.Module, see: Callable[[str, torch.Tensor], Non
     before it is added to others or reduced."""
     hooks: dict[nn.Parameter, RemovableHandle] = {}
 
-    def hook_parameters(module: nn.Module, inputs: object) -> None:
-        if torch.is_grad_enabled():
-            for name, parameter in module.named_parameters():
-                if parameter not in hooks:
-                    full = f"{prefixes[module]}{name}"
-                    hooks[parameter] = parameter.register_hook(lambda gradient, full=full: see(full, gradient))
+    def hook_parameters(prefix: str, module: nn.Module, inputs: object) -> None:
+        for name, parameter in module.named_parameters():
+            is_here = bool(prefix) or not name.startswith("layers.")
+            if is_here and parameter not in hooks and torch.is_grad_enabled():
+                full = f"{prefix}{name}"
+                hooks[parameter] = parameter.register_hook(lambda gradient, full=full: see(full, gradient))
 
-    # Gathered parameters exist only once the forward pass of their bucket has begun.
-    blocks = list(cast(nn.ModuleList, decoder.layers))
-    rest = {child: f"{name}." for name, child in decoder.named_children() if child is not decoder.layers}
-    prefixes = {block: f"layers.{index}." for index, block in enumerate(blocks)} | rest
-    handles = [module.register_forward_pre_hook(hook_parameters) for module in prefixes]
+    # Gathered parameters exist only once the forward pass of their bucket has begun: a block's with it, the others' with the
+    # decoder's (the head is never called by itself, its loss takes the weight).
+    places = {f"layers.{index}.": block for index, block in enumerate(cast(nn.ModuleList, decoder.layers))} | {"": decoder}
+    handles = [module.register_forward_pre_hook(partial(hook_parameters, prefix)) for prefix, module in places.items()]
     try:
         yield
     finally:

@@ -1,0 +1,103 @@
+"""Held-out loss: the same for every layout, and no trace of it in training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from train.small_runs import MODEL, curve, make_corpus, same, small_run, state, stop_at, train_here, train_ranks
+
+from ultrascale.data.loader import Loader
+from ultrascale.models.decoder import Decoder
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.run import Evaluation, Run, Source
+
+
+@pytest.fixture
+def run(home) -> Run:
+    """Evaluates 7 sequences, which no layout divides, every 4 steps and at the end, where it also saves."""
+    make_corpus(home / "held-out", seed=9)
+    base = small_run(home, name="whole")
+    return replace(
+        base,
+        data=replace(base.data, validation=(Source(str(home / "held-out")),)),
+        evaluation=Evaluation(every_steps=4, sequences=7),
+        checkpoint=replace(base.checkpoint, every_steps=4),
+    )
+
+
+LAYOUTS = [
+    Layout(micro_batch_size=4),
+    Layout(dp=2, zero_stage=0, micro_batch_size=1),
+    Layout(dp=2, zero_stage=3, micro_batch_size=2, recompute="full"),
+    Layout(dp=4, zero_stage=2, dp_shard=2, micro_batch_size=1),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"dp {layout.dp}, {layout.micro_batch_size} sequences")
+def test_the_held_out_loss_is_that_of_one_process_for_every_layout(run, layout):
+    whole = replace(run, layout=Layout(micro_batch_size=1, precision="fp64"))
+    train_here(whole)
+    cut = replace(run, name="cut", layout=replace(layout, precision="fp64"))
+    train_ranks(cut)
+    found, expected = (torch.tensor(validation_losses(r), dtype=torch.float64) for r in (cut, whole))
+    assert (found / expected - 1).abs().max() < 1e-11
+
+
+def validation_losses(run: Run) -> list[float]:
+    lines = (Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines()
+    found = {row["step"]: row["val/loss"] for row in map(json.loads, lines) if "val/loss" in row}
+    assert list(found) == [3, 7, 11]
+    return list(found.values())
+
+
+def test_the_held_out_loss_is_the_sum_over_its_first_sequences_by_their_valid_targets(run):
+    train_here(run)
+    decoder = Decoder(MODEL)
+    decoder.load_state_dict({n.removeprefix("model."): t for n, t in state(run).items() if n.startswith("model.")})
+    loader = Loader(run.data.validation, sequence_length=11, vocab_size=MODEL.vocab_size, seed=run.seed)
+    batch = loader.read(range(7))
+    with torch.no_grad():
+        loss = decoder(
+            torch.from_numpy(batch.tokens), targets=torch.from_numpy(batch.targets),
+            positions=torch.from_numpy(batch.positions), document_ids=torch.from_numpy(batch.document_ids),
+        )  # fmt: skip
+    assert validation_losses(run)[-1] == pytest.approx(float(loss) / (batch.targets >= 0).sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", [Layout(micro_batch_size=2), Layout(dp=2, zero_stage=3, micro_batch_size=1)], ids=["1", "2"])
+def test_evaluating_and_saving_in_the_same_step_changes_no_bit_of_the_training(run, layout):
+    evaluated = replace(run, layout=layout)
+    plain = replace(small_run(Path(run.folder)), layout=layout)
+    for each in (evaluated, plain):
+        train_ranks(each)
+    assert curve(evaluated) == curve(plain) and same(state(evaluated), state(plain))
+
+
+def test_saving_in_the_background_saves_the_same_and_resumes_to_the_same_bits(run):
+    run = replace(run, layout=Layout(dp=2, zero_stage=3, micro_batch_size=1))
+    behind = replace(run, name="behind", checkpoint=replace(run.checkpoint, every_steps=1, asynchronous=True, keep=2))
+    train_ranks(run)
+    train_ranks(behind, before_step=stop_at(7))
+    train_ranks(behind)
+    assert curve(behind) == curve(run) and same(state(behind), state(run))
+    assert len(list((Path(run.folder) / "behind" / "checkpoints").iterdir())) == 2
+
+
+def test_several_held_out_corpora_have_a_metric_each_even_if_their_folders_have_one_name(run):
+    home = Path(run.folder)
+    (home / "other").mkdir()
+    make_corpus(home / "other" / "held-out", seed=8)
+    paths = [str(home / "held-out"), str(home / "other" / "held-out")]
+    run = replace(
+        run,
+        steps=4,
+        optimizer=replace(run.optimizer, decay_steps=None),
+        data=replace(run.data, validation=tuple(map(Source, paths))),
+    )
+    train_here(run)
+    last = (home / "whole" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert all(f'"val/loss/{path}": ' in last for path in paths)

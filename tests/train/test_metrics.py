@@ -1,0 +1,128 @@
+"""What a run says about itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from train.small_runs import STEPS, rows, small_run, stop_at, train_here
+
+from ultrascale.spec.run import Log
+from ultrascale.train import metrics
+from ultrascale.train.metrics import Metrics, Tracker, console_line, duration
+from ultrascale.train.run_folder import RunFolder
+
+ALWAYS = {
+    "step", "time", "train/loss", "train/grad_norm", "train/lr", "progress/tokens", "progress/tokens_per_batch",
+}  # fmt: skip
+SPEED = {"perf/step_s", "perf/data_wait_s", "perf/tokens_per_s", "perf/tokens_per_s_per_gpu", "perf/mfu", "perf/hfu"}
+
+
+def read_rows(run) -> list[dict]:
+    return [json.loads(line) for line in (Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_have_the_names_people_know_and_speed_once_memory_is_counted(home):
+    run = small_run(home, log=Log(memory_steps=2))
+    train_here(run)
+    found = [row.keys() for row in read_rows(run)]
+    # The step that ends the counting is slow too.
+    assert [keys == ALWAYS for keys in found] == [True] * 2 + [False] * (STEPS - 2)
+    assert all(keys == ALWAYS | SPEED for keys in found[2:])
+    report = json.loads((home / "small" / "memory.json").read_text())
+    assert report["planned_timeline"] and report["measured_timeline"]
+
+
+def test_speeds_agree_with_each_other(home):
+    run = small_run(home)
+    train_here(run)
+    for seconds, tokens, per_rank, batch, mfu, hfu in rows(
+        run,
+        "perf/step_s",
+        "perf/tokens_per_s",
+        "perf/tokens_per_s_per_gpu",
+        "progress/tokens_per_batch",
+        "perf/mfu",
+        "perf/hfu",
+    ):
+        assert tokens == per_rank == pytest.approx(batch / seconds)
+        assert 0 < mfu <= hfu < 1.1 * mfu  # nothing is recomputed but inside attention
+
+
+@pytest.mark.parametrize("memory_steps, stop", [(4, 2), (40, None)], ids=["stopped", "longer than the run"])
+def test_a_run_shorter_than_its_memory_count_ends_well_and_one_that_goes_on_counts_no_more(home, memory_steps, stop):
+    run = small_run(home, log=Log(memory_steps=memory_steps))
+    assert train_here(run, before_step=None if stop is None else stop_at(stop)).steps_done == (stop or STEPS)
+    assert (home / "small" / "memory.json").exists() == (stop is None)
+    assert train_here(run).steps_done == STEPS
+    if stop is not None:
+        assert all("perf/mfu" in row for row in read_rows(run)[stop:])
+
+
+def test_rows_are_thinned_and_the_last_step_is_always_there(home):
+    run = small_run(home, log=Log(memory_steps=0, every_steps=5))
+    train_here(run)
+    assert rows(run, "step") == [(4,), (9,), (11,)]
+
+
+def test_a_run_folder_tells_everything_about_its_run(home):
+    train_here(small_run(home))
+    folder = home / "small"
+    assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == {
+        "run.toml", "plan.json", "metrics.jsonl", "events.jsonl", "environment.json", "log.txt", "checkpoints",
+    }  # fmt: skip
+    assert [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()] == ["start", "end"]
+
+
+def test_the_console_line_says_what_is_known(home):
+    run = small_run(home)
+    values: metrics.Row = {"train/loss": 7.12344, "train/grad_norm": 0.981, "train/lr": 3e-4, "train/noise_scale_tokens": None}
+    assert console_line(run, values, 3) == "step 3/12  loss 7.1234  gnorm 0.98  lr 3.0e-04  (counting memory)"
+    values |= {"val/loss/code": 2.0, "val/loss/a/text": 3.0, "perf/tokens_per_s_per_gpu": 12345.6, "perf/mfu": 0.4123}
+    values |= {"perf/step_s": 7.0, "mem/peak_allocated_gib": 61.23}
+    assert console_line(run, values, 3).partition("3.0e-04")[2] == (
+        "  val code 2.0000  val a/text 3.0000  mem 61.2GiB  tok/s/gpu 12,346  mfu 41.2%  eta 1m03s"
+    )
+    assert [duration(s) for s in (0.4, 62, 3720)] == ["0s", "1m02s", "1h02m"]
+
+
+def test_trackers_get_the_same_rows_and_are_closed(home, monkeypatch):
+    told: list[object] = []
+    tracker = Tracker(lambda step, values: told.append((step, dict(values))), lambda: told.append("closed"))
+    monkeypatch.setitem(metrics.TRACKERS, "tensorboard", lambda run, folder: tracker)
+    monkeypatch.setitem(sys.modules, "tensorboard", fake_module("tensorboard"))
+    run = small_run(home, log=Log(memory_steps=0, sinks=("tensorboard",)))
+    train_here(run)
+    assert told[-1] == "closed"
+    expected = [(row.pop("step"), row) for row in read_rows(run) if row.pop("time")]
+    assert told[:-1] == expected
+
+
+def fake_module(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    return module
+
+
+def test_only_the_first_rank_writes(home, capsys):
+    silent = Metrics(small_run(home), RunFolder(home / "none"), first_step=0, writes=False)
+    silent.row(0, {"train/loss": 1.0})
+    silent.line("hello")
+    silent.event("start")
+    silent.report("memory.json", {})
+    silent.close()
+    assert not (home / "none").exists() and capsys.readouterr().out == ""
+
+
+def test_a_row_torn_by_a_crash_and_rows_to_be_done_again_are_dropped(home):
+    folder = RunFolder(home / "torn")
+    for step in range(3):
+        folder.append("metrics.jsonl", json.dumps({"step": step}))
+    with open(folder.metrics, "a") as file:
+        file.write('{"step": 3, "trai')
+    folder.forget_metrics_from(2)
+    assert folder.metrics.read_text() == '{"step": 0}\n{"step": 1}\n'
