@@ -19,8 +19,8 @@ def prove_layouts(run: Run) -> Claim:
     worst = max(difference.error for verdict in verdicts for difference in verdict.worst.values())
     held = sum(verdict.holds for verdict in verdicts)
     return judged(
-        f"{run.layout.dp} processes compute what one does, at every ZeRO stage",
-        f"{held} of {len(verdicts)} cases equal in float64, largest error {worst:.0e}",
+        "two processes compute what one does",
+        f"{held} of {len(verdicts)} cases (all ZeRO stages) equal in float64, largest error {worst:.0e}",
         held == len(verdicts),
         cases={verdict.case: verdict.holds for verdict in verdicts}, largest_error=worst, tolerance=TOLERANCE,
     )  # fmt: skip
@@ -33,7 +33,7 @@ def plant_faults(run: Run) -> Claim:
     seen = {fault: _where_seen([v for v in verdicts if v.case == fault]) for fault in FAULTS}
     count = sum(name is not None for name in seen.values())
     return judged(
-        "the proof sees planted faults", f"{count} of {len(FAULTS)} seen, each with the parameter it breaks",
+        "the proof sees planted faults", f"{count} of {len(FAULTS)}, each with the parameter it breaks",
         count == len(FAULTS), seen=seen,
     )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from ultrascale.demo.claims import DemoError
 from ultrascale.models.generate import Sampling, generate
 from ultrascale.train.trained import open_trained
 
-PROMPTS = ("def read(self, path):", "class Queue:", "import os")
+PROMPTS = ("class Queue:", "def read(self, path):", "def test_")
 NEW_TOKENS = 80
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 0
 
@@ -31,8 +30,7 @@ def continue_prompts(run_folder: Path) -> list[str]:
     ]
 
 
-def sample_command(run_folder: Path, prompt: str) -> str:
-    """The command that gives the same text."""
-    words = ["ultrascale", "generate", str(run_folder), "--max-new-tokens", str(NEW_TOKENS)]
-    words += ["--temperature", str(TEMPERATURE), "--top-p", str(TOP_P)]
-    return f"{shlex.join(words)} --prompt {shlex.quote(prompt)}"
+def sample_words(run_folder: Path, prompt: str) -> list[str]:
+    """The words of the command that gives the same text."""
+    words = ["generate", str(run_folder), "--prompt", prompt, "--max-new-tokens", str(NEW_TOKENS)]
+    return [*words, "--temperature", str(TEMPERATURE), "--top-p", str(TOP_P)]

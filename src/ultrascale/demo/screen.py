@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import resource
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,9 +61,15 @@ class Screen:
         yield
         self.spent[title] = Spent(time.perf_counter() - started, cpu_seconds() - cpu)
 
-    def command(self, text: str) -> None:
-        """The command that does the same, on one line, to be copied."""
-        self.console.print(f"{' ' * INDENT}[cyan]$ {escape(text)}[/]", soft_wrap=True)
+    def command(self, *words: str) -> None:
+        """The command that does the same, to be copied."""
+        lines = [""]
+        for word in map(shlex.quote, ("ultrascale", *words)):
+            if len(lines[-1]) + len(word) > self.console.width - INDENT - 8:
+                lines.append("   ")
+            lines[-1] += f" {word}"
+        text = " \\\n".join(f"{' ' * INDENT}{'$' if number == 0 else ' '}{line}" for number, line in enumerate(lines))
+        self.console.print(f"[cyan]{escape(text)}[/]", soft_wrap=True)
 
     def say(self, text: str) -> None:
         """A line or two, in rich's markup."""
@@ -102,11 +109,11 @@ class Screen:
     def claims(self, claims: Sequence[Claim]) -> None:
         """The closing table."""
         table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-        table.add_column("claim", ratio=5)
-        table.add_column("number", ratio=6)
+        table.add_column("claim")
         table.add_column("", no_wrap=True)
+        table.add_column("number")
         for claim in claims:
-            table.add_row(claim.text, claim.number, MARKS[claim.verdict])
+            table.add_row(claim.text, MARKS[claim.verdict], claim.number)
         self.show(table)
 
     def _quarters(self, what: str, total: float) -> Advance:

@@ -24,9 +24,9 @@ from ultrascale.demo.interrupted import train_and_kill
 from ultrascale.demo.proof import plant_faults, prove_layouts
 from ultrascale.demo.recipe import PROCESSES, SAVES, fitting_steps, write_run
 from ultrascale.demo.rehearsal import rehearse
-from ultrascale.demo.sample import PROMPTS, continue_prompts, sample_command
-from ultrascale.demo.screen import Screen
-from ultrascale.demo.text import library_folder, prepare_command, prepare_library
+from ultrascale.demo.sample import PROMPTS, continue_prompts, sample_words
+from ultrascale.demo.screen import INDENT, Screen
+from ultrascale.demo.text import library_folder, prepare_library, prepare_words
 from ultrascale.measure.compare import Difference, comparison_table
 from ultrascale.measure.plots import plot_run, read_metrics
 from ultrascale.plan.report import RunPlan, plan_run
@@ -99,7 +99,7 @@ def tell(folder: Path, screen: Screen) -> Demo:
 def _text(demo: Demo, library: Path) -> float:
     """Prepare the text. Returns the entropy of the held-out part's tokens, in nats."""
     data, screen = demo.folder / "data", demo.screen
-    screen.command(prepare_command(library, data))
+    screen.command(*prepare_words(library, data))
     try:
         made = _prepare(demo, library, data)
     except DataError:  # prepared by an earlier demo from another Python, or cut short in a way that cannot go on
@@ -138,7 +138,7 @@ def _plan(demo: Demo) -> tuple[Run, RunPlan]:
     run = write_run(demo.folder, precision=precision, steps=fitting_steps(time_plan.seconds_per_step))
     plan = plan_run(run, parse_cluster(f"{PROCESSES}xcpu"))
     screen = demo.screen
-    screen.command(f"ultrascale plan {demo.run_file}")
+    screen.command("plan", str(demo.run_file))
     screen.draw(lambda console: show_plan(plan, console))
     rates = ", ".join(f"{name} {format_flops_per_second(r)}" for name, r in rehearsal.flops_per_second.items())
     screen.say(f"\nRehearsed here, a process reaches {rates}: so {precision}.")
@@ -151,8 +151,8 @@ def _plan(demo: Demo) -> tuple[Run, RunPlan]:
 
 def _prove(demo: Demo, run: Run) -> None:
     screen = demo.screen
-    for command, prove in (("--every-stage", prove_layouts), ("--plant all", plant_faults)):
-        screen.command(f"ultrascale check {demo.run_file} {command}")
+    for flags, prove in ((["--every-stage"], prove_layouts), (["--plant", "all"], plant_faults)):
+        screen.command("check", str(demo.run_file), *flags)
         claim = prove(run)
         demo.claim(claim)
         screen.say(f"{claim.number}.")
@@ -163,7 +163,7 @@ def _prove(demo: Demo, run: Run) -> None:
 def _train(demo: Demo, run: Run) -> None:
     screen, log = demo.screen, demo.folder / "training.log"
     every = run.steps // SAVES
-    screen.command(f"ultrascale train {demo.run_file} --processes {PROCESSES}")
+    screen.command("train", str(demo.run_file), "--processes", str(PROCESSES))
     screen.say(f"[dim]What it says goes to {log}. After step {2 * every + LATE_STEPS} one process gets SIGKILL.[/]")
     with screen.bar("training", run.steps) as advance:
         cut = train_and_kill(
@@ -204,9 +204,9 @@ def _compare(demo: Demo, plan: RunPlan, rows: list[dict[str, Any]], memory: dict
     percent = memory["difference_percent"]
     demo.claim(
         judged(
-            "the planned peak of memory is the measured one",
+            "peak memory is as planned",
             f"{format_bytes(memory['planned_peak_bytes'])} planned, {format_bytes(memory['measured_peak_bytes'])} measured: "
-            f"{percent:+.1f} %",
+            f"{_signed(percent, 1)} %",
             abs(percent) <= MEMORY_PERCENT,
             planned_bytes=memory["planned_peak_bytes"], measured_bytes=memory["measured_peak_bytes"], percent=percent,
         )
@@ -214,10 +214,11 @@ def _compare(demo: Demo, plan: RunPlan, rows: list[dict[str, Any]], memory: dict
     assert plan.time is not None
     planned = plan.time.seconds_per_step
     measured = median(row["perf/step_s"] for row in rows if row.get("perf/step_s"))
-    number = f"{format_seconds(planned)} planned, {format_seconds(measured)} measured: {100 * (planned / measured - 1):+.0f} %"
+    off = _signed(100 * (planned / measured - 1), 0)
+    number = f"{format_seconds(planned)} planned, {format_seconds(measured)} measured: {off} %"
     screen.say(f"\nA step: {number}. [dim]Not in the plan: {_NOT_PLANNED}.[/]")
     facts = {"planned_seconds": planned, "measured_seconds": measured}
-    demo.claim(Claim("a step takes about what was planned", number, "noted", facts))
+    demo.claim(Claim("a step takes as long as planned", number, "noted", facts))
 
 
 _NOT_PLANNED = "communication, the optimizer, and other work on this machine"
@@ -232,7 +233,7 @@ def _loss(demo: Demo, rows: list[dict[str, Any]], entropy: float) -> None:
     )
     demo.claim(
         judged(
-            "the loss falls well below the unigram entropy",
+            "the loss is well below the unigram entropy",
             f"{held_out:.2f} nats on held-out text, entropy {entropy:.2f}",
             held_out <= entropy - WELL_BELOW_NATS,
             held_out_loss=held_out, unigram_entropy=entropy, first_loss=rows[0]["train/loss"],
@@ -245,15 +246,15 @@ def _sample(demo: Demo) -> None:
     from rich.syntax import Syntax
 
     screen = demo.screen
-    screen.command(sample_command(demo.run_folder, PROMPTS[0]))
+    screen.command(*sample_words(demo.run_folder, PROMPTS[0]))
     for text in continue_prompts(demo.run_folder):
         code = Syntax(text, "python", theme="ansi_light", background_color="default", word_wrap=True)
-        screen.show(Panel(code, border_style="dim", padding=(0, 1)))
+        screen.show(Panel(code, border_style="dim", padding=(0, 1), width=screen.console.width - 2 * INDENT))
 
 
 def _export(demo: Demo, run: Run) -> None:
     screen, target = demo.screen, demo.folder / "exported"
-    screen.command(f"ultrascale export {demo.run_folder} {target}")
+    screen.command("export", str(demo.run_folder), str(target))
     for claim in (export_newest(demo.run_folder, target), compare_with_transformers(target, run)):
         demo.claim(claim)
         screen.say(f"{claim.text}: {claim.number}.")
@@ -285,18 +286,21 @@ def _close(demo: Demo) -> None:
     cpu = sum(stage.cpu_seconds for stage in screen.spent.values())
     screen.say(f"\n[dim]{format_seconds(seconds)} in all, {format_seconds(cpu)} of CPU time. Seconds by stage: {spent}[/]\n")
     screen.say(f"Everything is in [bold]{demo.folder}[/]. To look around:")
-    for command in (
-        f"ultrascale show {demo.run_file}",
-        f"ultrascale checkpoint list {demo.run_folder}",
-        f'ultrascale generate {demo.run_folder} --prompt "import "',
-    ):
-        screen.command(command)
+    screen.command("show", str(demo.run_file))
+    screen.command("checkpoint", "list", str(demo.run_folder))
+    screen.command("generate", str(demo.run_folder), "--prompt", "import ")
     summary = {
         "seconds": seconds,
         "stages": {title: asdict(stage) for title, stage in screen.spent.items()},
         "claims": [claim.to_json() for claim in demo.claims],
     }
     (demo.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def _signed(value: float, decimals: int) -> str:
+    """`+3.1`, `-0.2`, and plain `0.0` for what rounds to nothing."""
+    rounded = round(value, decimals)
+    return f"{rounded:+.{decimals}f}" if rounded else f"{0:.{decimals}f}"
 
 
 def _first_word(title: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -52,9 +51,8 @@ def prepare_library(
     return prepare([library], output=output, recipe=recipe, workers=workers, on_progress=on_progress)
 
 
-def prepare_command(library: Path, output: Path) -> str:
-    """The command that does what `prepare_library` does."""
-    words = ["ultrascale", "data", "prepare", str(library), "--glob", GLOB]
-    words += [word for name in EXCLUDED for word in ("--exclude", name)]
-    words += ["--train-tokenizer", str(VOCABULARY), "--validation-fraction", str(HELD_OUT), "--on-bad", "skip"]
-    return shlex.join([*words, "--output", str(output)])
+def prepare_words(library: Path, output: Path) -> list[str]:
+    """The words of the command that does what `prepare_library` does."""
+    words = ["data", "prepare", str(library), "--output", str(output), "--glob", GLOB]
+    words += [f"--exclude={name}" for name in EXCLUDED]
+    return [*words, f"--train-tokenizer={VOCABULARY}", f"--validation-fraction={HELD_OUT}", "--on-bad=skip"]
