@@ -45,7 +45,9 @@ class Performance:
         self._say_what_mfu_means()
         if trainer.steps_done == 0:
             self._last_watched = min(self.run.log.memory_steps, self.run.steps)
-        if self._last_watched and self.ranks.device.type == "cpu":
+        if self.ranks.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # drawing the initial weights took more than a step may
+        elif self._last_watched:
             self.memory = LiveMemory(trainer.decoder, trainer.optimizer)
             trainer.on_phase = self.memory.mark
             self._watching.callback(lambda: setattr(trainer, "on_phase", lambda phase, step: None))
