@@ -124,9 +124,9 @@ def _verdict(plan: RunPlan) -> Text:
 def _parts(plan: RunPlan) -> Table:
     layout, peak = plan.run.layout, plan.memory.peak
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("at the peak", no_wrap=True)
-    table.add_column(peak.phase, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table.add_column("at the peak", no_wrap=True, min_width=max(map(len, KINDS.values())) + 2)
+    table.add_column(peak.phase, justify="right", no_wrap=True, min_width=len("1023 MiB"))
+    table.add_column("", no_wrap=True, min_width=20)
     table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
     share = "whole" if layout.shard_size == 1 else f"1/{layout.shard_size} of them"
     largest = max(peak.by_category.values())
