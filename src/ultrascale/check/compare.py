@@ -12,10 +12,10 @@ import torch
 from ultrascale.check.reference import StepFacts
 from ultrascale.train.optimizer import MOMENTS
 
-SMALLEST_SHARE = 0.1
+SMALLEST_SHARE = {"gradient": 1e-3, "moment": 1e-3, "weight": 0.1}
 """A tensor's error counts against its own norm, but at least this share of the norm of all tensors of its kind together. Some
 gradients are zero but for rounding (GPT-2's biases of keys: softmax does not see them); noise over noise is no error, and AdamW
-multiplies it by up to 1 / eps. A fault is seen if it moves 1e-12 of the whole."""
+multiplies it by up to 1 / eps on its way into the weights. A fault is seen if it moves 1e-14 of the whole gradient."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def differences(step: int, found: StepFacts, expected: StepFacts) -> Iterator[Di
         ("weight", found.weights, expected.weights),
         *(("moment", found.moments, _of_kind(moment, expected.moments)) for moment in MOMENTS),
     ):
-        floor = SMALLEST_SHARE * sqrt(sum(float(tensor.square().sum()) for tensor in theirs.values()))
+        floor = SMALLEST_SHARE[quantity] * sqrt(sum(float(tensor.square().sum()) for tensor in theirs.values()))
         for name, tensor in theirs.items():
             yield Difference(step, quantity, name, relative_error(mine[name], tensor, floor=floor))
 

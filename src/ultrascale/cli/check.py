@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json as json_module
+import sys
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve
+from ultrascale.spec.run import Run
+
+if TYPE_CHECKING:  # imports torch
+    from ultrascale.check.compare import Verdict
+
+QUANTITIES = ("loss", "gradient norm", "gradient", "weight", "moment")
 
 
 def check(
@@ -64,40 +71,37 @@ def command(arguments: list[str]) -> int:
     return 0 if all(good) else 1
 
 
-def _print(proven: object, asked: object, verdicts: list, *, planted: bool) -> None:
+def _print(proven: Run, asked: Run, verdicts: list[Verdict], *, planted: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from ultrascale.check.prove import TOLERANCE
-    from ultrascale.spec.run import Run
 
-    assert isinstance(proven, Run) and isinstance(asked, Run)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 128)
     if proven.model != asked.model:
         small = f"{proven.model.num_hidden_layers} layers, hidden {proven.model.hidden_size}"
         console.print(f"{asked.model.name or 'the model'} is proven on the same kind of model made small: {small}.\n")
     table = Table(title=f"float64, tolerance {TOLERANCE:.0e}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("case")
-    for quantity in ("loss", "gradient norm", "gradient", "weight", "moment"):
+    for quantity in QUANTITIES:
         table.add_column(quantity, justify="right")
     table.add_column("")
     for verdict in verdicts:
-        errors = [f"{verdict.worst[q].error:.0e}" for q in ("loss", "gradient norm", "gradient", "weight", "moment")]
+        errors = [f"{verdict.worst[quantity].error:.0e}" for quantity in QUANTITIES]
         words = ("[yellow]MISSED[/]", "[green]seen[/]") if planted else ("[green]equal[/]", "[red]DIFFERS[/]")
         table.add_row(verdict.case, *errors, words[0] if verdict.holds else words[1])
     console.print(table)
     for verdict in verdicts:
         for difference in _told(verdict):
             console.print(f"  {verdict.case}: {difference}", soft_wrap=True)
-    if not planted:
-        held = sum(verdict.holds for verdict in verdicts)
+    held = sum(verdict.holds for verdict in verdicts)
+    if planted:
+        console.print(f"\n{len(verdicts) - held} of {len(verdicts)} planted faults were seen.")
+    else:
         console.print(f"\n{held} of {len(verdicts)} cases compute what one process computes.")
 
 
-def _told(verdict: object) -> list[str]:
-    from ultrascale.check.compare import Verdict
-
-    assert isinstance(verdict, Verdict)
+def _told(verdict: Verdict) -> list[str]:
     # A wrong gradient explains the weights and moments that follow from it.
     first = [d for d in verdict.beyond if d.quantity == "gradient"] or list(verdict.beyond)
     rest = len(verdict.beyond) - min(3, len(first))

@@ -1,0 +1,103 @@
+"""`ultrascale train`: one command to start, to go on, and to be told what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from train.small_runs import STEPS, curve, make_corpus, small_run
+
+from ultrascale.cli import train as verb
+from ultrascale.cli.main import main
+from ultrascale.launch import local
+from ultrascale.launch.local import Ending
+from ultrascale.measure.machine import Peak
+from ultrascale.spec.resolve import resolve, to_toml
+from ultrascale.train import performance
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(performance, "peak_flops", lambda *arguments: Peak(1e10, "made up"))
+    make_corpus(tmp_path / "tokens")
+    (tmp_path / "run.toml").write_text(to_toml(small_run(tmp_path)))
+    return tmp_path / "run.toml"
+
+
+def train(run_file: Path, *words: str) -> int:
+    return main(["train", str(run_file), *words])
+
+
+def test_a_run_is_trained_and_its_end_told_as_json(run_file, capsys):
+    assert train(run_file, "--optimizer.learning-rate", "1e-3", "--json") == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["finished"] and summary["last"]["step"] == STEPS - 1
+    assert resolve(run_file.parent / "small").run.optimizer.learning_rate == 1e-3
+
+
+def test_a_run_goes_on_in_its_folder_also_after_that_was_renamed(run_file, tmp_path, capsys):
+    assert train(run_file, "--steps", "8") == 0
+    (tmp_path / "small").rename(tmp_path / "renamed")
+    assert train(tmp_path / "renamed", "--steps", "12") == 0
+    assert "resumed from" in capsys.readouterr().out
+    assert [step for step, *_ in curve(small_run(tmp_path, name="renamed"))] == list(range(STEPS))
+    assert not (tmp_path / "small").exists()
+
+
+def test_the_run_folder_keeps_the_flags_it_was_started_with(run_file, tmp_path):
+    assert train(run_file, "--name", "other", "--seed", "7") == 0
+    assert main(["train", str(tmp_path / "other"), "--name", "third"]) == 0
+    assert resolve(tmp_path / "third").run == resolve(tmp_path / "other", ["--name", "third"]).run
+
+
+def test_an_error_for_people_ends_with_1_and_a_wrong_description_with_2(run_file, capsys):
+    assert train(run_file, "--optimizer.learning-rate", "1e300", "--optimizer.clip-grad-norm", "none") == 1
+    assert "not finite" in (told := capsys.readouterr().err) and "Traceback" not in told
+    assert train(run_file, "--name", "b", "--steps", "4", "--optimizer.decay-steps", "none") == 0
+    assert train(run_file, "--name", "b", "--seed", "4") == 2
+    assert "seed: is 4, but step-00000004 was trained with 3" in capsys.readouterr().err
+
+
+def test_under_torchrun_a_world_of_another_size_is_a_wrong_description(run_file, capsys, monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert train(run_file) == 2
+    assert "the layout is for 1 processes, but 2 were started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "ending, code, message",
+    [
+        (Ending(""), 0, ""),
+        (Ending("stopped by SIGTERM", stopped=True), 0, ""),
+        (Ending("rank 1 was ended by SIGKILL", by_signal=True), 1, "rank 1 was ended by SIGKILL. What is saved is in"),
+        (Ending("rank 0 failed", exit_code=2, explained=True), 2, ""),
+    ],
+)
+def test_several_processes_end_as_their_launcher_says(run_file, capsys, monkeypatch, ending, code, message):
+    monkeypatch.setattr(local, "launch_local", lambda file, processes, **options: ending)
+    assert train(run_file, "--processes", "2") == code
+    told = capsys.readouterr().err
+    assert message in told and (message != "" or told == "")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["nowhere.toml"], "there is no such file"),
+        (["{run}", "--processes", "0"], "layout.dp"),
+        (["{run}", "--processes", "3"], "must be a multiple of layout.dp x layout.micro_batch_size = 6, is 8"),
+        (["{run}", "--laoyut.dp", "2"], "Did you mean layout.dp?"),
+        (["{run}", "--max-restarts", "-1"], "must be at least 0, is -1"),
+        (["{run}", "--log.sinks", "wandb"], "pip install wandb"),
+        (["{run}", "--data.sources", "[]"], "names no corpus to train on"),
+    ],
+)
+def test_a_mistake_is_told_with_its_remedy_before_anything_starts(run_file, tmp_path, capsys, monkeypatch, words, message):
+    monkeypatch.setattr(verb, "RunFolder", None)  # not even a folder is made
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["train", *(word.format(run=run_file) for word in words)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "small").exists()
