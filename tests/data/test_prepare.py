@@ -13,42 +13,18 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
+from data.little_text import lines, recipe
 from tokenizers import Tokenizer
 
 from ultrascale.data import files, indexed
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.errors import DataError
-from ultrascale.data.inspect import document_sample, folder_facts, sequence_sample, verify_folder
+from ultrascale.data.inspect import verify_folder
 from ultrascale.data.prepare import Progress, Recipe, prepare
 from ultrascale.data.shards import is_held_out
 from ultrascale.data.tokenizer import train_tokenizer
 from ultrascale.data.workers import run_tasks
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    train_tokenizer([" ".join(lines()[:50])], 300).save(str(path))
-    return path
-
-
-def lines(count=400):
-    return [f"document {number} has {'some more ' * (number % 7)}words é{number}" for number in range(count)]
-
-
-@pytest.fixture
-def source(tmp_path):
-    """A folder of text files, JSONL and compressed JSONL."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    texts = lines()
-    for number in range(20):
-        (folder / f"{number:02d}.txt").write_text(texts[number])
-    for name, part in (("many.jsonl", texts[20:300]), ("more.jsonl", texts[300:])):
-        (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
-    return folder
 
 
 def contents(folder):
@@ -58,10 +34,6 @@ def contents(folder):
         for path in Path(folder).rglob("*")
         if path.is_file()
     }
-
-
-def recipe(path, **options):
-    return Recipe(**{"tokenizer": path, "shard_bytes": 2000, **options})
 
 
 def texts_of(folder):
@@ -374,32 +346,3 @@ def _die(task, report):
 def test_a_worker_that_dies_is_an_error_with_its_exit_code():
     with pytest.raises(DataError, match="a worker process ended with exit code 7"):
         run_tasks([1, 2], _die, workers=2, report=lambda *numbers: None)
-
-
-def test_inspection_tells_headers_documents_and_boundaries(tmp_path, source, tokenizer):
-    out = tmp_path / "out"
-    made = prepare([source], output=out, recipe=recipe(tokenizer), workers=1).manifest
-    facts = folder_facts(out)
-    assert (facts["documents"], facts["tokens"], len(facts["shards"])) == (400, made.tokens, len(made.shards))
-    assert document_sample(out, 3)["text"] == lines()[3] + "<|endoftext|>"
-    parts = sequence_sample(out, 1, 100)["parts"]
-    assert [parts[0]["begins"], *{part["begins"] for part in parts[1:]}] == [False, True]
-    whole = np.concatenate([Corpus(out).document(number) for number in range(40)])[100:200]
-    assert [token for part in parts for token in part["ids"]] == whole.tolist()
-
-
-def test_inspection_finds_one_flipped_bit(tmp_path, source, tokenizer):
-    out = tmp_path / "out"
-    prepare([source], output=out, recipe=recipe(tokenizer), workers=1)
-    content = bytearray((out / "shard-00002.bin").read_bytes())
-    content[5] ^= 1
-    (out / "shard-00002.bin").write_bytes(content)
-    with pytest.raises(DataError, match=r"shard-00002\.bin: has another checksum"):
-        verify_folder(out)
-
-
-@pytest.mark.parametrize("ask", [lambda out: document_sample(out, 400), lambda out: sequence_sample(out, 10**9, 8)])
-def test_a_sample_that_is_not_there_is_refused(tmp_path, source, tokenizer, ask):
-    prepare([source], output=tmp_path / "out", recipe=recipe(tokenizer), workers=1)
-    with pytest.raises(DataError, match="not"):
-        ask(tmp_path / "out")
