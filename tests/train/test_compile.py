@@ -5,17 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from train.small_runs import rows, small_run, train_ranks
+from torch._dynamo.utils import counters
+from train.small_runs import at_step, rows, small_run, train_ranks
 
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Batch, Optimizer
+from ultrascale.spec.run import Batch, Log, Optimizer
+from ultrascale.train.trainer import Trainer
 
 
-def test_compiled_blocks_train_alike_under_zero_3_with_recomputation(home):
+def test_blocks_are_compiled_once_memory_is_counted_and_train_alike_under_zero_3_with_recomputation(home):
     layout = Layout(dp=2, zero_stage=3, micro_batch_size=2, recompute="full")
     eager = small_run(home, name="eager", steps=3, layout=layout, batch=Batch(sequence_length=11), optimizer=Optimizer())
+    eager = replace(eager, log=Log(memory_steps=1))
     compiled = replace(eager, name="compiled", compile=True)
+
+    def tell(trainer: Trainer) -> None:
+        (home / f"{trainer.run.name}-{trainer.ranks.rank}").write_text(str(counters["stats"]["unique_graphs"]))
+
     for run in (eager, compiled):
-        assert train_ranks(run)[0]["steps_done"] == 3
+        assert train_ranks(run, before_step=at_step(2, tell))[0]["steps_done"] == 3
+    graphs = [int((home / f"{name}-{rank}").read_text()) for name in ("eager", "compiled") for rank in (0, 1)]
+    assert graphs[:2] == [0, 0] and min(graphs[2:]) >= 1
     found, expected = (np.array(rows(run, "train/loss", "train/grad_norm")) for run in (compiled, eager))
     assert np.abs(found / expected - 1).max() < 1e-5

@@ -52,6 +52,8 @@ class Performance:
             trainer.on_phase = self.memory.mark
             self._watching.callback(lambda: setattr(trainer, "on_phase", lambda phase, step: None))
             self._watching.enter_context(self.memory)
+            # Blocks met for the first time under a dispatch mode would stay uncompiled for ever, in silence.
+            self._watching.enter_context(torch.compiler.set_stance("force_eager"))
         with self._watching:
             yield
 
