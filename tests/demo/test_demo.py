@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ultrascale.cli.demo import command
 from ultrascale.cli.main import main
-from ultrascale.demo import exported, folder, interrupted, proof, recipe, text
+from ultrascale.demo import exported, folder, interrupted, proof, recipe, story, text
 from ultrascale.demo.claims import Claim, DemoError, judged
 from ultrascale.demo.folder import demo_folder
 from ultrascale.demo.rehearsal import Rehearsal
@@ -137,7 +137,7 @@ def test_a_folder_with_quotes_and_spaces_makes_a_readable_run(in_tmp):
     assert recipe.write_run(odd).data.sources[0].path == str(odd / "data")
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(0.01, 800), (0.26, 500), (0.2601, 500), (3.0, 240)])
+@pytest.mark.parametrize(("seconds", "steps"), [(0.01, 800), (0.22, 500), (0.2201, 500), (3.0, 240)])
 def test_the_length_of_the_run_follows_the_speed_of_the_machine_within_bounds(seconds, steps):
     assert recipe.fitting_steps(seconds) == steps
 
@@ -287,7 +287,22 @@ def test_without_transformers_its_claim_is_skipped_and_says_what_to_install(in_t
     assert (claim.verdict, claim.number) == ("skipped", "transformers is not installed: pip install transformers")
 
 
+def test_without_matplotlib_the_plots_are_skipped_and_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(story, "find_spec", lambda name: None)
+    demo = Demo(Path("demo"), screen())
+    story._plots(demo, [], {}, 6.2)
+    assert demo.claims[0].verdict == "skipped"
+    assert "pip install matplotlib" in printed(demo.screen)
+
+
 # The command and the screen
+
+
+def test_without_torch_nothing_is_made_and_the_extra_is_named(in_tmp, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["demo"]) == 1
+    assert "pip install 'ultrascale[train]'" in capsys.readouterr().err
+    assert list(in_tmp.iterdir()) == []
 
 
 @pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])

@@ -257,7 +257,7 @@ def _export(demo: Demo, run: Run) -> None:
     screen.command("export", str(demo.run_folder), str(target))
     for claim in (export_newest(demo.run_folder, target), compare_with_transformers(target, run)):
         demo.claim(claim)
-        screen.say(f"{claim.text}: {claim.number}.")
+        screen.say(f"{claim.text[0].upper()}{claim.text[1:]}: {claim.number}.")
 
 
 def _plots(demo: Demo, rows: list[dict[str, Any]], memory: dict[str, Any], entropy: float) -> None:
