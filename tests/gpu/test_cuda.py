@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ultrascale.kernels.attention import attention, attention_mask
 from ultrascale.kernels.cross_entropy import linear_cross_entropy
 from ultrascale.parallel.mesh import process_group
 from ultrascale.plan.memory import plan_memory
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.model import Model
 from ultrascale.spec.run import Batch, Data, Log, Run
 from ultrascale.train.trainer import StepResult, Trainer
@@ -26,12 +27,11 @@ LLAMA = Model(
 )  # fmt: skip
 
 
-def run_with(precision: str = "fp32", **changes) -> Run:
-    layout = Layout(
-        micro_batch_size=2, precision=precision, **{k: v for k, v in changes.items() if k in Layout.__dataclass_fields__}
-    )
-    others = {k: v for k, v in changes.items() if k not in Layout.__dataclass_fields__}
-    return Run(LLAMA, device="cuda", layout=layout, batch=Batch(128, 4), log=Log(memory_steps=0), **others)
+def run_with(precision: Precision = "fp32", *, data: Data | None = None, compiled: bool = False, **layout: Any) -> Run:
+    return Run(
+        LLAMA, device="cuda", compile=compiled, layout=Layout(micro_batch_size=2, precision=precision, **layout),
+        batch=Batch(128, 4), data=data or Data(), log=Log(memory_steps=0),
+    )  # fmt: skip
 
 
 def loader_of(run: Run) -> RandomDocuments:
@@ -61,7 +61,7 @@ def test_fp64_training_on_cuda_equals_the_reference(documents, recompute):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_bf16_training_stays_near_the_reference(zero_stage, compiled):
-    run = run_with("bf16", zero_stage=zero_stage, compile=compiled)
+    run = run_with("bf16", zero_stage=zero_stage, compiled=compiled)
     found = train(run)
     reference = Reference(replace(run, layout=replace(run.layout, precision="fp64")), loader_of(run))
     for result in found:

@@ -20,8 +20,9 @@ their storage to nothing, so `resize_` is watched too. Which category a storage 
     communication  flat buffers that collectives read and write
     other          buffers of the model, batches, whatever was there before
 
-On CUDA ask the allocator: torch.cuda.max_memory_allocated. Scratch inside a kernel is not a tensor and is not seen. Costs about 20 microseconds an operation, only inside the `with`.
-The alternative, torch's MemTracker, has no category for gathered copies and was 1.4 percent off on the same runs.
+Scratch inside a kernel is not a tensor and is not seen. Costs about 20 microseconds an operation, only inside the `with`.
+On CUDA the allocator knows better (`torch.cuda.max_memory_allocated`). The alternative on CPU, torch's MemTracker, has no
+category for gathered copies and was 1.4 percent off on the same runs.
 """
 
 from __future__ import annotations
