@@ -48,12 +48,12 @@ def command(arguments: list[str]) -> int:
 
 @contextmanager
 def _leaving_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the training that was started, as Ctrl-C does."""
+    """Ctrl-C (also where a shell has it ignored), SIGTERM and a closed terminal end the training that was started."""
 
     def leave(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
