@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from agree.small_models import DEMO, FAMILIES, measured_peak
 from ranks import run_ranks
-from small_models import DEMO, FAMILIES, measured_peak
 
 from ultrascale.measure.compare import compare_memory
 from ultrascale.plan.memory import plan_memory

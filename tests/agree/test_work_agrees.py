@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import DEMO, FAMILIES, batch_of
+from agree.small_models import DEMO, FAMILIES, batch_of
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, GPT2, LLAMA
+from models.families import FAMILIES, GPT2, LLAMA
 from torch.nn import functional as F
 
 from ultrascale.models.decoder import Decoder

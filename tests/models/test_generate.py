@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, LLAMA
+from models.families import FAMILIES, LLAMA
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.generate import DecoderCache, Sampling, choose, generate

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, LLAMA
+from models.families import FAMILIES, LLAMA
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 

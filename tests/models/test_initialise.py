@@ -2,7 +2,7 @@ import multiprocessing
 
 import pytest
 import torch
-from families import FAMILIES, LLAMA
+from models.families import FAMILIES, LLAMA
 from torch.distributed.tensor import DTensor
 
 from ultrascale.models.decoder import Decoder
