@@ -10,7 +10,7 @@
 PYTHON ?= python3
 TORCH ?=
 PIP_FLAGS ?=
-PYTEST_FLAGS ?=
+PYTEST_FLAGS ?= -n auto --maxprocesses 4 --dist loadfile
 
 python := .venv/bin/python
 installed := .venv/installed$(addprefix -torch-,$(TORCH))

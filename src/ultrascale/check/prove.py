@@ -56,7 +56,7 @@ def cases(run: Run, *, every_stage: bool = False) -> Iterator[Case]:
                 sequences = accumulation * layout.dp * layout.micro_batch_size
                 case = replace(base, model=model, layout=layout, batch=replace(base.batch, sequences_per_batch=sequences))
                 shard = f" shard {layout.shard_size}" if 1 < layout.shard_size < layout.dp else ""
-                name = f"dp {layout.dp} zero {layout.zero_stage}{shard} x {accumulation} micro-batches"
+                name = f"dp {layout.dp} zero {layout.zero_stage}{shard} x {accumulation} micro-batch{'es' if accumulation > 1 else ''}"
                 yield Case(name + (", tied" if tied else ", untied"), case)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
@@ -49,7 +50,7 @@ def check(
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when everything is proven (or every planted fault was seen)."""
-    parsed, rest = tyro.cli(check, prog="ultrascale check", args=arguments, return_unknown_args=True)
+    parsed, rest = parse_with_overrides(check, "check", arguments)
     path, processes, every_stage, plant, steps, as_json = parsed
     run = resolve(path, rest if processes is None else [*rest, "--layout.dp", str(processes)]).run
     if steps < 1:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale.cli.parse import parse
+
 if TYPE_CHECKING:
     from ultrascale.checkpoint.listing import Summary
 
@@ -46,7 +48,7 @@ class Verify:
 
 def command(arguments: list[str]) -> int:
     """Parse, look, print. Returns 1 if any checkpoint is damaged."""
-    options = tyro.cli(List | Verify, prog="ultrascale checkpoint", args=arguments)
+    options = parse(List | Verify, "checkpoint", arguments)
     found = collect(options.folder, read_all=isinstance(options, Verify))
     damaged = [one for one in found if one.problem is not None]
     if options.json:

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ultrascale.cli.parse import parse
+
 if TYPE_CHECKING:
     from ultrascale.data.prepare import Prepared, Progress
 
@@ -39,7 +41,7 @@ def command(arguments: list[str]) -> int:
 
     verb = verbs[arguments[0]]
     try:
-        return tyro.cli(verb, prog=f"ultrascale data {arguments[0]}", args=arguments[1:])
+        return parse(verb, f"data {arguments[0]}", arguments[1:])
     except DataError as error:
         print(f"ultrascale data {arguments[0]}: {error}", file=sys.stderr)
         return 2 if error.where.startswith("--") else 1

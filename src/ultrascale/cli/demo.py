@@ -11,6 +11,8 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale.cli.parse import parse
+
 
 def demo(
     folder: Path = Path("demo"),
@@ -33,7 +35,7 @@ def demo(
 
 def command(arguments: list[str]) -> int:
     """Run the verb: 0 if every claim holds, 1 if one fails."""
-    folder, as_json = tyro.cli(demo, prog="ultrascale demo", args=arguments)
+    folder, as_json = parse(demo, "demo", arguments)
     import torch  # noqa: F401 (says at once what is missing, before anything is made)
 
     from ultrascale.demo.screen import Screen

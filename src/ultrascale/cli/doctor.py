@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale.cli.parse import parse
+
 if TYPE_CHECKING:
     from ultrascale.measure.doctor import Finding
 
@@ -30,7 +32,7 @@ class Doctor:
 
 def command(arguments: list[str]) -> int:
     """Parse, examine, print. Returns 1 if a training run would be stopped."""
-    options = tyro.cli(Doctor, prog="ultrascale doctor", args=arguments)
+    options = parse(Doctor, "doctor", arguments)
     from ultrascale.measure.doctor import examine
 
     findings = examine(options.folder)

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ultrascale.cli.parse import parse
+
 
 def export(
     checkpoint: Annotated[Path, tyro.conf.Positional],
@@ -63,4 +65,4 @@ def export(
 
 def command(arguments: list[str]) -> int:
     """Run the verb; returns its exit code."""
-    return tyro.cli(export, prog="ultrascale export", args=arguments)
+    return parse(export, "export", arguments)

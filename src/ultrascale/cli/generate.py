@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from ultrascale.cli.parse import parse
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -77,7 +79,7 @@ def generate(
 
 def command(arguments: list[str]) -> int:
     """Run the verb; returns its exit code."""
-    return tyro.cli(generate, prog="ultrascale generate", args=arguments)
+    return parse(generate, "generate", arguments)
 
 
 def _tokenizer(trained: Trained, given: Path | None) -> tuple[Tokenizer, int | None]:

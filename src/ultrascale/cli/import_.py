@@ -8,10 +8,12 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale.cli.parse import parse_with_overrides
+
 
 def import_(
     folder: Annotated[Path, tyro.conf.Positional],
-    run: Annotated[str, tyro.conf.Positional],
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
     /,
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> tuple[Path, str, bool]:
@@ -31,7 +33,7 @@ def import_(
 
 def command(arguments: list[str]) -> int:
     """Run the verb; returns its exit code."""
-    parsed, overrides = tyro.cli(import_, prog="ultrascale import", args=arguments, return_unknown_args=True)
+    parsed, overrides = parse_with_overrides(import_, "import", arguments)
     folder, path, as_json = parsed
     from ultrascale.spec.resolve import resolve
     from ultrascale.train.trained import import_as_first_checkpoint

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, plan_run
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.problems import Problem, SpecError
@@ -65,7 +66,7 @@ def plan(
 
 def command(arguments: list[str]) -> int:
     """Run the verb: 0 if the run fits, 1 if it does not."""
-    parsed, rest = tyro.cli(plan, prog="ultrascale plan", args=arguments, return_unknown_args=True)
+    parsed, rest = parse_with_overrides(plan, "plan", arguments)
     path = None if parsed["run"] is None else str(parsed["run"])
     described = resolve(path, [*_overrides(parsed), *rest]).run
     cluster = _cluster(described)

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.resolve import Resolved, resolve
 from ultrascale.spec.schema import leaves
 from ultrascale.spec.units import format_bytes, format_bytes_per_second, format_count, format_flops_per_second
@@ -40,7 +41,7 @@ def show(
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0, or a SpecError with every mistake of the description."""
-    parsed, rest = tyro.cli(show, prog="ultrascale show", args=arguments, return_unknown_args=True)
+    parsed, rest = parse_with_overrides(show, "show", arguments)
     what, every, as_json = parsed
     if what in ("models", "clusters"):
         if rest:

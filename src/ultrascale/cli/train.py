@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
@@ -44,7 +45,7 @@ def train(
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when the run is complete or was stopped in order, 1 when it failed, 2 when it is described wrongly."""
-    parsed, rest = tyro.cli(train, prog="ultrascale train", args=arguments, return_unknown_args=True)
+    parsed, rest = parse_with_overrides(train, "train", arguments)
     path, processes, max_restarts, allow_changes, as_json = parsed
     if max_restarts < 0:
         raise SpecError([Problem("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")])

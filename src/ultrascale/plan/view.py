@@ -88,7 +88,7 @@ def _headline(plan: RunPlan) -> Text:
     replicas = f", {layout.dp_replicate} copies of the state" if layout.dp_replicate > 1 else ""
     title.append(
         f"{layout.precision}, ZeRO stage {layout.zero_stage}{replicas}, recompute {layout.recompute}\n"
-        f"a step is {format_count(tokens)} tokens: {layout.dp} ranks x {plan.memory.num_micro_batches} micro-batches "
+        f"a step is {format_count(tokens)} tokens: {layout.dp} ranks x {plan.memory.num_micro_batches} micro-batch{'' if plan.memory.num_micro_batches == 1 else 'es'} "
         f"x {layout.micro_batch_size} x {run.batch.sequence_length}",
         style="dim",
     )

@@ -115,6 +115,9 @@ def _file_text(path: Path, problems: list[Problem], *, asked_by: Path | None) ->
         problems.append(Problem(str(path), "there is no such file", remedy, where))
     except UnicodeDecodeError as error:
         problems.append(Problem(str(path), f"is not UTF-8 at byte {error.start}", "Save it as UTF-8.", where))
+    except IsADirectoryError:
+        remedy = "Give a TOML file, or the folder of a run that has started."
+        problems.append(Problem(str(path), "is a folder without run.toml", remedy, where))
     except OSError as error:
         problems.append(Problem(str(path), f"cannot be read: {error.strerror}", "Give the path of a TOML file.", where))
     return None
