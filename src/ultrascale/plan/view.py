@@ -86,9 +86,10 @@ def _headline(plan: RunPlan) -> Text:
     title.append(f"  on {layout.dp} x {cluster.accelerator.title}{nodes}\n", style="")
     tokens = run.batch.sequences_per_batch * run.batch.sequence_length
     replicas = f", {layout.dp_replicate} copies of the state" if layout.dp_replicate > 1 else ""
+    micro_batches = f"{plan.memory.num_micro_batches} micro-batch{'' if plan.memory.num_micro_batches == 1 else 'es'}"
     title.append(
         f"{layout.precision}, ZeRO stage {layout.zero_stage}{replicas}, recompute {layout.recompute}\n"
-        f"a step is {format_count(tokens)} tokens: {layout.dp} ranks x {plan.memory.num_micro_batches} micro-batch{'' if plan.memory.num_micro_batches == 1 else 'es'} "
+        f"a step is {format_count(tokens)} tokens: {layout.dp} ranks x {micro_batches} "
         f"x {layout.micro_batch_size} x {run.batch.sequence_length}",
         style="dim",
     )
