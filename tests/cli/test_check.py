@@ -63,7 +63,7 @@ def test_every_planted_fault_is_seen_and_the_first_parameters_named(run_file, ca
     assert check(run_file, "--plant", "all") == 0
     told = capsys.readouterr().out
     assert "8 of 8 planted faults were seen." in told and "MISSED" not in told
-    assert "counted-twice: dp 2 zero 3 x 1 micro-batches, tied: step 0: gradient of embed_tokens.weight differs by 1.0" in told
+    assert "counted-twice: dp 2 zero 3 x 1 micro-batch, tied: step 0: gradient of embed_tokens.weight differs by 1.0" in told
 
 
 def test_a_fault_that_is_missed_and_a_layout_that_differs_fail(run_file, capsys, monkeypatch):

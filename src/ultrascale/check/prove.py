@@ -20,6 +20,7 @@ from ultrascale.check.faults import planted
 from ultrascale.check.reference import Reference, StepFacts
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.mesh import Ranks, process_group
+from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.run import Batch, Log, Run
 from ultrascale.spec.weights import num_parameters
@@ -55,9 +56,7 @@ def cases(run: Run, *, every_stage: bool = False) -> Iterator[Case]:
             for accumulation in (1, 3):
                 sequences = accumulation * layout.dp * layout.micro_batch_size
                 case = replace(base, model=model, layout=layout, batch=replace(base.batch, sequences_per_batch=sequences))
-                shard = f" shard {layout.shard_size}" if 1 < layout.shard_size < layout.dp else ""
-                name = f"dp {layout.dp} zero {layout.zero_stage}{shard} x {accumulation} micro-batch{'es' if accumulation > 1 else ''}"
-                yield Case(name + (", tied" if tied else ", untied"), case)
+                yield Case(_case_name(layout, accumulation, tied=tied), case)
 
 
 def provable(run: Run) -> Run:
@@ -138,7 +137,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return whole.detach().clone()
 
 
-def _layouts(run: Run, *, every_stage: bool) -> list[Any]:
+def _case_name(layout: Layout, accumulation: int, *, tied: bool) -> str:
+    shard = f" shard {layout.shard_size}" if 1 < layout.shard_size < layout.dp else ""
+    micro_batches = "1 micro-batch" if accumulation == 1 else f"{accumulation} micro-batches"
+    return f"dp {layout.dp} zero {layout.zero_stage}{shard} x {micro_batches}, {'tied' if tied else 'untied'}"
+
+
+def _layouts(run: Run, *, every_stage: bool) -> list[Layout]:
     if not every_stage:
         return [run.layout]
     layouts = [replace(run.layout, zero_stage=stage, dp_shard=None) for stage in (0, 1, 2, 3)]
