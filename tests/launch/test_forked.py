@@ -38,5 +38,5 @@ def test_an_exception_is_raised_with_its_rank_and_traceback_and_the_others_are_e
 
 
 def test_a_killed_rank_is_told():
-    with pytest.raises(RankFailed, match="rank 0: ended with exit status -9"):
+    with pytest.raises(RankFailed, match="rank 0: was ended by SIGKILL"):
         run_forked(2, die_on_rank_0)

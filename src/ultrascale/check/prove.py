@@ -102,6 +102,7 @@ def _rank_main(rendezvous: str, todo: list[Case], steps: int) -> list[dict[str, 
     torch.set_num_threads(1)
     with process_group(todo[0].run.layout, device="cpu", timeout_seconds=120, rendezvous=rendezvous) as ranks:
         verdicts = [_prove_on_rank(case, ranks, steps) for case in todo]
+        ranks.barrier()  # rank 0 compares long after the others are done; connections end together
     return [verdict.to_json() for verdict in verdicts if verdict is not None]
 
 

@@ -5,9 +5,11 @@ For short jobs on the CPU, such as a proof. torchrun starts each rank from nothi
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -52,13 +54,19 @@ def _expect_success(folder: Path, rank: int, process: Any) -> None:
     if (folder / f"{rank}.json").exists():
         return
     told = folder / f"{rank}.error"
-    reason = told.read_text() if told.exists() else f"ended with exit status {process.exitcode}"
+    reason = told.read_text() if told.exists() else _ending(process.exitcode) + (folder / f"{rank}.crash").read_text()
     raise RankFailed(f"rank {rank}: {reason}")
+
+
+def _ending(exit_code: int) -> str:
+    """What became of a process that said nothing itself."""
+    return f"was ended by {signal.Signals(-exit_code).name}\n" if exit_code < 0 else f"ended with exit status {exit_code}\n"
 
 
 def _rank_main(folder: Path, rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    faulthandler.enable(open(folder / f"{rank}.crash", "w"))  # noqa: SIM115  (open as long as the process lives)
     try:
         result = function(f"file://{folder}/store", *arguments)
         partial = folder / f"{rank}.tmp"
