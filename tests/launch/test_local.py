@@ -93,12 +93,32 @@ def test_a_killed_rank_is_started_again_and_a_stop_saves_and_nothing_differs_fro
         told, code = process.communicate(timeout=60)[0], process.returncode
     assert code == 0, told
     assert "rank 1 was ended by SIGKILL; starting again from the newest checkpoint (3 restarts left)" in told
-    assert "Traceback" not in told
+    assert "Traceback" not in told and "death signal" not in told
     assert listening <= {"127.0.0.1", "::1"}
     stopped_at = len(curve(endless))
     whole = replace(endless, name="undisturbed")
     train_ranks(whole, before_step=stop_at(stopped_at))
     assert curve(endless) == curve(whole) and same(state(endless), state(whole))
+
+
+def test_a_stop_whose_last_save_fails_ends_with_1_and_the_reason(endless):
+    endless = replace(endless, checkpoint=Checkpoint(every_steps=None, export=False))
+    checkpoints = Path(endless.folder) / endless.name / "checkpoints"
+    with launched(endless) as process:
+        wait_until(lambda: steps_logged(endless) >= 2, process)
+        checkpoints.rmdir()
+        checkpoints.write_text("in the way")
+        process.terminate()
+        told, code = process.communicate(timeout=60)[0], process.returncode
+    assert code == 1, told
+    assert "error on rank 0" in told and str(checkpoints) in told and "Traceback" not in told
+
+
+def test_ranks_that_a_stop_ends_before_they_saved_are_told(tmp_path):
+    failure, saved = tmp_path / "failure.json", tmp_path / "saved"
+    assert local._stopped("stopped by SIGTERM", failure, saved).reason.endswith("and the ranks ended without saving")
+    saved.touch()
+    assert local._stopped("stopped by SIGTERM", failure, saved) == replace(STOPPED, saved=True)
 
 
 def test_ranks_whose_launcher_is_killed_stop_within_ten_seconds(endless):

@@ -37,7 +37,7 @@ def train(
         run: The run's TOML file, or the folder of a run.
         processes: Start this many processes here and share the batch between them (layout.dp).
         max_restarts: Start the processes again this often when one of them dies.
-        allow_changes: Go on from a checkpoint although model, data, batch or seed have changed.
+        allow_changes: Go on from a checkpoint although model, data or seed have changed.
         json: At the end print one JSON object.
     """
     return run, processes, max_restarts, allow_changes, json
@@ -90,7 +90,7 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool) -> int:
         say=say,
         progress=lambda: max((path.name for path in folder.checkpoints.glob("step-*")), default="none"),
     )
-    if not ending.reason or ending.stopped:
+    if not ending.reason or ending.saved:
         return 0
     if not ending.explained:
         say(f"{ending.reason}. What is saved is in {folder.checkpoints}.")

@@ -21,6 +21,8 @@ from pathlib import Path
 
 STOP_SECONDS = "120"
 """Time the ranks get to save after SIGTERM or Ctrl-C before they are killed; torch's own is 30."""
+QUIET = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api")
+"""Loggers of torch. The second has a level of its own, which the first one's does not reach."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Ending:
     """A signal ended a rank."""
     stopped: bool = False
     """This process was asked to stop, and passed that on."""
+    saved: bool = False
+    """Stopped in order: the ranks have said that everything is saved."""
     explained: bool = False
     """A rank has said what is wrong, and it would be wrong again."""
 
@@ -74,20 +78,32 @@ def _launch_once(run_file: Path, num_processes: int, worker_arguments: tuple[str
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _prepare_environment(num_processes)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we tell the same in one line
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # we tell the same in one line
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_processes, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1,
         rdzv_backend="c10d", rdzv_endpoint=str(folder / "agent-store"), rdzv_configs={"store_type": "file"},
     )  # fmt: skip
-    failure = folder / "failure.json"
-    arguments = ("--rendezvous", f"file://{folder}/store", "--failure", str(failure), "--launcher", str(os.getpid()))
+    failure, saved = folder / "failure.json", folder / "saved"
+    arguments = ("--rendezvous", f"file://{folder}/store", "--failure", str(failure), "--saved", str(saved))
+    arguments = (*arguments, "--launcher", str(os.getpid()))
     try:
         elastic_launch(config, sys.executable)("-m", "ultrascale.train.worker", str(run_file), *arguments, *worker_arguments)
     except ChildFailedError as error:
         return _failed(error, failure)
     except (SignalException, KeyboardInterrupt) as error:
-        return Ending(f"stopped by {error or 'Ctrl-C'}", stopped=True)
+        return _stopped(f"stopped by {error or 'Ctrl-C'}", failure, saved)
     return Ending("")
+
+
+def _stopped(reason: str, failure: Path, saved: Path) -> Ending:
+    """The ending after a signal to this process. Torch does not tell how the ranks took it; what they wrote does."""
+    if failure.exists():
+        told = json.loads(failure.read_text())
+        return Ending(f"{reason}; rank {told['rank']} failed", exit_code=told["exit_code"], stopped=True, explained=True)
+    if not saved.exists():
+        return Ending(f"{reason}, and the ranks ended without saving", stopped=True)
+    return Ending(reason, stopped=True, saved=True)
 
 
 def _failed(error: object, failure: Path) -> Ending:

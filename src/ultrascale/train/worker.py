@@ -24,13 +24,17 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--rendezvous", default="env://")
     parser.add_argument("--failure", type=Path)
+    parser.add_argument("--saved", type=Path)
     parser.add_argument("--launcher", type=int)
     parser.add_argument("--allow-changes", action="store_true")
     asked = parser.parse_args()
     if asked.launcher is not None:
         end_with_parent(asked.launcher)
     run = resolve(asked.run).run
-    return train_or_explain(run, allow_changes=asked.allow_changes, rendezvous=asked.rendezvous, failure=asked.failure)
+    code = train_or_explain(run, allow_changes=asked.allow_changes, rendezvous=asked.rendezvous, failure=asked.failure)
+    if code == 0 and asked.saved is not None and os.environ.get("RANK", "0") == "0":
+        asked.saved.touch()
+    return code
 
 
 def train_or_explain(run: Run, *, allow_changes: bool, rendezvous: str = "env://", failure: Path | None = None) -> int:
