@@ -88,3 +88,35 @@ def test_the_next_command_saves_a_run_that_plans_the_same(tmp_path, monkeypatch,
     assert json.loads(capsys.readouterr().out) == saved
     assert main(said.split()) == 2
     assert "run.toml is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("setting", "said"), [("true", "8192, documents masked"), ("false", "8192, documents not masked")])
+def test_a_plan_says_whether_documents_are_masked_and_counts_it(capsys, setting: str, said: str) -> None:
+    main([*ISSUE, "--data.document-mask", setting])
+    assert said in " ".join(capsys.readouterr().out.split())
+    plan = answer(capsys, "--data.document-mask", setting)
+    assert plan["document_mask"] == (setting == "true")
+    extra = plan["time"]["hardware_flops_per_token"] / plan["time"]["model_flops_per_token"]
+    assert (extra > 1.1) == plan["document_mask"]
+
+
+def test_processes_that_overfill_a_machine_have_no_memory_left_rather_than_a_negative_one(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("ultrascale.spec.machines.machine_memory_bytes", lambda: (16 * 2**30, "a test"))
+    assert main(["plan", "--model", "tiny-llama", "--gpus", "64xcpu"]) == 1
+    out = capsys.readouterr().out
+    assert "0 B can be used" in out and "-" not in out.partition("can be used")[0]
+    assert "64 processes share this machine's memory" in out
+
+
+def test_what_a_block_keeps_stays_indented_where_it_wraps(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    main(ISSUE)
+    lines = capsys.readouterr().out.partition("a block keeps")[2].partition("\n\n")[0].splitlines()[1:]
+    assert len(lines) > 1 and all(line.startswith("  ") for line in lines)
+
+
+def test_dotted_settings_need_no_run_file_beside_them(capsys) -> None:
+    plan = answer(capsys, "--layout.zero-stage", "1", "--model.num-hidden-layers=2")
+    assert (plan["layout"]["zero_stage"], len(plan["memory"]["saved_bytes_by_layer"])) == (1, 2)
+    assert main(["plan", "one.toml", "two.toml"]) == 2
+    assert "Plan one at a time" in capsys.readouterr().err

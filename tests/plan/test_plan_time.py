@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from ultrascale.plan.time import mean_context, model_flops_per_token, plan_time
+from ultrascale.plan.time import hardware_flops_per_token, mean_context, model_flops_per_token, plan_time
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 
@@ -49,3 +51,30 @@ def test_recomputation_lowers_mfu_but_not_hfu() -> None:
     )
     assert none.hfu == pytest.approx(full.hfu)
     assert full.mfu < none.mfu * 0.85
+
+
+def test_masked_documents_and_windows_cost_the_full_square_and_count_as_little_as_before() -> None:
+    """Attention is 7/6 of its model FLOPs in hardware: its scores are computed again on the way back."""
+    model, layout, s = preset("llama-3-8b"), Layout(), 8192
+    square = 12 * model.num_hidden_layers * model.query_size * s
+    products = model_flops_per_token(model, s, full_attention=True) - square
+    windowed = replace(model, sliding_window=s // 2)
+    assert hardware_flops_per_token(model, layout, s, documents=True) == pytest.approx(products + square * 7 / 6)
+    assert hardware_flops_per_token(model, layout, s) == pytest.approx(products + square * 7 / 6 * (s + 1) / (2 * s))
+    assert hardware_flops_per_token(windowed, layout, s) == pytest.approx(products + square * 7 / 6)
+    assert hardware_flops_per_token(replace(model, sliding_window=s), layout, s) == hardware_flops_per_token(model, layout, s)
+
+
+def test_masking_documents_lengthens_the_step_and_lowers_mfu() -> None:
+    masked, plain = (
+        plan_time(
+            preset("llama-3-8b"), Layout(dp=8), sequence_length=8192, sequences_per_batch=8, peak_flops_per_second=1e15,
+            achievable_fraction=0.5, documents=documents,
+        )
+        for documents in (True, False)
+    )  # fmt: skip
+    ratio = masked.hardware_flops_per_token / plain.hardware_flops_per_token
+    assert ratio > 1.1
+    assert masked.seconds_per_step == pytest.approx(plain.seconds_per_step * ratio)
+    assert masked.mfu == pytest.approx(plain.mfu / ratio)
+    assert masked.hfu == pytest.approx(plain.hfu)

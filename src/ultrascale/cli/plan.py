@@ -21,7 +21,7 @@ LONGEST_DEFAULT = 8192
 
 
 def plan(
-    run: Annotated[str | None, tyro.conf.Positional] = None,
+    run: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RUN.TOML]")] = (),
     /,
     model: str | None = None,
     gpus: str | None = None,
@@ -61,7 +61,9 @@ def plan(
         save: Write the run that is explained to this TOML file, for `check` and `train`.
         json: Print one JSON object.
     """
-    return dict(locals())
+    if len(run) > 1:
+        raise SpecError([Problem("run", f"names {len(run)} files: {', '.join(run)}", "Plan one at a time.")])
+    return {**locals(), "run": run[0] if run else None}  # of `str | None`, tyro makes "[]" beside words it does not know
 
 
 def command(arguments: list[str]) -> int:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
 
+from ultrascale.parallel.data import TORCH_DTYPE
 from ultrascale.spec.cluster import Accelerator, parse_cluster
 from ultrascale.spec.layout import Precision
 from ultrascale.spec.machines import ACCELERATORS
 
-TORCH_DTYPE: dict[Precision, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+PEAK_FILE = ".peak.json"
+"""Of a run's folder: the best ceiling that its starts have measured."""
+MIN_PRODUCTS = 10
 
 
 @dataclass(frozen=True)
@@ -32,18 +37,19 @@ class MatmulCeiling:
 
 
 def measure_matmul_ceiling(
-    precision: Precision, device: torch.device | str = "cpu", *, budget_seconds: float = 0.2
+    precision: Precision, device: torch.device | str = "cpu", *, budget_seconds: float = 0.5
 ) -> MatmulCeiling:
     """Time square products in the dtype of `precision` for about `budget_seconds`, of the size that fills the device.
 
-    The fastest repetition counts: on a shared machine everything else is somebody else's work.
+    The fastest repetition counts: on a shared machine everything else is somebody else's work. For fewer than `MIN_PRODUCTS`
+    of them up to four times the budget is spent.
     """
     here = torch.device(device)
     size = 8192 if here.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=here).to(TORCH_DTYPE[precision]) for _ in range(2))
     _time_product(left, right)  # warms caches, clocks and the library's choice of kernel
     seconds = [_time_product(left, right)]
-    while sum(seconds) < budget_seconds:
+    while sum(seconds) < budget_seconds * (1 if len(seconds) >= MIN_PRODUCTS else 4):
         seconds.append(_time_product(left, right))
     spread = (max(seconds) - min(seconds)) / median(seconds)
     return MatmulCeiling(2 * size**3 / min(seconds), spread, device_name(here), precision, size, torch.get_num_threads())
@@ -57,19 +63,41 @@ class Peak:
     """Of one rank's device."""
     origin: str
     """Where the number comes from, in words."""
+    ceiling: MatmulCeiling | None = None
+    """The measurement behind it, for a run to keep; None for a datasheet's number."""
+
+
+def stored_or_measured_peak(file: Path, cluster: str, precision: Precision, device: torch.device) -> Peak:
+    """`peak_flops`, or the ceiling an earlier start of the run kept in `file` if that is higher.
+
+    A short measurement on a busy machine is too low, never too high: the best of all starts is the nearest to the truth.
+    A ceiling of another device, dtype or number of threads does not count, and a file that cannot be read holds none.
+    """
+    peak = peak_flops(cluster, precision, device)
+    stored, now = _stored_ceiling(file), peak.ceiling
+    if now is None or stored is None or _measured_on(stored) != _measured_on(now):
+        return peak
+    if stored.flops_per_second <= now.flops_per_second:
+        return peak
+    return Peak(stored.flops_per_second, f"{peak.origin}, the best of this run's starts", stored)
 
 
 def peak_flops(cluster: str, precision: Precision, device: torch.device) -> Peak:
-    """The dense peak of the devices of `cluster`; for `auto`, of this device, catalogued or measured.
+    """The dense peak of `device`: that of `cluster`, which is what the run is planned for, if it is one of its devices.
 
-    A CPU has no datasheet peak that its cores, clocks and libraries keep: its ceiling is a large matrix product, timed now.
-    Raises SpecError if `cluster` is not in the catalogue.
+    Otherwise, and for `auto`, this device's own, catalogued or measured; `origin` says so. A CPU has no datasheet peak that
+    its cores, clocks and libraries keep: its ceiling is a large matrix product, timed now. Raises SpecError if `cluster` is
+    not in the catalogue.
     """
-    accelerator = this_gpu(device) if cluster == "auto" else parse_cluster(cluster).accelerator
-    if accelerator is not None and not accelerator.measured_at_run_time:
-        return Peak(accelerator.peak_flops_per_second(precision), f"the {precision} peak of {accelerator.title}")
+    here, asked = this_gpu(device), None if cluster == "auto" else parse_cluster(cluster).accelerator
+    elsewhere = asked is not None and not _may_be(asked, here, device)
+    meant = here if asked is None or elsewhere else asked
+    note = f" (cluster = {cluster} is another machine)" if elsewhere else ""
+    if meant is not None and not meant.measured_at_run_time:
+        return Peak(meant.peak_flops_per_second(precision), f"the {precision} peak of {meant.title}{note}")
     ceiling = measure_matmul_ceiling(precision, device)
-    return Peak(ceiling.flops_per_second, f"a large {precision} matrix product here, {ceiling.threads} threads")
+    origin = f"a large {precision} matrix product here, {_counted(ceiling.threads, 'thread')}{note}"
+    return Peak(ceiling.flops_per_second, origin, ceiling)
 
 
 def catalogued(name: str, memory_bytes: int) -> Accelerator | None:
@@ -97,6 +125,28 @@ def this_gpu(device: torch.device) -> Accelerator | None:
     if device.type != "cuda":
         return None
     return catalogued(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
+
+
+def _may_be(asked: Accelerator, here: Accelerator | None, device: torch.device) -> bool:
+    """Whether `device`, `here` in the catalogue, can be what was asked for; of variants of a chip people know better."""
+    if (asked.name == "cpu") != (device.type == "cpu"):
+        return False
+    return here is None or here.name.partition("-")[0] == asked.name.partition("-")[0]
+
+
+def _measured_on(ceiling: MatmulCeiling) -> tuple[str, str, int]:
+    return ceiling.device, ceiling.dtype, ceiling.threads
+
+
+def _stored_ceiling(file: Path) -> MatmulCeiling | None:
+    try:
+        return MatmulCeiling(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):  # not there yet, cut short, or of another version
+        return None
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _cpu_model() -> str | None:

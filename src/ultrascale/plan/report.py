@@ -35,7 +35,7 @@ class RunPlan:
 
     @property
     def usable_bytes(self) -> int:
-        return self.capacity_bytes - self.headroom_bytes
+        return max(0, self.capacity_bytes - self.headroom_bytes)
 
     @property
     def fits(self) -> bool:
@@ -52,6 +52,7 @@ class RunPlan:
             "sequence_length": run.batch.sequence_length,
             "sequences_per_batch": run.batch.sequences_per_batch,
             "num_micro_batches": memory.num_micro_batches,
+            "document_mask": run.data.document_mask,
             "fits": self.fits,
             "memory": {
                 "peak_bytes": memory.peak.total,
@@ -90,6 +91,7 @@ def plan_run(run: Run, cluster: Cluster) -> RunPlan:
             sequences_per_batch=run.batch.sequences_per_batch,
             peak_flops_per_second=accelerator.peak_flops_per_second(run.layout.precision),
             achievable_fraction=accelerator.matmul_fraction.value,
+            documents=run.data.document_mask,
         )
     capacity = int(accelerator.memory_bytes.value)
     headroom = round(capacity * HEADROOM_FRACTION[device]) + HEADROOM_BYTES[device]

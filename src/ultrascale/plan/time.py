@@ -4,7 +4,8 @@
                     plus 12 x (heads x head dim) x context per token and layer for attention
     context         causal: what a token sees, (S+1)/2 on average or less with a sliding window; full: S, as the playbook,
                     nanotron and FlopCounterMode count
-    hardware FLOPs  what is computed: recomputed blocks again, and attention's scores again in its backward pass (7/6 of it)
+    hardware FLOPs  what is computed: recomputed blocks again, attention's scores again in its backward pass (7/6 of it), and
+                    the full square of scores where attention needs a mask, for documents or a window: SDPA then skips nothing
     MFU, HFU        model or hardware FLOPs over the *peak*; both conventions of context are given, and each says which
 
 Not in it: communication (gathers and reductions are taken as hidden behind computation), element-wise work, the optimizer,
@@ -17,10 +18,10 @@ from dataclasses import dataclass
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
-from ultrascale.spec.work import Op, Shape, block_work, head_work
+from ultrascale.spec.work import Op, Shape, block_work, head_work, mask_elements
 
 NOT_IN_IT = "communication, element-wise work, the optimizer and data loading"
-CONVENTION = "6N + attention, causal; peak is dense, without sparsity"
+CONVENTION = "6N + attention, causal; hardware FLOPs with the full square under a mask; peak is dense, without sparsity"
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ class TimePlan:
     model_flops_per_token_full: float
     """The same with the full square of attention scores."""
     hardware_flops_per_token: float
-    """With what is computed twice; causal."""
+    """With what is computed twice, and what is computed and masked."""
     mfu: float
     """Model FLOPs over the peak, causal."""
     mfu_full: float
     hfu: float
-    """Hardware FLOPs over the peak, causal."""
+    """Hardware FLOPs over the peak."""
     peak_flops_per_second: float
     """Of one device, dense."""
     achievable_fraction: float
@@ -59,12 +60,16 @@ def plan_time(
     sequences_per_batch: int,
     peak_flops_per_second: float,
     achievable_fraction: float,
+    documents: bool = False,
 ) -> TimePlan:
-    """The time of a step if each device reaches `achievable_fraction` of its peak on all matrix products and attention."""
+    """The time of a step if each device reaches `achievable_fraction` of its peak on all matrix products and attention.
+
+    `documents`: packed documents with masks, as `data.document_mask` asks for.
+    """
     tokens = sequences_per_batch * sequence_length
     causal = model_flops_per_token(model, sequence_length)
     full = model_flops_per_token(model, sequence_length, full_attention=True)
-    hardware = hardware_flops_per_token(model, layout, sequence_length)
+    hardware = hardware_flops_per_token(model, layout, sequence_length, documents=documents)
     rate = peak_flops_per_second * achievable_fraction * layout.dp
     seconds = hardware * tokens / rate
     per_second = tokens / seconds
@@ -87,17 +92,30 @@ def plan_time(
 
 def model_flops_per_token(model: Model, sequence_length: int, *, full_attention: bool = False) -> float:
     """FLOPs a token costs, forward and backward, each multiply-add as two; see the head of this file for what counts."""
-    products, attention = _flops(model, sequence_length, full_attention)
-    return 3 * (products + attention)
+    shape = Shape(1, sequence_length)
+    products = sum(op.flops / 3 for op in head_work(model, shape))  # the loss does its backward pass in its forward pass
+    for layer in range(model.num_hidden_layers):
+        share = 1.0 if full_attention else _causal_share(model, layer, shape)
+        products += sum(_flops(op, share) for op in block_work(model, layer, shape))
+    return 3 * products / sequence_length
 
 
-def hardware_flops_per_token(model: Model, layout: Layout, sequence_length: int) -> float:
-    """FLOPs a token really takes, recomputation included; context as a causal mask leaves it."""
-    products, attention = _flops(model, sequence_length, False)
-    again = sum(
-        _recomputed(model, layer, sequence_length) for layer in range(model.num_hidden_layers) if layout.recomputes(layer)
-    )
-    return 3 * products + 3.5 * attention + again
+def hardware_flops_per_token(model: Model, layout: Layout, sequence_length: int, *, documents: bool = False) -> float:
+    """FLOPs a token really takes: with recomputation, and with scores that are computed only to be masked.
+
+    `documents`: packed documents with masks.
+    """
+    shape = Shape(1, sequence_length, documents=documents)
+    total = float(sum(op.flops for op in head_work(model, shape)))
+    for layer in range(model.num_hidden_layers):
+        share = 1.0 if mask_elements(model.window(layer), shape) else _causal_share(model, layer, shape)
+        ops = block_work(model, layer, shape)
+        total += sum(_flops(op, share) * (3.5 if op.kind == "attention" else 3) for op in ops)
+        if layout.recomputes(layer):
+            # torch stops before the last operation, whose result nobody needs.
+            last = max(index for index, op in enumerate(ops) if op.saves)
+            total += sum(_flops(op, share) for op in ops[:last])
+    return total / sequence_length
 
 
 def mean_context(sequence_length: int, window: int | None) -> float:
@@ -106,29 +124,11 @@ def mean_context(sequence_length: int, window: int | None) -> float:
     return (w * (w + 1) / 2 + (sequence_length - w) * w) / sequence_length
 
 
-def _flops(model: Model, sequence_length: int, full_attention: bool) -> tuple[float, float]:
-    """Forward FLOPs of one token: matrix products, attention."""
-    shape = Shape(1, sequence_length)
-    products = sum(op.flops / 3 for op in head_work(model, shape))  # the loss does its backward pass in its forward pass
-    attention = 0.0
-    for layer in range(model.num_hidden_layers):
-        for op in block_work(model, layer, shape):
-            if op.kind == "attention":
-                attention += op.flops * (
-                    1.0 if full_attention else mean_context(sequence_length, model.window(layer)) / sequence_length
-                )
-            else:
-                products += op.flops
-    return products / sequence_length, attention / sequence_length
+def _flops(op: Op, share: float) -> float:
+    """FLOPs of an operation's forward pass, `share` of the square of scores computed."""
+    return op.flops * (share if op.kind == "attention" else 1.0)
 
 
-def _recomputed(model: Model, layer: int, sequence_length: int) -> float:
-    """FLOPs of running a block again, per token: torch stops before the last operation, whose result nobody needs."""
-    ops = block_work(model, layer, Shape(1, sequence_length))
-    last = max(index for index, op in enumerate(ops) if op.saves)
-    share = mean_context(sequence_length, model.window(layer)) / sequence_length
-
-    def flops(op: Op) -> float:
-        return op.flops * (share if op.kind == "attention" else 1.0)
-
-    return sum(flops(op) for op in ops[:last]) / sequence_length
+def _causal_share(model: Model, layer: int, shape: Shape) -> float:
+    """The part of the square that a layer's tokens may see."""
+    return mean_context(shape.sequence_length, model.window(layer)) / shape.sequence_length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -86,11 +87,12 @@ def _headline(plan: RunPlan) -> Text:
     title.append(f"  on {layout.dp} x {cluster.accelerator.title}{nodes}\n", style="")
     tokens = run.batch.sequences_per_batch * run.batch.sequence_length
     replicas = f", {layout.dp_replicate} copies of the state" if layout.dp_replicate > 1 else ""
+    masked = "masked" if run.data.document_mask else "not masked"
     micro_batches = f"{plan.memory.num_micro_batches} micro-batch{'' if plan.memory.num_micro_batches == 1 else 'es'}"
     title.append(
         f"{layout.precision}, ZeRO stage {layout.zero_stage}{replicas}, recompute {layout.recompute}\n"
         f"a step is {format_count(tokens)} tokens: {layout.dp} ranks x {micro_batches} "
-        f"x {layout.micro_batch_size} x {run.batch.sequence_length}",
+        f"x {layout.micro_batch_size} x {run.batch.sequence_length}, documents {masked}",
         style="dim",
     )
     return title
@@ -117,9 +119,15 @@ def _verdict(plan: RunPlan) -> Text:
     text.append(
         f"  peak {format_bytes(plan.memory.peak.total)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold"
     )
-    kept = f"{format_bytes(plan.headroom_bytes)} stay free for what a plan cannot count: allocator, contexts, NCCL"
-    text.append(kept, style="not bold dim")
+    text.append(_kept_free(plan), style="not bold dim")
     return text
+
+
+def _kept_free(plan: RunPlan) -> str:
+    on_cpu, count = plan.cluster.accelerator.name == "cpu", plan.cluster.num_accelerators
+    uncounted = "Python and torch" if on_cpu else "allocator, contexts, NCCL"
+    shared = f"\n{count} processes share this machine's memory" if on_cpu and count > 1 else ""
+    return f"{format_bytes(plan.headroom_bytes)} stay free for what a plan cannot count: {uncounted}{shared}"
 
 
 def _parts(plan: RunPlan) -> Table:
@@ -153,10 +161,11 @@ def _inside(plan: RunPlan, category: str) -> list[tuple[str, int]]:
     return sorted(inside, key=lambda item: -item[1]) if len(inside) > 1 else []
 
 
-def _per_block(plan: RunPlan) -> Text:
+def _per_block(plan: RunPlan) -> RenderableType:
     layers = plan.memory.saved_by_layer
     kinds = ", ".join(f"{KINDS[kind]} {format_bytes(n)}" for kind, n in sorted(layers[-1].items(), key=lambda item: -item[1]))
-    return Text(f"a block keeps {format_bytes(sum(layers[-1].values()))} of a micro-batch:\n  {kinds}", style="dim")
+    title = Text(f"a block keeps {format_bytes(sum(layers[-1].values()))} of a micro-batch:", style="dim")
+    return Group(title, Padding(Text(kinds, style="dim"), (0, 0, 0, 2)))
 
 
 def _time(plan: RunPlan, tokens: int | None) -> RenderableType:
@@ -172,7 +181,7 @@ def _time(plan: RunPlan, tokens: int | None) -> RenderableType:
     per_gpu = time.tokens_per_second / time.num_devices
     table.add_row("tokens/s", f"{time.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU")
     table.add_row("MFU", f"{time.mfu:.1%}", f"causal attention; {time.mfu_full:.1%} if the full square is counted")
-    table.add_row("HFU", f"{time.hfu:.1%}", "with what is computed twice")
+    table.add_row("HFU", f"{time.hfu:.1%}", "with what is computed twice, or only to be masked")
     goal = tokens or 20 * num_parameters(plan.run.model)
     why = "" if tokens else ", 20 a parameter (Hoffmann et al. 2022)"
     table.add_row("training", format_seconds(time.seconds_for(goal)), f"on {format_count(goal)} tokens{why}")

@@ -1,0 +1,73 @@
+"""The rate that MFU is a share of: steady over a run's starts, and of this device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ultrascale.measure import machine
+from ultrascale.measure.machine import MatmulCeiling, measure_matmul_ceiling, peak_flops, stored_or_measured_peak
+
+CPU = torch.device("cpu")
+NOW = MatmulCeiling(5e10, 0.1, "a processor", "fp32", 1024, 1)
+
+
+@pytest.fixture
+def measured_now(monkeypatch) -> None:
+    monkeypatch.setattr(machine, "measure_matmul_ceiling", lambda precision, device: NOW)
+
+
+def test_the_ceiling_is_the_best_of_ten_products_also_where_each_takes_long(monkeypatch) -> None:
+    took = iter([9.0, *[0.1] * 5, 0.05, *[0.1] * 10])
+    monkeypatch.setattr(machine, "_time_product", lambda left, right: next(took))
+    assert measure_matmul_ceiling("fp32").flops_per_second == 2 * 1024**3 / 0.05
+    assert len(list(took)) == 17 - 1 - 10
+
+
+def test_ten_very_slow_products_are_not_waited_for(monkeypatch) -> None:
+    took = iter([3.0] * 12)
+    monkeypatch.setattr(machine, "_time_product", lambda left, right: next(took))
+    measure_matmul_ceiling("fp32")
+    assert len(list(took)) == 10
+
+
+@pytest.mark.parametrize(("stored", "expected"), [(8e10, 8e10), (2e10, 5e10)])
+def test_a_resumed_run_keeps_the_best_peak_of_its_starts(tmp_path: Path, measured_now, stored, expected) -> None:
+    file = tmp_path / "peak.json"
+    file.write_text(json.dumps(asdict(replace(NOW, flops_per_second=stored))))
+    peak = stored_or_measured_peak(file, "auto", "fp32", CPU)
+    assert peak.flops_per_second == expected
+    assert peak.ceiling == replace(NOW, flops_per_second=expected)
+    assert ("best of this run's starts" in peak.origin) == (stored == expected)
+
+
+@pytest.mark.parametrize("other", [{"device": "another"}, {"dtype": "bf16"}, {"threads": 2}])
+def test_a_peak_of_other_conditions_does_not_count(tmp_path: Path, measured_now, other) -> None:
+    file = tmp_path / "peak.json"
+    file.write_text(json.dumps(asdict(replace(NOW, flops_per_second=8e10, **other))))
+    assert stored_or_measured_peak(file, "auto", "fp32", CPU).flops_per_second == 5e10
+
+
+@pytest.mark.parametrize("text", [None, "", '{"flops_per', "[]", "3", '{"flops_per_second": 1}'])
+def test_a_peak_that_cannot_be_read_is_measured(tmp_path: Path, measured_now, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "peak.json").write_text(text)
+    assert stored_or_measured_peak(tmp_path / "peak.json", "auto", "fp32", CPU).flops_per_second == 5e10
+
+
+def test_mfu_on_a_cpu_is_never_a_share_of_the_gpu_that_is_planned_for(measured_now) -> None:
+    peak = peak_flops("8xh100", "fp32", CPU)
+    assert peak.flops_per_second == 5e10
+    assert peak.origin == "a large fp32 matrix product here, 1 thread (cluster = 8xh100 is another machine)"
+
+
+@pytest.mark.parametrize("cluster", ["auto", "8xh100", "8xa100-80", "2xcpu"])
+def test_on_a_catalogued_gpu_the_peak_is_its_own(monkeypatch, cluster: str) -> None:
+    monkeypatch.setattr(machine, "this_gpu", lambda device: machine.ACCELERATORS["h100-sxm"])
+    found = peak_flops(cluster, "bf16", torch.device("cuda"))
+    assert found.flops_per_second == pytest.approx(989.4e12, rel=0.01)
+    assert ("another machine" in found.origin) == (cluster in ("8xa100-80", "2xcpu"))
