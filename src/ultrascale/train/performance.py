@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch
 
 from ultrascale.measure.compare import Difference, compare_memory, compare_run
-from ultrascale.measure.machine import peak_flops
+from ultrascale.measure.machine import PEAK_FILE, stored_or_measured_peak
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.memory import MemoryPlan, plan_memory
@@ -33,8 +33,11 @@ class Performance:
         self.run, self.ranks, self.metrics = run, ranks, metrics
         length = run.batch.sequence_length
         self.model_flops = model_flops_per_token(run.model, length)
-        self.hardware_flops = hardware_flops_per_token(run.model, run.layout, length)
-        self.peak = peak_flops(run.cluster, run.layout.precision, ranks.device)
+        self.hardware_flops = hardware_flops_per_token(run.model, run.layout, length, documents=run.data.document_mask)
+        peak_file = metrics.folder.path / PEAK_FILE
+        self.peak = stored_or_measured_peak(peak_file, run.cluster, run.layout.precision, ranks.device)
+        if self.peak.ceiling is not None:
+            metrics.report(PEAK_FILE, asdict(self.peak.ceiling))
         self.memory: LiveMemory | None = None
         self._watching = ExitStack()
         self._last_watched = 0
