@@ -30,12 +30,12 @@ class RandomDocuments:
         stream = random.integers(0, self.vocab_size, self.sequence_length + 1)
         tokens, targets = stream[:-1].copy(), stream[1:].copy()
         index = np.arange(self.sequence_length)
-        # From one long document to one break every two tokens; a few sequences are half padding.
+        # From one long document to one break every two tokens, and up to half of a sequence padding: counts of valid targets
+        # differ also where documents are not masked.
         breaks = random.random(self.sequence_length) < random.choice([0.0, 0.1, 0.5])
         if self.document_mask:
             targets[breaks] = -100
-        if random.random() < 0.3:
-            targets[self.sequence_length // 2 :] = -100
+        targets[random.integers(self.sequence_length // 2, self.sequence_length + 1) :] = -100
         document_ids = np.concatenate([[0], np.cumsum(breaks)[:-1]])
         starts = np.concatenate([[True], breaks[:-1]])
         positions = index - np.maximum.accumulate(np.where(starts, index, 0))

@@ -2,7 +2,7 @@
 
 Both compute in float64, where honest layouts agree to about 1e-15 and every classic bug stands out; in bf16 the same bugs hide
 below the rounding. What is proven is the run's own model (or, if that is too large for a laptop, the same kind of model made
-small), layout, batch and optimizer, over several steps, with documents of very uneven length.
+small), micro-batch, recomputation and optimizer, over several steps, with documents of very uneven length.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from ultrascale.train.trainer import Trainer
 TOLERANCE = 1e-11
 LARGEST_PARAMETERS = 3_000_000
 """Models above this are made small before they are proven."""
+MOST_PROCESSES = 8
+"""Runs of more processes than this are proven with fewer, unless somebody says how many."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,36 @@ class Case:
     fault: str | None = None
 
 
-def cases(run: Run, *, every_stage: bool = False) -> Iterator[Case]:
-    """The run's own layout with and without accumulation; with `every_stage` also the other ZeRO stages, hybrid sharding, and
-    the embedding both tied and untied."""
+def cases(run: Run, *, own_layout: bool = False) -> Iterator[Case]:
+    """Every ZeRO stage over as many processes as `run` has, whole and in groups, the embedding both tied and untied, with and
+    without accumulation. With `own_layout` only the run's own stage, groups and embedding."""
     base = provable(run)
-    tyings = (
-        [base.model.tie_word_embeddings, not base.model.tie_word_embeddings]
-        if every_stage
-        else [base.model.tie_word_embeddings]
-    )
-    for tied in tyings:
+    own = base.model.tie_word_embeddings
+    for tied in (own,) if own_layout else (own, not own):
         model = replace(base.model, tie_word_embeddings=tied)
-        for layout in _layouts(base, every_stage=every_stage):
+        for layout in (base.layout,) if own_layout else _every_layout(base.layout):
             for accumulation in (1, 3):
                 sequences = accumulation * layout.dp * layout.micro_batch_size
                 case = replace(base, model=model, layout=layout, batch=replace(base.batch, sequences_per_batch=sequences))
                 yield Case(_case_name(layout, accumulation, tied=tied), case)
+
+
+def usual_processes(run: Run) -> int:
+    """How many processes prove `run` unless somebody says: its own number, but 2 for one process, which would prove no
+    communication, and 4 (two groups of two) for more than a laptop can start."""
+    if run.layout.dp > MOST_PROCESSES:
+        return 4
+    return max(2, run.layout.dp)
+
+
+def with_processes(run: Run, processes: int) -> Run:
+    """`run` cut over another number of processes. Several groups with a copy of the state each stay several where that can be,
+    as large as they were at most. The batch is left to `provable`."""
+    own = run.layout
+    if own.dp_shard is None or own.dp_replicate == 1:
+        return replace(run, layout=replace(own, dp=processes, dp_shard=None))
+    sizes = [size for size in range(1, own.dp_shard + 1) if processes % size == 0 and size < processes]
+    return replace(run, layout=replace(own, dp=processes, dp_shard=max(sizes, default=1)))
 
 
 def provable(run: Run) -> Run:
@@ -139,16 +155,15 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _case_name(layout: Layout, accumulation: int, *, tied: bool) -> str:
-    shard = f" shard {layout.shard_size}" if 1 < layout.shard_size < layout.dp else ""
+    shard = f" shard {layout.shard_size}" if layout.zero_stage and layout.shard_size < layout.dp else ""
     micro_batches = "1 micro-batch" if accumulation == 1 else f"{accumulation} micro-batches"
     return f"dp {layout.dp} zero {layout.zero_stage}{shard} x {micro_batches}, {'tied' if tied else 'untied'}"
 
 
-def _layouts(run: Run, *, every_stage: bool) -> list[Layout]:
-    if not every_stage:
-        return [run.layout]
-    layouts = [replace(run.layout, zero_stage=stage, dp_shard=None) for stage in (0, 1, 2, 3)]
-    half = run.layout.dp // 2
-    if run.layout.dp >= 4 and run.layout.dp % 2 == 0:
-        layouts += [replace(run.layout, zero_stage=stage, dp_shard=half) for stage in (1, 2, 3)]
-    return layouts
+def _every_layout(own: Layout) -> list[Layout]:
+    """Every ZeRO stage, over all ranks and over groups of half of them and of the layout's own size."""
+    groups = {own.dp // 2} if own.dp >= 4 and own.dp % 2 == 0 else set()
+    if own.zero_stage and own.shard_size < own.dp:
+        groups.add(own.shard_size)
+    whole = [replace(own, zero_stage=stage, dp_shard=None) for stage in (0, 1, 2, 3)]
+    return whole + [replace(own, zero_stage=stage, dp_shard=size) for size in sorted(groups) for stage in (1, 2, 3)]

@@ -18,51 +18,56 @@ if TYPE_CHECKING:  # imports torch
     from ultrascale.check.compare import Verdict
 
 QUANTITIES = ("loss", "gradient norm", "gradient", "weight", "moment")
+LARGEST_PROCESSES = 64
+"""More on one machine is a slip of the finger."""
 
 
 def check(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
     /,
     processes: int | None = None,
-    every_stage: bool = False,
+    own_layout: bool = False,
     plant: str | None = None,
     steps: int = 3,
     json: bool = False,
 ) -> tuple[str, int | None, bool, str | None, int, bool]:
     """Prove that N processes compute what one does: loss, gradient norm, every gradient, weights and moments, in float64.
 
-        ultrascale check run.toml --layout.dp 2 --layout.zero-stage 3
+        ultrascale check run.toml --processes 2
 
-    The run's own data is not needed: sequences are made up, of documents of very uneven length. A model too large for a laptop
-    is made small first, keeping its kind. Exit code 0: proven; 1: not.
+    Every ZeRO stage is proven, with and without accumulation, the embedding tied and untied. The run's own data is not needed:
+    sequences are made up, of documents of very uneven length. A model too large for a laptop is made small first, keeping its
+    kind. Exit code 0: proven; 1: not.
 
     Args:
         run: The run's TOML file, or the folder of a run.
-        processes: Number of processes (layout.dp).
-        every_stage: Also prove the other ZeRO stages, hybrid sharding, and the embedding both tied and untied.
+        processes: Number of processes. Default: the run's layout.dp; 2 if that is 1, and 4 if it is more than 8.
+        own_layout: Prove only the run's own ZeRO stage and embedding.
         plant: Plant a fault that the proof must see, or `all` of them: missing-reduce, mean-of-means, counted-twice,
             shifted-batch. Exit code 0 then means that each was seen.
         steps: Optimizer steps that are compared.
         json: Print the verdicts as JSON.
     """
-    return run, processes, every_stage, plant, steps, json
+    return run, processes, own_layout, plant, steps, json
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when everything is proven (or every planted fault was seen)."""
     parsed, rest = parse_with_overrides(check, "check", arguments)
-    path, processes, every_stage, plant, steps, as_json = parsed
-    run = resolve(path, rest if processes is None else [*rest, "--layout.dp", str(processes)]).run
-    if steps < 1:
-        raise SpecError([Problem("--steps", f"must be at least 1, is {steps}", "3 is enough to see moments at work.")])
+    path, processes, own_layout, plant, steps, as_json = parsed
+    _expect_numbers(processes, steps, rest)
+    described = resolve(path, rest).run
     from ultrascale.check.faults import FAULTS, expect_fault
-    from ultrascale.check.prove import cases, prove_all
+    from ultrascale.check.prove import cases, prove_all, usual_processes, with_processes
 
-    todo = list(cases(run, every_stage=every_stage))
+    run = with_processes(described, usual_processes(described) if processes is None else processes)
+    todo = list(cases(run, own_layout=own_layout))
     if plant is not None:
         expect_fault(plant, run.layout.dp)
         planted = FAULTS if plant == "all" else (plant,)
         todo = [replace(case, fault=fault, name=f"{fault}: {case.name}") for fault in planted for case in todo]
+    for note in _notes(described, run):
+        print(note, file=sys.stderr if as_json else sys.stdout, flush=True)
     verdicts = prove_all(todo, steps=steps)
     good = [verdict.holds == (plant is None) for verdict in verdicts]
     if as_json:
@@ -70,6 +75,35 @@ def command(arguments: list[str]) -> int:
     else:
         _print(todo[0].run, run, verdicts, planted=plant is not None)
     return 0 if all(good) else 1
+
+
+def _expect_numbers(processes: int | None, steps: int, rest: list[str]) -> None:
+    problems = []
+    if processes is not None and not 1 <= processes <= LARGEST_PROCESSES:
+        rule = f"must be from 1 to {LARGEST_PROCESSES}, is {processes}"
+        problems.append(Problem("--processes", rule, "2 prove communication, 4 also groups of ranks."))
+    if processes is not None and "--layout.dp" in [word.partition("=")[0] for word in rest]:
+        rule = "is given beside --layout.dp: they say the same thing twice"
+        problems.append(Problem("--processes", rule, "Keep one of the two."))
+    if steps < 1:
+        problems.append(Problem("--steps", f"must be at least 1, is {steps}", "3 is enough to see moments at work."))
+    if problems:
+        raise SpecError(problems)
+
+
+def _notes(described: Run, proven: Run) -> list[str]:
+    """What the proof does otherwise than the run, in a line each."""
+    own, layout = described.layout, proven.layout
+    notes = []
+    if layout.dp == 1:
+        notes.append("One process communicates with nobody: this proves accumulation alone. --processes 2 proves both.")
+    elif own.dp == 1:
+        notes.append(f"The run has one process, which communicates with nobody; it is proven with {layout.dp}.")
+    elif layout.dp != own.dp:
+        notes.append(f"The run's {own.dp} processes are proven with {layout.dp}.")
+    if own.dp_shard not in (None, own.dp, layout.dp_shard):
+        notes.append(f"Its groups of {own.dp_shard} ranks with one copy of the state become groups of {layout.dp_shard}.")
+    return notes
 
 
 def _print(proven: Run, asked: Run, verdicts: list[Verdict], *, planted: bool) -> None:

@@ -15,7 +15,7 @@ STEPS = 2
 
 def prove_layouts(run: Run) -> Claim:
     """Every ZeRO stage, with and without accumulation, tied and untied, against one process. Raises RankFailed."""
-    verdicts = prove_all(list(cases(run, every_stage=True)), steps=STEPS)
+    verdicts = prove_all(list(cases(run)), steps=STEPS)
     worst = max(difference.error for verdict in verdicts for difference in verdict.worst.values())
     held = sum(verdict.holds for verdict in verdicts)
     return judged(
@@ -28,7 +28,7 @@ def prove_layouts(run: Run) -> Claim:
 
 def plant_faults(run: Run) -> Claim:
     """The classic faults between processes, planted one by one: the proof must see each and name a parameter."""
-    todo = [replace(case, fault=fault, name=fault) for fault in FAULTS for case in cases(run)]
+    todo = [replace(case, fault=fault, name=fault) for fault in FAULTS for case in cases(run, own_layout=True)]
     verdicts = prove_all(todo, steps=STEPS)
     seen = {fault: _where_seen([v for v in verdicts if v.case == fault]) for fault in FAULTS}
     count = sum(name is not None for name in seen.values())

@@ -151,7 +151,7 @@ def _plan(demo: Demo) -> tuple[Run, RunPlan]:
 
 def _prove(demo: Demo, run: Run) -> None:
     screen = demo.screen
-    for flags, prove in ((["--every-stage"], prove_layouts), (["--plant", "all"], plant_faults)):
+    for flags, prove in (([], prove_layouts), (["--own-layout", "--plant", "all"], plant_faults)):
         screen.command("check", str(demo.run_file), *flags)
         claim = prove(run)
         demo.claim(claim)
