@@ -13,14 +13,14 @@ from ultrascale.cli import train as verb
 from ultrascale.cli.main import main
 from ultrascale.launch import local
 from ultrascale.launch.local import Ending
+from ultrascale.measure import machine
 from ultrascale.measure.machine import Peak
 from ultrascale.spec.resolve import resolve, to_toml
-from ultrascale.train import performance
 
 
 @pytest.fixture
 def run_file(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(performance, "peak_flops", lambda *arguments: Peak(1e10, "made up"))
+    monkeypatch.setattr(machine, "peak_flops", lambda *arguments: Peak(1e10, "made up"))
     make_corpus(tmp_path / "tokens")
     (tmp_path / "run.toml").write_text(to_toml(small_run(tmp_path)))
     return tmp_path / "run.toml"

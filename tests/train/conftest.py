@@ -5,13 +5,13 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 import torch.distributed.fsdp  # noqa: F401
 from train.small_runs import make_corpus
 
+from ultrascale.measure import machine
 from ultrascale.measure.machine import Peak
-from ultrascale.train import performance
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
     """A folder with a corpus, for `small_run`. Runs take a made-up peak, which need not be measured each time."""
-    monkeypatch.setattr(performance, "peak_flops", lambda *arguments: Peak(1e10, "made up"))
+    monkeypatch.setattr(machine, "peak_flops", lambda *arguments: Peak(1e10, "made up"))
     make_corpus(tmp_path / "tokens")
     return tmp_path

@@ -6,17 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 from torch._dynamo.utils import counters
-from train.small_runs import at_step, rows, small_run, train_ranks
+from train.small_runs import at_step, curve, rows, same, small_run, state, stop_at, train_in_turn, train_ranks
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Batch, Log, Optimizer
 from ultrascale.train.trainer import Trainer
 
 
-def test_blocks_are_compiled_once_memory_is_counted_and_train_alike_under_zero_3_with_recomputation(home):
+def test_blocks_are_compiled_and_train_alike_under_zero_3_with_recomputation(home):
     layout = Layout(dp=2, zero_stage=3, micro_batch_size=2, recompute="full")
     eager = small_run(home, name="eager", steps=3, layout=layout, batch=Batch(sequence_length=11), optimizer=Optimizer())
-    eager = replace(eager, log=Log(memory_steps=1))
     compiled = replace(eager, name="compiled", compile=True)
 
     def tell(trainer: Trainer) -> None:
@@ -28,3 +27,13 @@ def test_blocks_are_compiled_once_memory_is_counted_and_train_alike_under_zero_3
     assert graphs[:2] == [0, 0] and min(graphs[2:]) >= 1
     found, expected = (np.array(rows(run, "train/loss", "train/grad_norm")) for run in (compiled, eager))
     assert np.abs(found / expected - 1).max() < 1e-5
+
+
+def test_a_compiled_run_goes_on_to_the_same_bits_with_its_memory_uncounted_and_told(home):
+    whole = small_run(home, name="whole", compile=True, log=Log())
+    stopped = replace(whole, name="stopped")
+    assert whole.log.memory_steps > 2
+    train_in_turn([(whole, None), (stopped, stop_at(2)), (stopped, None)])
+    assert curve(stopped) == curve(whole) and same(state(stopped), state(whole))
+    assert "memory is not counted: blocks are compiled" in (home / "whole" / "log.txt").read_text()
+    assert not (home / "whole" / "memory.json").exists()

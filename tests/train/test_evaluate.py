@@ -87,6 +87,14 @@ def test_saving_in_the_background_saves_the_same_and_resumes_to_the_same_bits(ru
     assert len(list((Path(run.folder) / "behind" / "checkpoints").iterdir())) == 2
 
 
+def test_what_was_evaluated_is_told_also_at_steps_that_are_not_logged(run):
+    run = replace(run, log=replace(run.log, every_steps=4), evaluation=replace(run.evaluation, every_steps=3))
+    train_here(run)
+    lines = (Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines()
+    found = {row["step"]: "val/loss" in row and row["perf/eval_s"] > 0 for row in map(json.loads, lines)}
+    assert found == {2: True, 3: False, 5: True, 7: False, 8: True, 11: True}
+
+
 def test_several_held_out_corpora_have_a_metric_each_even_if_their_folders_have_one_name(run):
     home = Path(run.folder)
     (home / "other").mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -11,13 +12,14 @@ from types import ModuleType
 import pytest
 from train.small_runs import STEPS, rows, small_run, stop_at, train_here
 
-from ultrascale.spec.run import Log
+from ultrascale.spec.run import Checkpoint, Log
 from ultrascale.train import metrics
 from ultrascale.train.metrics import Metrics, Tracker, console_line, duration
 from ultrascale.train.run_folder import RunFolder
 
 ALWAYS = {
     "step", "time", "train/loss", "train/grad_norm", "train/lr", "progress/tokens", "progress/tokens_per_batch",
+    "plan/peak_gib",
 }  # fmt: skip
 SPEED = {"perf/step_s", "perf/data_wait_s", "perf/tokens_per_s", "perf/tokens_per_s_per_gpu", "perf/mfu", "perf/hfu"}
 
@@ -40,17 +42,33 @@ def test_metrics_have_the_names_people_know_and_speed_once_memory_is_counted(hom
 def test_speeds_agree_with_each_other(home):
     run = small_run(home)
     train_here(run)
-    for seconds, tokens, per_rank, batch, mfu, hfu in rows(
-        run,
-        "perf/step_s",
-        "perf/tokens_per_s",
-        "perf/tokens_per_s_per_gpu",
-        "progress/tokens_per_batch",
-        "perf/mfu",
-        "perf/hfu",
-    ):
-        assert tokens == per_rank == pytest.approx(batch / seconds)
+    for row in read_rows(run)[1:]:
+        tokens, mfu, hfu = (row[f"perf/{name}"] for name in ("tokens_per_s", "mfu", "hfu"))
+        assert (
+            tokens == row["perf/tokens_per_s_per_gpu"] == pytest.approx(row["progress/tokens_per_batch"] / row["perf/step_s"])
+        )
         assert 0 < mfu <= hfu < 1.1 * mfu  # nothing is recomputed but inside attention
+
+
+def test_the_first_step_after_a_start_or_resume_has_no_speed(home):
+    run = small_run(home)
+    train_here(run, before_step=stop_at(5))
+    train_here(run)
+    assert [row["step"] for row in read_rows(run) if "perf/step_s" not in row] == [0, 5]
+
+
+def test_the_planned_peak_stands_in_every_row_and_is_that_of_the_whole_batch(home):
+    run = small_run(home)
+    train_here(run)
+    plan = json.loads((home / "small" / "plan.json").read_text())
+    assert {gib for (gib,) in rows(run, "plan/peak_gib")} == {plan["memory"]["peak_bytes"] / 2**30}
+
+
+def test_the_row_after_a_save_says_how_long_training_waited_for_it(home):
+    run = small_run(home, checkpoint=Checkpoint(every_steps=5, export=False))
+    train_here(run)
+    saves = {row["step"]: row["perf/save_s"] for row in read_rows(run) if "perf/save_s" in row}
+    assert list(saves) == [5, 10] and min(saves.values()) > 0
 
 
 @pytest.mark.parametrize("memory_steps, stop", [(4, 2), (40, None)], ids=["stopped", "longer than the run"])
@@ -60,7 +78,7 @@ def test_a_run_shorter_than_its_memory_count_ends_well_and_one_that_goes_on_coun
     assert (home / "small" / "memory.json").exists() == (stop is None)
     assert train_here(run).steps_done == STEPS
     if stop is not None:
-        assert all("perf/mfu" in row for row in read_rows(run)[stop:])
+        assert all("perf/mfu" in row for row in read_rows(run)[stop + 1 :])
 
 
 def test_rows_are_thinned_and_the_last_step_is_always_there(home):
@@ -81,11 +99,12 @@ def test_a_run_folder_tells_everything_about_its_run(home):
 def test_the_console_line_says_what_is_known(home):
     run = small_run(home)
     values: metrics.Row = {"train/loss": 7.12344, "train/grad_norm": 0.981, "train/lr": 3e-4, "train/noise_scale_tokens": None}
-    assert console_line(run, values, 3) == "step 3/12  loss 7.1234  gnorm 0.98  lr 3.0e-04  (counting memory)"
+    assert console_line(run, values, 3) == "step 3/12  loss 7.1234  gnorm 0.98  lr 3.0e-04  (speed not yet known)"
     values |= {"val/loss/code": 2.0, "val/loss/a/text": 3.0, "perf/tokens_per_s_per_gpu": 12345.6, "perf/mfu": 0.4123}
-    values |= {"perf/step_s": 7.0, "mem/peak_allocated_gib": 61.23}
+    values |= {"perf/step_s": 7.0, "mem/peak_allocated_gib": 61.23, "mem/peak_allocated_percent": 76.6}
+    values["train/noise_scale_tokens"] = 1.234e6
     assert console_line(run, values, 3).partition("3.0e-04")[2] == (
-        "  val code 2.0000  val a/text 3.0000  mem 61.2GiB  tok/s/gpu 12,346  mfu 41.2%  eta 1m03s"
+        "  val code 2.0000  val a/text 3.0000  noise 1.23M  mem 61.2GiB (77%)  tok/s/gpu 12,346  mfu 41.2%  eta 1m03s"
     )
     assert [duration(s) for s in (0.4, 62, 3720)] == ["0s", "1m02s", "1h02m"]
 
@@ -93,7 +112,7 @@ def test_the_console_line_says_what_is_known(home):
 def test_trackers_get_the_same_rows_and_are_closed(home, monkeypatch):
     told: list[object] = []
     tracker = Tracker(lambda step, values: told.append((step, dict(values))), lambda: told.append("closed"))
-    monkeypatch.setitem(metrics.TRACKERS, "tensorboard", lambda run, folder: tracker)
+    monkeypatch.setitem(metrics.TRACKERS, "tensorboard", lambda run, folder, first_step: tracker)
     monkeypatch.setitem(sys.modules, "tensorboard", fake_module("tensorboard"))
     run = small_run(home, log=Log(memory_steps=0, sinks=("tensorboard",)))
     train_here(run)
@@ -102,10 +121,37 @@ def test_trackers_get_the_same_rows_and_are_closed(home, monkeypatch):
     assert told[:-1] == expected
 
 
-def fake_module(name: str) -> ModuleType:
+def fake_module(name: str, **content: object) -> ModuleType:
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(content)
     return module
+
+
+def test_runs_of_one_name_in_different_folders_are_different_runs_to_wandb(home, monkeypatch):
+    told: list[dict] = []
+    monkeypatch.setitem(sys.modules, "wandb", fake_module("wandb", init=lambda **facts: told.append(facts) or ModuleType("x")))
+    for folder in ("a", "b", "a/../a"):
+        with suppress(AttributeError):  # the module that stands for a session cannot log
+            metrics.TRACKERS["wandb"](small_run(home), RunFolder(home / folder / "small"), 0)
+    first, second, again = (facts["id"] for facts in told)
+    assert first != second and first == again and first.startswith("small-")
+
+
+@pytest.mark.parametrize("first_step, purged", [(0, None), (5, 5)])
+def test_tensorboard_forgets_steps_that_are_done_again(home, monkeypatch, first_step, purged):
+    told: list[int | None] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int | None = None):
+            told.append(purge_step)
+
+        def close(self) -> None: ...
+
+    name = "torch.utils.tensorboard"
+    monkeypatch.setitem(sys.modules, name, fake_module(name, SummaryWriter=SummaryWriter))
+    metrics.TRACKERS["tensorboard"](small_run(home), RunFolder(home / "small"), first_step)
+    assert told == [purged]
 
 
 def test_only_the_first_rank_writes(home, capsys):

@@ -91,6 +91,9 @@ class Session:
     """By the name of the metric."""
     saved_at: int
     """Steps done at the newest checkpoint; -1 if there is none."""
+    save_seconds: float | None = None
+    """Training waited so long for the last save. A step's row is written before its save, so that no kill can lose it; the next
+    row tells."""
 
     @classmethod
     def start(cls, run: Run, ranks: Ranks, *, allow_changes: bool) -> Session:
@@ -148,20 +151,33 @@ class Session:
 
     def save(self) -> None:
         """Save the state as it is now."""
+        started = time.perf_counter()
         self.saver.save(self.trainer.steps_done, tensors_of(self.trainer), facts_of(self.trainer))
+        self.save_seconds = time.perf_counter() - started
         self.saved_at = self.trainer.steps_done
 
     def _after_step(self, result: StepResult, values: Row) -> None:
         done, run = self.trainer.steps_done, self.run
-        if _due(run.evaluation.every_steps, done) or (run.evaluation.every_steps and done == run.steps):
-            for name, loader in self.validation.items():
-                values[name] = evaluate(self.trainer, loader, run.evaluation.sequences)
-        if _due(run.log.every_steps, done) or done == run.steps:
+        held_out = self._evaluate_if_due()
+        if held_out or _due(run.log.every_steps, done) or done == run.steps:
+            values |= held_out | {"perf/save_s": self.save_seconds}
+            self.save_seconds = None
             self.metrics.row(result.gradients.step, values)
             self.metrics.line(console_line(run, values, done))
         self.metrics.advance(done)
         if _due(run.checkpoint.every_steps, done):
             self.save()
+
+    def _evaluate_if_due(self) -> Row:
+        every, started = self.run.evaluation.every_steps, time.perf_counter()
+        if not self.validation or not (_due(every, self.trainer.steps_done) or (every and self._is_complete())):
+            return {}
+        sequences = self.run.evaluation.sequences
+        losses: Row = {name: evaluate(self.trainer, loader, sequences) for name, loader in self.validation.items()}
+        return losses | {"perf/eval_s": time.perf_counter() - started}
+
+    def _is_complete(self) -> bool:
+        return self.trainer.steps_done >= self.run.steps
 
 
 def build_loader(run: Run, sources: tuple[Source, ...]) -> Loader:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +17,7 @@ from typing import Any
 
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
+from ultrascale.spec.units import format_count
 from ultrascale.train.run_folder import RunFolder
 
 Row = dict[str, float | int | None]
@@ -45,7 +48,7 @@ class Metrics:
 
     def __init__(self, run: Run, folder: RunFolder, *, first_step: int, writes: bool):
         self.run, self.folder, self.writes = run, folder, writes
-        self.trackers = [TRACKERS[name](run, folder) for name in run.log.sinks] if writes else []
+        self.trackers = [TRACKERS[name](run, folder, first_step) for name in run.log.sinks] if writes else []
         self.bar = _bar(first_step, run.steps) if writes and sys.stderr.isatty() else None
         self._warned = False
 
@@ -101,16 +104,18 @@ class Metrics:
 
 
 def console_line(run: Run, values: Row, steps_done: int) -> str:
-    """`step 10 loss 7.1234 gnorm 0.98 lr 3.0e-04 mem 61.2GiB tok/s/gpu 12,345 mfu 41.2% eta 1h02m`."""
+    """`step 10 loss 7.1234 gnorm 0.98 lr 3.0e-04 mem 61.2GiB (77%) tok/s/gpu 12,345 mfu 41.2% eta 1h02m`."""
     parts = [f"step {steps_done}/{run.steps}", f"loss {values['train/loss']:.4f}", f"gnorm {values['train/grad_norm']:.2f}"]
     parts.append(f"lr {values['train/lr']:.1e}")
     for key, value in values.items():
         if key.startswith("val/loss") and value is not None:
             parts.append(f"val{key.removeprefix('val/loss').replace('/', ' ', 1)} {value:.4f}")
+    if (noise := values.get("train/noise_scale_tokens")) is not None:
+        parts.append(f"noise {format_count(noise)}")
     if (memory := values.get("mem/peak_allocated_gib")) is not None:
-        parts.append(f"mem {memory:.1f}GiB")
+        parts.append(f"mem {memory:.1f}GiB ({values['mem/peak_allocated_percent']:.0f}%)")
     if (speed := values.get("perf/tokens_per_s_per_gpu")) is None:
-        return "  ".join([*parts, "(counting memory)"])
+        return "  ".join([*parts, "(speed not yet known)"])
     parts.append(f"tok/s/{'gpu' if memory is not None else 'rank'} {speed:,.0f}  mfu {values['perf/mfu']:.1%}")
     parts.append(f"eta {duration((run.steps - steps_done) * (values['perf/step_s'] or 0.0))}")
     return "  ".join(parts)
@@ -135,10 +140,11 @@ def _bar(first_step: int, steps: int) -> Any:
     return bar
 
 
-def _tensorboard(run: Run, folder: RunFolder) -> Tracker:
+def _tensorboard(run: Run, folder: RunFolder, first_step: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder.path / "tensorboard"))
+    # What a crash left of steps that are done again goes.
+    writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=first_step or None)
 
     def write(step: int, values: Mapping[str, float | int]) -> None:
         for key, value in values.items():
@@ -147,10 +153,12 @@ def _tensorboard(run: Run, folder: RunFolder) -> Tracker:
     return Tracker(write, writer.close)
 
 
-def _wandb(run: Run, folder: RunFolder) -> Tracker:
+def _wandb(run: Run, folder: RunFolder, first_step: int) -> Tracker:
     import wandb  # pyright: ignore[reportMissingImports]
 
-    session = wandb.init(project="ultrascale", name=run.name, dir=str(folder.path), resume="allow", id=run.name)
+    place = hashlib.sha256(os.path.abspath(folder.path).encode()).hexdigest()  # runs of one name elsewhere are others
+    identity = f"{run.name}-{place[:12]}"
+    session = wandb.init(project="ultrascale", name=run.name, dir=str(folder.path), resume="allow", id=identity)
     return Tracker(lambda step, values: session.log(values, step=step), session.finish)
 
 

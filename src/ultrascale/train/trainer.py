@@ -112,7 +112,14 @@ class Trainer:
 
     def __post_init__(self) -> None:
         run = self.run
-        self.decoder = build_decoder(run.model, run.layout, device=self.ranks.device, seed=run.seed, compile_blocks=run.compile)
+        self.decoder = build_decoder(
+            run.model,
+            run.layout,
+            device=self.ranks.device,
+            seed=run.seed,
+            compile_blocks=run.compile,
+            draw_on_device=self.draw_on_device,
+        )
         self.optimizer = build_optimizer(self.decoder, run.model, run.optimizer)
         create_state(self.optimizer, 0)
         if run.log.gradient_noise_scale:
