@@ -132,3 +132,19 @@ def test_import_refuses_another_model_by_field_and_a_run_with_checkpoints(export
     assert main(["import", str(exported), str(run_file)]) == 0
     assert main(["import", str(exported), str(run_file)]) == 2
     assert "has checkpoints already" in capsys.readouterr().err
+
+
+def test_export_never_replaces_the_run_or_model_it_reads(exported, run_file, capsys):
+    assert main(["import", str(exported), str(run_file)]) == 0
+    run = run_file.parent / "out" / "continued"
+    before = sorted(run.rglob("*"))
+    assert main(["export", str(run), str(run), "--overwrite"]) == 2
+    assert main(["export", str(run), str(run.parent), "--overwrite"]) == 2
+    assert capsys.readouterr().err.count("is or contains the source") == 2
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("gb", ["nan", "0", "-1", "inf"])
+def test_a_shard_size_that_is_no_size_is_refused(exported, tmp_path, capsys, gb):
+    assert main(["export", str(exported), str(tmp_path / "out"), "--max-shard-gb", gb]) == 2
+    assert "must be a number above 0" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def export(
         precision: Dtype of the weights written; as-is: that of the checkpoint.
         max_shard_gb: Weights are split into files of at most this many GB (10^9 bytes).
         tokenizer: A tokenizer.json to go along, if the one of the run's data is elsewhere.
-        overwrite: Replace `out` if it exists.
+        overwrite: Replace `out` if it is an earlier export; nothing else is ever replaced.
         json: Print one JSON object.
     """
     from ultrascale.models.huggingface import export_folder
@@ -40,8 +40,8 @@ def export(
     from ultrascale.spec.weights import num_parameters
     from ultrascale.train.trained import open_trained
 
-    if max_shard_gb <= 0:
-        raise SpecError([Problem("max_shard_gb", f"must be above 0, is {max_shard_gb}", "5 is usual.")])
+    if not 0 < max_shard_gb < float("inf"):
+        raise SpecError([Problem("max_shard_gb", f"must be a number above 0, is {max_shard_gb}", "5 is usual.")])
     trained = open_trained(checkpoint)
     folder = export_folder(
         trained.weights,
@@ -51,6 +51,7 @@ def export(
         dtype=None if precision == "as-is" else TORCH_DTYPE[precision],
         max_shard_bytes=int(max_shard_gb * 10**9),
         overwrite=overwrite,
+        source=checkpoint,
     )
     parameters, has_tokenizer = num_parameters(trained.model), (tokenizer or trained.tokenizer) is not None
     if json:

@@ -7,6 +7,7 @@ query, key and value in one matrix. `stored_weights` is the one table of that, r
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ultrascale.models.folders import fill_folder
-from ultrascale.models.tokenizer_files import copy_tokenizer
+from ultrascale.models.tokenizer_files import TOKENIZER_FILES, copy_tokenizer
 from ultrascale.spec.huggingface import from_hf, to_hf
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
@@ -27,6 +28,7 @@ from ultrascale.spec.weights import weights
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _GPT2_NAMES = {
     "embed_tokens": "wte", "embed_positions": "wpe", "norm": "ln_f", "input_layernorm": "ln_1",
     "self_attn.o_proj": "attn.c_proj", "post_attention_layernorm": "ln_2",
@@ -68,21 +70,30 @@ def export_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
+    source: Path | None = None,
 ) -> Path:
     """Write `state` (whole tensors under the names of `spec.weights`) as a folder that transformers loads.
 
     `tokenizer`: a `tokenizer.json` or a folder with one, copied with it. dtype None: as the tensors are. The folder appears
     whole or not at all: everything is written beside it and renamed. Raises SpecError if a weight is missing, unknown or of
-    another shape, if the family cannot express the model, or if the folder exists and `overwrite` is false.
+    another shape, if the family cannot express the model, or if the folder exists and `overwrite` is false. `overwrite`
+    replaces nothing but an earlier export, and nothing that overlaps `source`, the folder the weights came from. Raises
+    FolderError if the disk is full.
     """
     _check_state(state, model)
     config = to_hf(model) | {"torch_dtype": str(dtype or next(iter(state.values())).dtype).removeprefix("torch.")}
-    with fill_folder(Path(folder), overwrite=overwrite) as partial:
+    with fill_folder(Path(folder), is_ours=is_exported, overwrite=overwrite, source=source) as partial:
         special = copy_tokenizer(tokenizer, partial, max_length=model.max_position_embeddings) if tokenizer else {}
         _write_shards(state, model, partial, dtype, max_shard_bytes)
         _write_json(partial / "config.json", config | special)
         _write_json(partial / "generation_config.json", {"do_sample": True, **special})
     return Path(folder)
+
+
+def is_exported(name: str) -> bool:
+    """Whether `export_folder` writes files of this name."""
+    known = (WEIGHTS_FILE, INDEX_FILE, "config.json", "generation_config.json", *TOKENIZER_FILES)
+    return name in known or _SHARD_FILE.fullmatch(name) is not None
 
 
 def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from ultrascale.spec.special_tokens import BEGINS, ENDS
 
 TOKENIZER_FILE = "tokenizer.json"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt")
+TOKENIZER_FILES = (TOKENIZER_FILE, *_BESIDE)
 
 
 def find_tokenizer(path: str | Path) -> Path:
