@@ -106,7 +106,7 @@ def test_a_fault_that_is_missed_and_a_layout_that_differs_fail(run_file, capsys,
     "words, message",
     [
         (["nowhere.toml"], "there is no such file"),
-        (["{run}", "--processes", "0"], "--processes must be from 1 to 64, is 0"),
+        (["{run}", "--processes", "0"], "must be from 1 to 64, is 0"),
         (["{run}", "--processes", "3", "--layout.dp=4"], "is given beside --layout.dp"),
         (["{run}", "--layout.dp", "3"], "must be a multiple of layout.dp x layout.micro_batch_size = 3, is 4"),
         (["{run}", "--laoyut.dp", "2"], "Did you mean layout.dp?"),
