@@ -2,6 +2,7 @@ import pytest
 
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
+from ultrascale.spec.rules import run_notes
 
 TINY = {"model.preset": "tiny-llama", "batch.sequence_length": 128}
 
@@ -51,6 +52,9 @@ def test_a_sequence_is_no_longer_than_the_positions(model):
         ("checkpoint.keep_every_steps", {"checkpoint__keep_every_steps": 150}),
         ("checkpoint.keep_every_steps", {"checkpoint__keep_every_steps": 100, "checkpoint__every_steps": None}),
         ("evaluation.every_steps", {"evaluation__every_steps": 10}),
+        ("data.validation", {"data__validation": ["held-out"]}),
+        ("layout.recompute_every", {"layout__recompute_every": 3}),
+        ("layout.recompute_every", {"layout__recompute_every": 3, "layout__recompute": "full"}),
         ("data.sources", {"data__sources": ["a", "a"]}),
         ("data.sources[0].weight", {"data__sources": [{"path": "a", "weight": 0.0}]}),
         ("log.gradient_noise_scale", {"log__gradient_noise_scale": True, "batch__sequences_per_batch": 1}),
@@ -84,3 +88,27 @@ def test_a_model_that_could_not_be_exported_at_the_end_is_refused_at_the_start_u
 def test_numbers_out_of_range_in_several_sections_are_all_told_at_once():
     found = problems(layout__dp=0, model__num_hidden_layers=10**30, steps=0, model__norm_eps="x")
     assert set(found) == {"layout.dp", "model.num_hidden_layers", "steps", "model.norm_eps"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "keys"),
+    [
+        ({"zero_stage": 3}, ["zero_stage"]),
+        ({"layers_per_bucket": 2, "reduce_dtype": "bf16"}, ["layers_per_bucket", "reduce_dtype"]),
+        ({"dp": 2, "zero_stage": 2, "dp_shard": 1}, ["zero_stage"]),
+        ({"recompute": "full"}, []),
+        ({"reduce_dtype": "fp32"}, []),
+        ({"zero_stage": 3, "precision": "bf16"}, []),  # one rank gathers and lets go of its bf16 copies as many do
+        ({"dp": 2, "zero_stage": 3, "layers_per_bucket": 2, "reduce_dtype": "bf16"}, []),
+    ],
+)
+def test_a_setting_without_effect_in_this_layout_is_noted_and_one_with_an_effect_is_not(layout, keys):
+    run = resolve(None, TINY | {f"layout.{key}": value for key, value in layout.items()}).run
+    notes = run_notes(run)
+    assert [note.partition(" = ")[0] for note in notes] == [f"layout.{key}" for key in keys]
+    assert all(note.endswith((" (layout.dp = 1).", " (layout.dp_shard = 1).")) for note in notes)
+
+
+def test_every_kth_block_is_a_setting_of_its_own():
+    run = resolve(None, TINY | {"layout.recompute": "every-k", "layout.recompute_every": 3}).run
+    assert [layer for layer in range(7) if run.layout.recomputes(layer)] == [0, 3, 6]

@@ -18,11 +18,12 @@ sources = st.lists(st.builds(Source, text, positive), max_size=3, unique_by=lamb
 @st.composite
 def layouts(draw):
     shard, replicas, stage = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    recompute = draw(st.sampled_from(["none", "selective", "full", "every-k"]))
     return Layout(
         dp=shard * replicas, zero_stage=stage, dp_shard=draw(st.sampled_from([None, 1 if stage == 0 else shard])),
-        micro_batch_size=draw(st.integers(1, 4)), recompute=draw(st.sampled_from(["none", "selective", "full", "every-k"])),
-        recompute_every=draw(st.integers(1, 9)), precision=draw(st.sampled_from(["fp64", "fp32", "bf16"])),
-        layers_per_bucket=draw(st.integers(1, 4)),
+        micro_batch_size=draw(st.integers(1, 4)), recompute=recompute,
+        recompute_every=draw(st.integers(1, 9)) if recompute == "every-k" else 2,
+        precision=draw(st.sampled_from(["fp64", "fp32", "bf16"])), layers_per_bucket=draw(st.integers(1, 4)),
     )  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def runs(draw):
     ends = draw(st.lists(st.integers(1, 10**13), max_size=3, unique=True).map(sorted))
     steps, length = draw(st.integers(3, 10**6)), draw(st.integers(1, model.max_position_embeddings))
     schedule = draw(st.sampled_from(["cosine", "linear", "wsd", "constant"]))
-    every = draw(st.sampled_from([None, 1, 100]))
+    every, evaluate = draw(st.sampled_from([None, 1, 100])), draw(st.none() | st.integers(1, 9))
     return Run(
         model=replace(model, norm_eps=draw(positive), initializer_range=draw(positive)), layout=layout, steps=steps,
         name=draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)), folder=draw(text),
@@ -41,14 +42,14 @@ def runs(draw):
         cluster=draw(st.sampled_from(["auto", "64xh100", "8xcpu"])), compile=draw(st.booleans()),
         collective_timeout_seconds=draw(positive),
         batch=Batch(length, draw(size), tuple(RampStage(end, draw(size)) for end in ends)),
-        data=Data(draw(sources), (Source("held-out"),), draw(st.booleans()), draw(st.none() | text)),
+        data=Data(draw(sources), (Source("held-out"),) if evaluate else (), draw(st.booleans()), draw(st.none() | text)),
         optimizer=Optimizer(
             draw(positive), schedule, draw(st.integers(0, steps // 3)),
             draw(st.none() | st.integers(1, steps // 3)) if schedule == "wsd" else None, draw(share),
             0.9, draw(st.floats(0, 0.999)), draw(positive), draw(share), draw(st.none() | positive),
         ),
         checkpoint=Checkpoint(every, draw(st.integers(0, 9)), None if every is None else every * 3, draw(st.booleans())),
-        evaluation=Evaluation(draw(st.none() | st.integers(1, 9)), draw(st.integers(1, 99))),
+        evaluation=Evaluation(evaluate, draw(st.integers(1, 99))),
         log=Log(draw(st.integers(1, 9)), draw(st.sampled_from([(), ("wandb",), ("tensorboard", "wandb")]))),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Rules of a run that one section cannot see alone, and the ranges of plain numbers."""
+"""Rules of a run that one section cannot see alone, the ranges of plain numbers, and what is set without effect."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from ultrascale.spec import layout, model
 from ultrascale.spec.families import export_problems
+from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
 
@@ -65,6 +66,27 @@ def run_problems(run: Run, *, require_data: bool = False, without: frozenset[str
         remedy = 'Prepare text with `ultrascale data prepare` and name its folder: [data] sources = [{path = "..."}].'
         found.append(Problem("data.sources", "names no corpus to train on", remedy))
     return found
+
+
+def run_notes(run: Run) -> list[str]:
+    """Settings that are right but do nothing in this layout, a line each: a run made for many ranks may be tried on one."""
+    own = run.layout
+    # With several ranks, or parameters kept in another dtype than they compute in, buckets are gathered and cast all the same.
+    untouched = own.dp == 1 and own.precision == own.master_dtype
+    set_for_nothing = {
+        "zero_stage": own.zero_stage > 0,
+        "layers_per_bucket": own.layers_per_bucket > 1,
+        "reduce_dtype": own.reduce_dtype not in (None, own.master_dtype),
+    }
+    notes = []
+    for key, is_set in set_for_nothing.items():
+        if untouched and is_set:
+            notes.append(f"layout.{key} = {getattr(own, key)} has no effect: one process shares nothing (layout.dp = 1).")
+    if own.dp > 1 and own.zero_stage and own.shard_size == 1:
+        notes.append(
+            f"layout.zero_stage = {own.zero_stage} saves no memory: every rank keeps a whole copy (layout.dp_shard = 1)."
+        )
+    return notes
 
 
 def _above_zero_remedy(key: str) -> str:
@@ -125,10 +147,20 @@ def _checkpoints(run: Run) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_every_steps", rule, remedy)
 
 
+def _recompute_every(run: Run) -> Iterator[Problem]:
+    recompute, every = run.layout.recompute, run.layout.recompute_every
+    if recompute != "every-k" and every != Layout.recompute_every:
+        rule = f'is {every}, which only recompute = "every-k" reads, but that is "{recompute}"'
+        yield Problem("layout.recompute_every", rule, 'Leave it out, or set layout.recompute = "every-k".')
+
+
 def _evaluation(run: Run) -> Iterator[Problem]:
     if run.evaluation.every_steps is not None and not run.data.validation:
         remedy = "Name a held-out corpus there, or leave evaluation.every_steps out."
         yield Problem("evaluation.every_steps", "is set, but data.validation names no corpus", remedy)
+    if run.data.validation and run.evaluation.every_steps is None:
+        remedy = "Set evaluation.every_steps, or leave data.validation out."
+        yield Problem("data.validation", "names a corpus that is never read: evaluation.every_steps is not set", remedy)
 
 
 def _corpora(run: Run) -> Iterator[Problem]:
@@ -186,6 +218,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("batch.sequence_length", "model"), _sequence_length),
     (("steps", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule"), _schedule),
     (("checkpoint.every_steps", "checkpoint.keep_every_steps"), _checkpoints),
+    (("layout.recompute", "layout.recompute_every"), _recompute_every),
     (("evaluation.every_steps", "data.validation"), _evaluation),
     (("data.sources", "data.validation"), _corpora),
     (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout.micro_batch_size"), _noise_scale),
