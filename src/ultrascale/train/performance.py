@@ -26,7 +26,8 @@ GIB = 2**30
 class Performance:
     """Turns steps into metrics, and the first steps of a new run into a comparison of planned and measured memory.
 
-    On the CPU live memory is counted tensor by tensor, which slows those steps; their speed is not reported.
+    On the CPU live memory is counted tensor by tensor, which slows those steps; their speed is not reported. Nor is that of the
+    first step after a start, which holds warm-up or compilation.
     """
 
     def __init__(self, run: Run, ranks: Ranks, metrics: Metrics):
@@ -38,7 +39,9 @@ class Performance:
         self.peak = stored_or_measured_peak(peak_file, run.cluster, run.layout.precision, ranks.device)
         if self.peak.ceiling is not None:
             metrics.report(PEAK_FILE, asdict(self.peak.ceiling))
+        self.planned_peak = self._plan(run.batch.sequences_per_batch).peak.total
         self.memory: LiveMemory | None = None
+        self._is_warm = False
         self._watching = ExitStack()
         self._last_watched = 0
 
@@ -50,13 +53,14 @@ class Performance:
             self._last_watched = min(self.run.log.memory_steps, self.run.steps)
         if self.ranks.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # drawing the initial weights took more than a step may
+        elif self._last_watched and self.run.compile:
+            self._last_watched = 0
+            self.metrics.line("memory is not counted: blocks are compiled, and counting on the CPU would keep them from it")
         elif self._last_watched:
             self.memory = LiveMemory(trainer.decoder, trainer.optimizer)
             trainer.on_phase = self.memory.mark
             self._watching.callback(lambda: setattr(trainer, "on_phase", lambda phase, step: None))
             self._watching.enter_context(self.memory)
-            # Blocks met for the first time under a dispatch mode would stay uncompiled for ever, in silence.
-            self._watching.enter_context(torch.compiler.set_stance("force_eager"))
         with self._watching:
             yield
 
@@ -71,10 +75,14 @@ class Performance:
             "progress/tokens": tokens_after(run.batch, gradients.step + 1),
             "progress/tokens_per_batch": gradients.num_sequences * run.batch.sequence_length,
         }
-        if self.memory is None:
+        if self.memory is None and self._is_warm:
             values |= self._speed(gradients.num_sequences * run.batch.sequence_length, seconds, gradients.data_seconds)
+        self._is_warm = True
+        values["plan/peak_gib"] = self.planned_peak / GIB
         if self.ranks.device.type == "cuda":
-            values["mem/peak_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
+            allocated = torch.cuda.max_memory_allocated()
+            values["mem/peak_allocated_gib"] = allocated / GIB
+            values["mem/peak_allocated_percent"] = 100 * allocated / torch.cuda.mem_get_info()[1]
             values["mem/peak_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
         if gradients.step + 1 == self._last_watched:
             self._compare_memory()
@@ -96,7 +104,9 @@ class Performance:
         self.metrics.line(f"mfu: {per_token} over {self.peak.flops_per_second / 1e12:.3g} TFLOP/s, {self.peak.origin}")
 
     def _compare_memory(self) -> None:
-        plan = self._plan()
+        # Those of the ramp's first stretch, if there is a ramp.
+        sequences = step_span(self.run.batch, 0).num_sequences
+        plan = self._plan(sequences, steps=self._last_watched, keeps_timeline=True)
         if self.memory is not None:
             report = compare_run(plan, self.memory) | {
                 "planned_timeline": [{"step": s, "phase": p, "bytes": b} for s, p, b in plan.timeline],
@@ -114,13 +124,12 @@ class Performance:
         for row in rows:
             self.metrics.line(_memory_line(row))
 
-    def _plan(self) -> MemoryPlan:
-        """The plan of the steps that were watched: those of the ramp's first stretch, if there is a ramp."""
+    def _plan(self, sequences_per_batch: int, *, steps: int = 1, keeps_timeline: bool = False) -> MemoryPlan:
         run = self.run
         return plan_memory(
             run.model, run.layout, sequence_length=run.batch.sequence_length,
-            sequences_per_batch=step_span(run.batch, 0).num_sequences, documents=run.data.document_mask,
-            device="cuda" if self.ranks.device.type == "cuda" else "cpu", steps=self._last_watched, keeps_timeline=True,
+            sequences_per_batch=sequences_per_batch, documents=run.data.document_mask,
+            device="cuda" if self.ranks.device.type == "cuda" else "cpu", steps=steps, keeps_timeline=keeps_timeline,
         )  # fmt: skip
 
 
