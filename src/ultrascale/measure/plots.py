@@ -1,4 +1,4 @@
-"""Pictures of a run as PNGs: loss, memory by category over the first steps, tokens per second."""
+"""Pictures of a run as PNGs: loss, tokens per second, memory by category over the first steps, gradient noise scale."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plot_run(
     planned_peak_bytes: int | None = None,
     reference_loss: tuple[str, float] | None = None,
 ) -> list[Path]:
-    """Write `loss.png`, `tokens_per_second.png` and `memory_by_category.png` into `folder`; those there is data for.
+    """Write `loss`, `tokens_per_second`, `noise_scale` and `memory_by_category.png` into `folder`; those there is data for.
 
     `metrics` are rows of metrics.jsonl, `memory_timeline` is `LiveMemory.timeline()`; `reference_loss` draws a named line.
     Raises ModuleNotFoundError without matplotlib (extra `plot`).
@@ -35,6 +35,8 @@ def plot_run(
         written.append(plot_loss(metrics, folder / "loss.png", reference=reference_loss))
     if any(row.get("perf/tokens_per_s") for row in metrics):
         written.append(plot_tokens_per_second(metrics, folder / "tokens_per_second.png"))
+    if any(row.get("train/noise_scale_tokens") for row in metrics):
+        written.append(plot_noise_scale(metrics, folder / "noise_scale.png"))
     if memory_timeline:
         written.append(plot_memory(memory_timeline, folder / "memory_by_category.png", planned_peak_bytes=planned_peak_bytes))
     return written
@@ -91,6 +93,17 @@ def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path) -> Pat
     axes.set_ylim(0, max(rates) * 1.15)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend(frameon=False, loc="lower right")
+    return _save(figure, path)
+
+
+def plot_noise_scale(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """The critical batch size by step, as the trainer smooths it, beside the batch there was; tokens, on a log axis."""
+    figure, axes = _figure("Gradient noise scale: the batch beyond which more buys little", "step", "tokens")
+    steps, batches = _series(rows, "progress/tokens_per_batch")
+    axes.plot(*_series(rows, "train/noise_scale_tokens"), color=LINE, linewidth=1.6, label="noise scale")
+    axes.plot(steps, batches, color=SECOND, linewidth=1.2, drawstyle="steps-post", label="batch of a step")
+    axes.set_yscale("log")
+    axes.legend(frameon=False)
     return _save(figure, path)
 
 

@@ -1,0 +1,87 @@
+"""What became of a run, in a few numbers, from what its folder holds: metrics.jsonl, memory.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ultrascale.measure.plots import read_metrics
+from ultrascale.spec.problems import Problem, SpecError
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers of one run. None: the folder does not tell."""
+
+    steps: int
+    tokens: int | None
+    first_loss: float | None
+    """Of the first row, in nats per token."""
+    last_loss: float | None
+    validation_loss: dict[str, float] = field(default_factory=dict)
+    """The last of each `val/loss...` metric."""
+    tokens_per_second: float | None = None
+    """Median over rows, as MFU and HFU."""
+    mfu: float | None = None
+    hfu: float | None = None
+    planned_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    """Of rank 0 over the first steps."""
+    noise_scale_tokens: float | None = None
+    """The last estimate of the critical batch size."""
+    tokens_per_batch: int | None = None
+    """Of the last step."""
+
+    @property
+    def memory_percent(self) -> float | None:
+        """(planned - measured) / measured, in percent."""
+        if self.planned_peak_bytes is None or not self.measured_peak_bytes:
+            return None
+        return 100 * (self.planned_peak_bytes - self.measured_peak_bytes) / self.measured_peak_bytes
+
+
+def summarise(folder: Path) -> Summary:
+    """The summary of the run in `folder`. Raises SpecError if no step of a run was logged there."""
+    metrics, memory = folder / "metrics.jsonl", folder / "memory.json"
+    rows = read_metrics(metrics) if metrics.exists() else []
+    if not rows:
+        remedy = "Give the folder of a run that has trained, such as out/first."
+        raise SpecError([Problem(str(folder), "has no metrics.jsonl with a step in it", remedy)])
+    return summary_of(rows, json.loads(memory.read_text()) if memory.exists() else {})
+
+
+def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any]) -> Summary:
+    """The same of rows of metrics.jsonl, at least one, and of memory.json."""
+    losses = _values(rows, "train/loss")
+    validation = sorted({key for row in rows for key in row if key.startswith("val/loss")})
+    return Summary(
+        steps=rows[-1]["step"] + 1,
+        tokens=_last(rows, "progress/tokens"),
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        validation_loss={key: _values(rows, key)[-1] for key in validation},
+        tokens_per_second=_median(rows, "perf/tokens_per_s"),
+        mfu=_median(rows, "perf/mfu"),
+        hfu=_median(rows, "perf/hfu"),
+        planned_peak_bytes=memory.get("planned_peak_bytes"),
+        measured_peak_bytes=memory.get("measured_peak_bytes"),
+        noise_scale_tokens=_last(rows, "train/noise_scale_tokens"),
+        tokens_per_batch=_last(rows, "progress/tokens_per_batch"),
+    )
+
+
+def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def _last(rows: Sequence[Mapping[str, Any]], key: str) -> Any:
+    return next(reversed(_values(rows, key)), None)
+
+
+def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = _values(rows, key)
+    return median(values) if values else None

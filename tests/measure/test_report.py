@@ -1,0 +1,74 @@
+"""`ultrascale report`: pictures and numbers of a run's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ultrascale.cli.main import main
+from ultrascale.measure.plots import plot_noise_scale
+
+PNG = b"\x89PNG"
+NOISE = "train/noise_scale_tokens"
+
+
+def write_run(folder: Path) -> None:
+    rows: list[dict[str, float]] = [
+        {"step": i, "train/loss": 8.0 - i, "progress/tokens": 512 * (i + 1), "progress/tokens_per_batch": 512} for i in range(5)
+    ]
+    for row, rate in zip(rows[2:], (100.0, 300.0, 200.0), strict=True):
+        row |= {"perf/tokens_per_s": rate, "perf/mfu": rate / 1000, "perf/hfu": rate / 500, NOISE: 1024.0 + rate}
+    rows[1]["val/loss"] = 7.5
+    rows[3]["val/loss"] = 5.5
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "memory.json").write_text(json.dumps({"planned_peak_bytes": 102 * 2**20, "measured_peak_bytes": 100 * 2**20}))
+
+
+def test_a_report_sums_up_a_run_and_draws_what_there_is(tmp_path: Path, capsys) -> None:
+    write_run(tmp_path)
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    pictures = [Path(picture) for picture in told.pop("pictures")]
+    assert told == {
+        "steps": 5, "tokens": 2560, "first_loss": 8.0, "last_loss": 4.0, "validation_loss": {"val/loss": 5.5},
+        "tokens_per_second": 200.0, "mfu": 0.2, "hfu": 0.4, "planned_peak_bytes": 102 * 2**20,
+        "measured_peak_bytes": 100 * 2**20, "memory_percent": 2.0, "noise_scale_tokens": 1224.0, "tokens_per_batch": 512,
+    }  # fmt: skip
+    assert [picture.name for picture in pictures] == ["loss.png", "tokens_per_second.png", "noise_scale.png"]
+    assert all(picture.parent == tmp_path / "plots" and picture.read_bytes()[:4] == PNG for picture in pictures)
+
+
+def test_a_report_is_read_in_lines(tmp_path: Path, capsys) -> None:
+    write_run(tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "loss      8.0000 at first, 4.0000 at last" in out
+    assert "102 MiB planned, 100 MiB measured at the peak of rank 0: 2.0 % off" in out
+    assert "512 tokens, noise scale 1.22k: 2.39 batches, a larger batch would save steps" in out
+
+
+def test_a_run_that_logged_nothing_but_losses_is_reported_too(tmp_path: Path, capsys) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 2.0}\n')
+    assert main(["report", str(tmp_path)]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["steps", "loss", "picture"]
+
+
+@pytest.mark.parametrize("text", [None, "", '{"ste'])
+def test_a_folder_without_a_step_is_refused(tmp_path: Path, capsys, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "Give the folder of a run that has trained" in capsys.readouterr().err
+
+
+def test_the_noise_scale_is_drawn_on_a_log_axis_beside_the_batch_of_each_step(tmp_path: Path, monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr("ultrascale.measure.plots._save", lambda figure, path: drawn.append(figure.axes[0]) or path)
+    rows = [{"step": i, NOISE: 1000.0 * 2**i, "progress/tokens_per_batch": 512 * (1 + i // 2)} for i in range(4)]
+    plot_noise_scale([{"step": 9, "train/loss": 1.0}, *rows], tmp_path / "noise_scale.png")
+    noise, batch = drawn[0].get_lines()
+    assert drawn[0].get_yscale() == "log"
+    assert list(noise.get_ydata()) == [1000, 2000, 4000, 8000]
+    assert list(batch.get_ydata()) == [512, 512, 1024, 1024]
