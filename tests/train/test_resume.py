@@ -115,6 +115,30 @@ def test_a_finished_run_started_again_changes_nothing(home):
     assert same(state(run), before) and curve(run) == files
 
 
+def test_what_changed_since_the_checkpoint_is_said_line_by_line(home):
+    run = small_run(home)
+    train_here(run, before_step=stop_at(4))
+    optimizer = replace(run.optimizer, learning_rate=0.003, decay_steps=None)
+    train_here(replace(run, steps=8, optimizer=optimizer))
+    told = (home / "small" / "log.txt").read_text().splitlines()
+    start = next(place for place, line in enumerate(told) if line.startswith("resumed from"))
+    assert told[start + 1 : start + 4] == [
+        "optimizer.decay_steps: none (was 4)",
+        "optimizer.learning_rate: 0.003 (was 0.005)",
+        "steps: 8 (was 12)",
+    ]
+    assert " (was " not in "".join(told[start + 4 :])
+
+
+def test_a_run_with_more_steps_done_than_asked_for_is_left_as_it_is(home):
+    run = small_run(home)
+    train_here(run)
+    described = (home / "small" / "run.toml").read_text()
+    assert train_here(replace(run, steps=7, checkpoint=replace(run.checkpoint, export=True))).steps_done == STEPS
+    assert "already has 12 steps, steps = 7: nothing to do" in (home / "small" / "log.txt").read_text()
+    assert (home / "small" / "run.toml").read_text() == described and not (home / "small" / "export").exists()
+
+
 def test_the_count_of_updates_is_restored(home):
     run = small_run(home)
     train_here(run, before_step=stop_at(5))

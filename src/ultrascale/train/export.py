@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ultrascale.checkpoint import CheckpointError, load_full, newest_valid
 from ultrascale.models.huggingface import export_folder
+from ultrascale.models.tokenizer_files import TOKENIZER_FILE, copy_tokenizer, find_tokenizer
 from ultrascale.spec.run import Run
+from ultrascale.train.run_folder import RunFolder
 
 PREFIX = "model."
 
@@ -32,8 +34,18 @@ def weights_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def tokenizer_of(run: Run) -> Path | None:
-    """The tokenizer.json that belongs to a run's data, if there is one."""
-    if run.data.tokenizer is not None:
-        return Path(run.data.tokenizer)
-    beside = [Path(source.path) / "tokenizer.json" for source in run.data.sources]
-    return next((path for path in beside if path.exists()), None)
+    """The tokenizer.json that belongs to a run's data, if there is one; else the run folder's copy of it."""
+    if run.data.tokenizer is not None and Path(run.data.tokenizer).exists():
+        return find_tokenizer(run.data.tokenizer)
+    places = [*(Path(source.path) for source in run.data.sources), RunFolder.of(run).path]
+    return next((place / TOKENIZER_FILE for place in places if (place / TOKENIZER_FILE).exists()), None)
+
+
+def keep_tokenizer(run: Run) -> None:
+    """Copy the run's tokenizer, if there is one, into its folder, so that the folder is enough to generate from.
+
+    Raises SpecError if it is no tokenizer.
+    """
+    folder, tokenizer = RunFolder.of(run).path, tokenizer_of(run)
+    if tokenizer is not None and tokenizer.resolve() != (folder / TOKENIZER_FILE).resolve():
+        copy_tokenizer(tokenizer, folder, max_length=run.model.max_position_embeddings)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -24,12 +23,13 @@ from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.plan.report import plan_run
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Run, Source
+from ultrascale.spec.run import Run
+from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
 from ultrascale.train.evaluate import evaluate
-from ultrascale.train.export import export_checkpoint
+from ultrascale.train.export import export_checkpoint, keep_tokenizer
 from ultrascale.train.metrics import Metrics, Row, console_line, expect_trackers
 from ultrascale.train.performance import Performance
-from ultrascale.train.resume import facts_of, restore_newest, tensors_of
+from ultrascale.train.resume import changes_since, facts_of, restore_newest, tensors_of
 from ultrascale.train.run_folder import RunFolder, environment
 from ultrascale.train.signals import on_stop_signal
 from ultrascale.train.trainer import StepResult, StopRequested, Trainer
@@ -52,6 +52,7 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://") 
     NonFiniteError.
     """
     expect_trackers(run)
+    run = with_absolute_paths(run)
     folder = RunFolder.of(run)
     with (
         process_group(
@@ -66,6 +67,10 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://") 
         session = Session.start(run, ranks, allow_changes=allow_changes)
         leaving.callback(session.saver.close)
         leaving.callback(session.metrics.close)
+        done = session.trainer.steps_done
+        if done > run.steps:
+            session.metrics.line(f"already has {done} steps, steps = {run.steps}: nothing to do")
+            return Outcome(done, False, None)
         with on_stop_signal(session.trainer.request_stop):
             outcome = session.steps()
             session.finish(outcome)
@@ -98,12 +103,14 @@ class Session:
     @classmethod
     def start(cls, run: Run, ranks: Ranks, *, allow_changes: bool) -> Session:
         """Build everything, go on from the newest checkpoint, and say so in the run's folder."""
-        folder = RunFolder.of(run)
-        trainer = Trainer(run, ranks, build_loader(run, run.data.sources))
+        folder, loader, validation = RunFolder.of(run), build_loader(run, run.data.sources), validation_loaders(run)
+        expect_one_tokenizer(run, loader, validation)
+        trainer = Trainer(run, ranks, loader)
         found = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes)
         ranks.barrier()  # whoever lost another rank above must not take its checkpoints for missing ones
-        if ranks.is_first:
+        if ranks.is_first and trainer.steps_done <= run.steps:
             folder.write_text("run.toml", to_toml(run))
+            keep_tokenizer(run)
             folder.write_json("environment.json", environment())
             folder.write_json("plan.json", plan_run(run, cluster_of(run, ranks.device)).to_json())
             folder.forget_metrics_from(trainer.steps_done)
@@ -114,6 +121,8 @@ class Session:
             metrics.line(f"damaged checkpoint passed over: {rejected.folder}: {rejected.reason}")
         if found.folder is not None:
             metrics.line(f"resumed from {found.folder} at step {trainer.steps_done}")
+            for change in changes_since(found.folder, run):
+                metrics.line(change)
         saver = Saver(
             folder.checkpoints,
             keep=run.checkpoint.keep,
@@ -123,7 +132,7 @@ class Session:
         )
         performance = Performance(run, ranks, metrics)
         saved_at = trainer.steps_done if found.folder is not None else -1
-        return cls(run, ranks, folder, trainer, saver, metrics, performance, validation_loaders(run), saved_at)
+        return cls(run, ranks, folder, trainer, saver, metrics, performance, validation, saved_at)
 
     def steps(self) -> Outcome:
         """Step until the run is done or a signal came."""
@@ -178,28 +187,6 @@ class Session:
 
     def _is_complete(self) -> bool:
         return self.trainer.steps_done >= self.run.steps
-
-
-def build_loader(run: Run, sources: tuple[Source, ...]) -> Loader:
-    """The loader of a run over `sources`."""
-    return Loader(
-        sources,
-        sequence_length=run.batch.sequence_length,
-        vocab_size=run.model.vocab_size,
-        seed=run.seed,
-        document_mask=run.data.document_mask,
-    )
-
-
-def validation_loaders(run: Run) -> dict[str, Loader]:
-    """A loader for each held-out corpus, by the name of its metric: val/loss, or val/loss/CORPUS if there are several."""
-    sources = run.data.validation
-    if len(sources) == 1:
-        return {"val/loss": build_loader(run, sources)}
-    names = [Path(source.path).name for source in sources]
-    if len(set(names)) < len(names):
-        names = [source.path for source in sources]
-    return {f"val/loss/{name}": build_loader(run, (source,)) for name, source in zip(names, sources, strict=True)}
 
 
 def cluster_of(run: Run, device: torch.device) -> Cluster:

@@ -8,6 +8,7 @@ decides the next step: its sequences follow from the step alone, and no random n
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,11 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
 def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False) -> None:
     """Set `trainer` to the state in `checkpoint`, whatever layout wrote it.
 
-    Raises SpecError if the run or its data are not those of the checkpoint (unless `allow_changes`), and CheckpointError if the
-    files are damaged; nothing is changed then.
+    Raises SpecError if the run or its data are not those of the checkpoint (with `allow_changes`: if its batch is not), and
+    CheckpointError if the files are damaged; nothing is changed then.
     """
     facts = read_metadata(checkpoint)
-    if not allow_changes:
-        _expect_same_run(trainer, facts, checkpoint)
+    _expect_same_run(trainer, facts, checkpoint, allow_changes=allow_changes)
     load(checkpoint, tensors_of(trainer))
     trainer.steps_done = facts["steps_done"]
     set_steps_done(trainer.optimizer, trainer.steps_done)
@@ -84,17 +84,43 @@ def decisive_parts(run: Run) -> dict[str, Any]:
     return json.loads(json.dumps(parts))  # tuples as the lists they are read back as
 
 
-def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path) -> None:
+def changes_since(checkpoint: Path, run: Run) -> list[str]:
+    """What `run` says otherwise than the run that wrote `checkpoint`, as `optimizer.learning_rate: 0.003 (was 0.001)`."""
+    before, now = (tomllib.loads(text) for text in (read_metadata(checkpoint)["run"], to_toml(run)))
+    where = ("name", "folder")
+    changes = [change for change in _differences("", before, now) if change[0] not in where]
+    return [f"{key}: {_said(new)} (was {_said(old)})" for key, old, new in changes]
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+
+
+def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, *, allow_changes: bool) -> None:
     remedy = "Set it back, start another run with --name, or go on all the same with --allow-changes."
     problems = [
-        Problem(key, f"is {now!r}, but {checkpoint.name} was trained with {before!r}", remedy)
+        Problem(key, f"is {now!r}, but {checkpoint.name} was trained with {before!r}", _batch_remedy(key, before) or remedy)
         for key, before, now in _differences("", facts["decides"], decisive_parts(trainer.run))
+        if _batch_remedy(key, before) or not allow_changes
     ]
-    if facts["data"] != trainer.loader.fingerprint():
+    if not allow_changes and facts["data"] != trainer.loader.fingerprint():
         rule = f"the prepared data is not what {checkpoint.name} was trained on (its fingerprint differs)"
         problems.append(Problem("data.sources", rule, remedy))
     if problems:
         raise SpecError(problems)
+
+
+def _batch_remedy(key: str, before: Any) -> str:
+    """What to do about a changed batch, which cannot be allowed; empty for another key.
+
+    Which sequences were read, and how many tokens, follows from the step and the batch: with another one some would be skipped
+    or read twice, and the count of tokens would be false.
+    """
+    if not key.startswith("batch."):
+        return ""
+    flag = f"--{key.replace('_', '-')}"
+    back = "as the run.toml in the run's folder has it" if key == "batch.ramp" else f"with {flag} {before}"
+    return f"Set it back {back}, or start another run with --name: the steps done were counted in the old batch."
 
 
 def _differences(key: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:

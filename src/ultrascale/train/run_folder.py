@@ -5,6 +5,7 @@ plan.json         what was predicted          metrics.jsonl     one row a logged
 memory.json       live memory, first steps    events.jsonl      starts, resumes, saves, stops
 environment.json  machine and versions        log.txt           what was said
 checkpoints/      step-*/                     export/           the Hugging Face folder, at the end
+tokenizer.json    a copy of the data's
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import run_from_toml, to_toml
 from ultrascale.spec.run import Run
+from ultrascale.train.corpora import build_loader, with_absolute_paths
 from ultrascale.train.export import PREFIX, tokenizer_of, weights_in
-from ultrascale.train.loop import build_loader
 from ultrascale.train.optimizer import MOMENTS
 from ultrascale.train.resume import decisive_parts
 from ultrascale.train.run_folder import RunFolder
@@ -69,6 +69,7 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
     DataError if its data cannot be read.
     """
     model, weights = import_folder(folder)
+    run = with_absolute_paths(run)
     root = RunFolder.of(run).checkpoints
     problems = _model_differences(run.model, model, folder)
     if candidates(root):
@@ -105,9 +106,9 @@ def _find_checkpoint(path: Path) -> Path:
 def _open_checkpoint(folder: Path) -> Trained:
     tensors, facts = load_full(folder)
     run = run_from_toml(facts["run"], where=f"{folder}, metadata")
-    tokenizer = tokenizer_of(run)
-    found = tokenizer if tokenizer is not None and tokenizer.exists() else None
-    return Trained(run.model, weights_in(tensors), found, folder, facts["steps_done"])
+    kept = folder.resolve().parent.parent / TOKENIZER_FILE  # in the run's folder, also if that has moved
+    tokenizer = kept if kept.exists() else tokenizer_of(run)
+    return Trained(run.model, weights_in(tensors), tokenizer, folder, facts["steps_done"])
 
 
 def _model_differences(expected: Model, found: Model, folder: str | Path) -> list[Problem]:

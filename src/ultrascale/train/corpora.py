@@ -1,0 +1,85 @@
+"""The corpora of a run and the one tokenizer that they share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from ultrascale.data.loader import Loader
+from ultrascale.models.tokenizer_files import find_tokenizer
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.run import Run, Source
+
+
+def with_absolute_paths(run: Run) -> Run:
+    """`run` with the same data and tokenizer, named so that they are found from any folder."""
+
+    def absolute(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+        return tuple(replace(source, path=os.path.abspath(source.path)) for source in sources)
+
+    data, tokenizer = run.data, run.data.tokenizer
+    return replace(
+        run,
+        data=replace(
+            data,
+            sources=absolute(data.sources),
+            validation=absolute(data.validation),
+            tokenizer=None if tokenizer is None else os.path.abspath(tokenizer),
+        ),
+    )
+
+
+def build_loader(run: Run, sources: tuple[Source, ...]) -> Loader:
+    """The loader of a run over `sources`."""
+    return Loader(
+        sources,
+        sequence_length=run.batch.sequence_length,
+        vocab_size=run.model.vocab_size,
+        seed=run.seed,
+        document_mask=run.data.document_mask,
+    )
+
+
+def validation_loaders(run: Run) -> dict[str, Loader]:
+    """A loader for each held-out corpus, by the name of its metric: val/loss, or val/loss/CORPUS if there are several.
+
+    CORPUS is the corpus's own name, or where several have one name, what differs of their paths.
+    """
+    sources = run.data.validation
+    if len(sources) == 1:
+        return {"val/loss": build_loader(run, sources)}
+    names = [Path(source.path).name for source in sources]
+    if len(set(names)) < len(names):
+        shared = os.path.commonpath([os.path.dirname(source.path) for source in sources])
+        names = [os.path.relpath(source.path, shared) for source in sources]
+    return {f"val/loss/{name}": build_loader(run, (source,)) for name, source in zip(names, sources, strict=True)}
+
+
+def expect_one_tokenizer(run: Run, training: Loader, validation: dict[str, Loader]) -> None:
+    """Raises SpecError if a held-out corpus was made with another tokenizer than training's, or if `data.tokenizer` is missing
+    or not the one. Foreign corpora, which do not say, pass."""
+    corpora = [*training.corpora, *(corpus for loader in validation.values() for corpus in loader.corpora)]
+    known = [(corpus.path, corpus.tokenizer.fingerprint) for corpus in corpora if corpus.tokenizer is not None]
+    problems = []
+    if known:
+        first, fingerprint = known[0]
+        rule, remedy = f"was prepared with another tokenizer than {first}", "Prepare all corpora with the same tokenizer.json."
+        problems += [Problem(str(path), rule, remedy) for path, other in known if other != fingerprint]
+    problems += _tokenizer_problems(run.data.tokenizer, known)
+    if problems:
+        raise SpecError(problems)
+
+
+def _tokenizer_problems(given: str | None, known: list[tuple[Path, str]]) -> list[Problem]:
+    if given is None:
+        return []
+    remedy = "Name the tokenizer.json that the corpora were prepared with, or leave data.tokenizer out."
+    try:
+        file = find_tokenizer(given)
+    except SpecError as error:
+        return [Problem("data.tokenizer", f"{problem.key} {problem.rule}", remedy) for problem in error.problems]
+    if known and hashlib.sha256(file.read_bytes()).hexdigest() != known[0][1]:
+        return [Problem("data.tokenizer", f"{file} is not the tokenizer that {known[0][0]} was prepared with", remedy)]
+    return []

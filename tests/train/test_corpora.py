@@ -1,0 +1,64 @@
+"""Corpora of one tokenizer, and a run folder that is enough to go on with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from train.small_runs import MODEL, small_run, stop_at, train_here
+
+from ultrascale.data.prepare import Recipe, prepare
+from ultrascale.data.tokenizer import train_tokenizer
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.resolve import resolve
+from ultrascale.spec.run import Data, Run, Source
+from ultrascale.train.trained import open_trained
+
+TEXT = "the model says what the model says, and what it says is in the text that it saw\n" * 40
+
+
+@pytest.fixture
+def run(home) -> Run:
+    """Trains on `text` and `other`, folders made with tokenizers of 270 and 280 ids, as a test says."""
+    (home / "text.txt").write_text(TEXT)
+    for name, ids in (("text", 270), ("other", 280)):
+        train_tokenizer([TEXT], ids).save(str(home / f"{name}.json"))
+        prepare([home / "text.txt"], output=home / name, recipe=Recipe(tokenizer=home / f"{name}.json"), workers=1)
+    model = replace(MODEL, vocab_size=280)
+    return small_run(home, model=model, data=Data(sources=(Source(str(home / "text")),)))
+
+
+def refused(run: Run) -> str:
+    with pytest.raises(SpecError) as caught:
+        train_here(run)
+    assert not (Path(run.folder) / run.name / "metrics.jsonl").exists()
+    return str(caught.value)
+
+
+def test_a_held_out_corpus_of_another_tokenizer_is_refused_before_the_first_step(run, home):
+    run = replace(run, data=replace(run.data, validation=(Source(str(home / "other")),)))
+    assert f"{home / 'other'}: was prepared with another tokenizer than {home / 'text'}. Prepare all" in refused(run)
+
+
+@pytest.mark.parametrize(
+    "name, rule", [("missing.json", "missing.json is not there"), ("other.json", "is not the tokenizer that")]
+)
+def test_a_tokenizer_that_is_missing_or_not_the_data_s_is_refused_before_the_first_step(run, home, name, rule):
+    told = refused(replace(run, data=replace(run.data, tokenizer=str(home / name))))
+    assert told.startswith("data.tokenizer: ") and rule in told
+
+
+def test_a_run_folder_is_enough_to_go_on_and_to_generate_from_any_folder(run, home, monkeypatch):
+    monkeypatch.chdir(home)
+    run = replace(run, data=replace(run.data, sources=(Source("text"),), tokenizer="text.json"))
+    train_here(run, before_step=stop_at(4))
+    (home / "elsewhere").mkdir()
+    monkeypatch.chdir(home / "elsewhere")
+    described = resolve(home / "small").run
+    assert described.data == Data(sources=(Source(str(home / "text")),), tokenizer=str(home / "text.json"))
+    assert train_here(described).steps_done == run.steps
+    for gone in (home / "text.json", home / "text" / "tokenizer.json"):
+        gone.unlink()
+    (home / "small").rename(home / "moved")
+    assert open_trained(home / "moved").tokenizer == home / "moved" / "tokenizer.json"
