@@ -64,6 +64,15 @@ def test_a_checkpoint_without_a_readable_manifest_is_listed_as_damaged(run_folde
     assert "manifest.json: missing" in told["checkpoints"][1]["problem"]
 
 
+@pytest.mark.parametrize("verb", ["list", "verify"])
+def test_one_named_checkpoint_without_its_manifest_is_told_to_miss_it(run_folder, capsys, verb):
+    folder = run_folder / "checkpoints" / "step-00000001"
+    (folder / "manifest.json").unlink()
+    code, told = output(capsys, verb, str(folder))
+    assert (code, [one["step"] for one in told["checkpoints"]]) == (1, [1])
+    assert "step-00000001/manifest.json: missing" in told["checkpoints"][0]["problem"]
+
+
 def test_a_folder_without_checkpoints_is_told_what_to_give(tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoints here\. Give a run's folder"):
         command(["list", str(tmp_path)])

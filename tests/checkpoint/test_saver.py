@@ -190,6 +190,50 @@ def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
     assert steps(tmp_path) == [2, 3, 4]
 
 
+def flip_a_bit(folder: Path) -> None:
+    """The file's size stays."""
+    shard = folder / "rank-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+
+
+def go_on_after_damage(rank: int, root: Path) -> list[list[int]]:
+    left = []
+    with Saver(root, keep=2) as saving:
+        for step in (12, 13, 14):
+            saving.save(step, {"w": torch.ones(2, 2)}, {})
+            left.append(steps(root) if rank == 0 else [])
+            dist.barrier()
+    return left
+
+
+def test_a_checkpoint_with_changed_bytes_takes_the_place_of_no_good_one(tmp_path):
+    for step in (10, 11):
+        checkpoint.save(tmp_path, step, {"w": torch.ones(2, 2)}, {})
+    flip_a_bit(tmp_path / "step-00000011")
+    after, _ = run_ranks(2, go_on_after_damage, tmp_path)
+    assert after == [[10, 11, 12], [12, 13], [13, 14]]  # 11 goes with the last good one before it, 10
+
+
+def test_each_checkpoint_is_read_back_once_before_it_counts(tmp_path, monkeypatch):
+    read, verify = [], saver.verify
+    monkeypatch.setattr(saver, "verify", lambda folder, **how: read.append(folder.name) or verify(folder, **how))
+    save_many(0, tmp_path, 5, {"keep": 2})
+    assert read == [f"step-{step:08d}" for step in (3, 2, 4, 5)]
+
+
+def test_a_step_saved_again_is_read_back_again(tmp_path, monkeypatch):
+    read, verify = [], saver.verify
+    with Saver(tmp_path, keep=1) as saving:
+        for step in (1, 2):
+            saving.save(step, {"w": torch.ones(2, 2)}, {})
+        (tmp_path / "step-00000000").mkdir()  # something to remove, so that the newest is looked at
+        monkeypatch.setattr(saver, "verify", lambda folder, **how: read.append(folder.name) or verify(folder, **how))
+        saving.save(2, {"w": torch.zeros(2, 2)}, {})
+    assert read == ["step-00000002"]
+
+
 def test_nothing_is_removed_when_the_new_one_does_not_verify(tmp_path, monkeypatch):
     save_many(0, tmp_path, 2, {"keep": 0})
     write = saver.write_and_publish

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultrascale.checkpoint.errors import CheckpointError
-from ultrascale.checkpoint.files import read_manifest, sync_folder, verify_size, write_file
+from ultrascale.checkpoint.files import sync_folder, write_file
 from ultrascale.failpoints import failpoint
 
 _CHECKPOINT = re.compile(r"step-(\d{8,18})|\.step-(\d{8,18})\.old-[0-9a-f]{8}")
@@ -88,33 +88,6 @@ def sweep(root: Path) -> list[str]:
     for name in leftovers:
         _remove(root / name)
     return sorted(leftovers)
-
-
-def prunable(root: Path, step: int, *, keep: int, keep_every_steps: int | None) -> list[Path]:
-    """Checkpoints that may go once the one of `step` is known to be valid: all but the `keep` newest valid ones up to `step`.
-
-    Multiples of `keep_every_steps` stay. Those of later steps (an abandoned future) stay until training passes them. Older ones
-    count as valid if manifest and file sizes are right; reading all their bytes at every save would cost more than writing."""
-    kept, doomed = 0, []
-    for candidate in candidates(root):
-        if candidate.step > step:
-            continue
-        if kept < keep:
-            kept += candidate.step == step or looks_valid(candidate.path)
-        elif not (keep_every_steps and candidate.step % keep_every_steps == 0):
-            doomed.append(candidate.path)
-    return doomed
-
-
-def looks_valid(folder: Path) -> bool:
-    """Whether the manifest is sound and every shard is there with its size. Checksums of shards are not read."""
-    try:
-        manifest = read_manifest(folder)
-        for file, shard in manifest.shards.items():
-            verify_size(folder, file, shard)
-    except CheckpointError:
-        return False
-    return True
 
 
 def check_writable(root: Path) -> None:

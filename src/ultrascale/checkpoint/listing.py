@@ -34,8 +34,9 @@ def find_checkpoints(folder: Path) -> list[Candidate]:
 
     Raises CheckpointError if there are none.
     """
-    if (folder / MANIFEST_NAME).exists():
-        return [one for one in candidates(folder.parent.absolute()) if one.path.name == folder.name] or [Candidate(-1, folder)]
+    itself = [one for one in candidates(folder.absolute().parent) if one.path.name == folder.absolute().name]
+    if itself or (folder / MANIFEST_NAME).exists():
+        return itself or [Candidate(-1, folder)]
     found = candidates(folder) or candidates(folder / "checkpoints")
     if not found:
         raise CheckpointError(

@@ -14,13 +14,15 @@ import torch.distributed as dist
 
 from ultrascale.checkpoint.coordination import coordinating
 from ultrascale.checkpoint.errors import CheckpointError
-from ultrascale.checkpoint.folders import check_writable, discard, prunable, step_folder, sweep
+from ultrascale.checkpoint.folders import candidates, check_writable, discard, step_folder, sweep
 from ultrascale.checkpoint.loading import verify
 from ultrascale.checkpoint.saving import Plan, copy_to_host, plan_save, write_and_publish
 
 
 class Saver:
     """Saves into `root` and keeps the `keep` newest valid checkpoints (0: all) and every multiple of `keep_every_steps`.
+
+    Nothing is removed for a checkpoint that has not been read back in full: each one is, once, before it first counts.
 
     All methods are collective over `process_group` (all ranks by default). At its start it proves that every rank can write,
     and sweeps away what a killed run has left, so one job at a time may own `root`.
@@ -46,6 +48,7 @@ class Saver:
         self.keep = keep
         self.keep_every_steps = keep_every_steps
         self._pending: Future[Path] | None = None
+        self._verified: set[str] = set()
         self._resources = ExitStack()
         self._ranks = self._resources.enter_context(coordinating(process_group, own_group=True))
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
@@ -88,17 +91,41 @@ class Saver:
 
     def _write(self, plan: Plan) -> Path:
         folder = write_and_publish(plan, ranks=self._ranks)
-        self._prune(plan.step, folder)
+        self._verified.discard(folder.name)  # another save of the same step
+        if self.keep:
+            self._prune(plan.step, folder)
         return folder
 
     def _prune(self, step: int, newest: Path) -> None:
-        """Remove old checkpoints, once every byte of the newest has been read back."""
+        """Remove checkpoints older than the `keep` newest valid ones up to `step`, the newest of which must be valid.
 
-        def doomed() -> list[str]:
-            found = prunable(self.root, step, keep=self.keep, keep_every_steps=self.keep_every_steps) if self.keep else []
-            return [folder.name for folder in found]
+        Later steps (an abandoned future) stay until training passes them.
+        """
+        found = self._ranks.on_rank_0("listing checkpoints", lambda: self._listed(up_to=step))
+        if len(found) <= self.keep:
+            return
+        self._verify(newest.name)
+        kept, doomed = 0, []
+        for number, name in found:
+            if kept < self.keep:
+                kept += self._is_valid(name)
+            elif not (self.keep_every_steps and number % self.keep_every_steps == 0):
+                doomed.append(name)
+        if doomed:
+            self._ranks.on_rank_0("removing old checkpoints", lambda: [discard(self.root / name) for name in doomed])
 
-        names = self._ranks.on_rank_0("choosing old checkpoints to remove", doomed)
-        if names:
-            verify(newest, ranks=self._ranks)
-            self._ranks.on_rank_0("removing old checkpoints", lambda: [discard(self.root / name) for name in names])
+    def _listed(self, *, up_to: int) -> list[tuple[int, str]]:
+        return [(one.step, one.path.name) for one in candidates(self.root) if one.step <= up_to]
+
+    def _is_valid(self, name: str) -> bool:
+        try:
+            self._verify(name)
+        except CheckpointError:
+            return False
+        return True
+
+    def _verify(self, name: str) -> None:
+        """Read the checkpoint back in full, unless that was done before. Collective. Raises CheckpointError."""
+        if name not in self._verified:
+            verify(self.root / name, ranks=self._ranks)
+            self._verified.add(name)
