@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
@@ -67,17 +66,17 @@ def test_sizes_are_rounded_up_when_asked() -> None:
         del kept
 
 
-def test_marks_name_the_samples_and_the_peak_of_a_step_is_its_own() -> None:
+def test_marks_name_the_samples() -> None:
     with LiveMemory(build(1)) as memory:
         memory.mark("forward", 0)
         torch.zeros(4 * MIB, dtype=torch.uint8)
-        memory.mark("forward", 1)
+        memory.mark("backward", 1)
         torch.zeros(MIB, dtype=torch.uint8)
-    assert memory.peak_of(0).total - memory.peak_of(1).total == 3 * MIB
+    first, second = (max(sample.total for sample in memory.samples if sample.step == step) for step in (0, 1))
+    assert first - second == 3 * MIB
     assert {row["step"] for row in memory.timeline(max_points=2)} <= {0, 1}
-    assert memory.peak.step == 0
-    with pytest.raises(ValueError):
-        memory.peak_of(2)
+    assert (memory.peak.step, memory.peak.phase) == (0, "forward")
+    assert memory.samples[-1].phase == "backward"
 
 
 def test_after_leaving_nothing_is_watched_and_nothing_is_patched() -> None:

@@ -90,10 +90,6 @@ class LiveMemory(TorchDispatchMode):
         self._step = self._step if step is None else step
         self._sample()
 
-    def peak_of(self, step: int) -> Sample:
-        """The moment of a step at which the sum was highest. Raises ValueError if nothing was seen of that step."""
-        return max((sample for sample in self.samples if sample.step == step), key=lambda sample: sample.total)
-
     def timeline(self, max_points: int = 2000) -> list[dict[str, Any]]:
         """Samples in order as JSON-able rows; of each stretch of equal length the highest, at most about `max_points`."""
         stride = -(-len(self.samples) // max_points) or 1

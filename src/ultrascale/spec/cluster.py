@@ -100,11 +100,6 @@ class Cluster:
         return self.node.accelerator
 
     @property
-    def accelerators_per_node(self) -> int:
-        """Accelerators that are used in a full node."""
-        return min(self.num_accelerators, self.node.num_accelerators)
-
-    @property
     def num_nodes(self) -> int:
         return -(-self.num_accelerators // self.node.num_accelerators)
 
