@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -81,21 +82,99 @@ def test_generate_prints_the_prompt_and_what_follows_as_json_tells_it(exported, 
     ],
 )
 def test_what_cannot_be_generated_from_says_why_and_exits_with_2(exported, tmp_path, capsys, change, words, message):
-    import shutil
-
-    folder = Path(shutil.copytree(exported, tmp_path / "copy"))
+    folder = Path(copytree(exported, tmp_path / "copy"))
     change(folder)
     assert main(["generate", str(folder), "--prompt", "the", *words]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_token_of_the_prompt_beyond_the_vocabulary_is_refused(exported, tmp_path, capsys):
-    big = tmp_path / "tokenizer.json"
+def tokenizer_with(more: int, file: Path) -> Path:
     tokenizer = train_tokenizer(["the model says"], 280)
-    tokenizer.add_tokens([f"[{i}]" for i in range(60)])
-    tokenizer.save(str(big))
-    assert main(["generate", str(exported), "--prompt", "[59]", "--tokenizer", str(big)]) == 2
-    assert "but the vocabulary has 300 tokens" in capsys.readouterr().err
+    tokenizer.add_tokens([f"[{i}]" for i in range(more)])
+    tokenizer.save(str(file))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [(60, "but the model's vocabulary has 300"), (1, "is not the tokenizer of"), (0, "is not the tokenizer of")],
+)
+def test_a_tokenizer_that_is_not_the_models_is_refused_before_anything_is_printed(exported, tmp_path, capsys, more, told):
+    other = tokenizer_with(more, tmp_path / "tokenizer.json")
+    assert main(["generate", str(exported), "--prompt", "the", "--tokenizer", str(other)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err
+
+
+def test_a_tokenizer_other_than_that_of_the_runs_data_is_refused(exported, run_file, capsys):
+    source = json.dumps({"fingerprint": "0" * 64, "vocab_size": 280, "eod_token": "<|endoftext|>", "eod_id": 0})
+    assert main(["import", str(exported), str(run_file), "--json"]) == 0
+    checkpoint = json.loads(capsys.readouterr().out)["checkpoint"]
+    folder = run_file.parent / "tokens"
+    folder.mkdir(exist_ok=True)
+    manifest = f'{{"format": "ultrascale-data-1", "dtype": "uint16", "tokenizer": {source}, "shards": [], "request": {{}}}}'
+    (folder / "manifest.json").write_text(manifest)
+    assert main(["generate", checkpoint, "--prompt", "the"]) == 2
+    assert "its fingerprint differs" in capsys.readouterr().err
+
+
+def test_a_vocabulary_larger_than_the_tokenizers_is_told_and_used(exported, capsys):
+    ids = len(json.loads((exported / "tokenizer.json").read_text())["model"]["vocab"])
+    assert ids < 300
+    assert main(["generate", str(exported), "--prompt", "the", "--max-new-tokens", "1"]) == 0
+    assert f"has {ids} ids, the model 300" in capsys.readouterr().err
+
+
+def test_all_mistakes_of_sampling_are_told_together_and_before_the_prompt(exported, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = [
+        "--temperature",
+        "nan",
+        "--top-p",
+        "1.5",
+        "--top-k",
+        "0",
+        "--max-new-tokens",
+        "0",
+        "--seed",
+        "-1",
+        "--device",
+        "cuda",
+    ]
+    assert main(["generate", str(exported), "--prompt", "a\udcff", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    for key in (
+        "7 mistakes",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_new_tokens",
+        "seed",
+        "no CUDA device",
+        "character 2 is not",
+    ):
+        assert key in err
+
+
+def test_a_temperature_too_small_to_divide_by_takes_the_likeliest(exported, capsys):
+    words = [str(exported), "--prompt", PROMPT, "--max-new-tokens", "8", "--temperature"]
+    assert generated(capsys, *words, "1e-40") == generated(capsys, *words, "0")
+
+
+@pytest.mark.parametrize("verb", ["generate", "export"])
+def test_an_older_checkpoint_is_not_used_in_silence(exported, run_file, capsys, verb):
+    assert main(["import", str(exported), str(run_file)]) == 0
+    run = run_file.parent / "out" / "continued"
+    newest = Path(copytree(run / "checkpoints" / "step-00000000", run / "checkpoints" / "step-00000007"))
+    (newest / "manifest.json").write_text("{}")
+    capsys.readouterr()
+    more = {"generate": ["--prompt", "the"], "export": [str(run_file.parent / "hf")]}[verb]
+    assert main([verb, str(run), *more]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+    assert len(told) == 1
+    assert told[0].startswith("ultrascale: step-00000007 is damaged, using step-00000000 instead: ")
 
 
 def test_import_makes_the_folder_the_start_of_a_run_and_export_gives_the_same_bits_back(exported, run_file, capsys):

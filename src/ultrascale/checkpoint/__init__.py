@@ -2,7 +2,17 @@
 
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.folders import check_writable
-from ultrascale.checkpoint.loading import Rejected, Search, load, load_full, newest_valid, read_metadata, search, verify
+from ultrascale.checkpoint.loading import (
+    Rejected,
+    Search,
+    damaged_after,
+    load,
+    load_full,
+    newest_valid,
+    read_metadata,
+    search,
+    verify,
+)
 from ultrascale.checkpoint.saver import Saver
 from ultrascale.checkpoint.saving import save
 
@@ -12,6 +22,7 @@ __all__ = [
     "Saver",
     "Search",
     "check_writable",
+    "damaged_after",
     "load",
     "load_full",
     "newest_valid",

@@ -122,6 +122,19 @@ def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Sea
         return Search(None, tuple(rejected))
 
 
+def damaged_after(folder: Path) -> tuple[Rejected, ...]:
+    """The checkpoints beside `folder`, newer than it, that do not verify; alone. Why a search came down to `folder`."""
+    rejected: list[Rejected] = []
+    for candidate in candidates(folder.parent):
+        if candidate.path.name == folder.name:
+            break
+        try:
+            verify(candidate.path)
+        except CheckpointError as error:
+            rejected.append(Rejected(candidate.path, candidate.step, str(error)))
+    return tuple(rejected)
+
+
 def _load(folder: Path, tensors: Mapping[str, torch.Tensor], strict: bool, ranks: Coordinator) -> dict[str, Any]:
     doing = f"loading {folder}"
     manifest = ranks.agree(doing, lambda: read_manifest(folder))

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ultrascale.cli.opening import open_and_tell
 from ultrascale.cli.parse import parse
 
 
@@ -38,11 +39,10 @@ def export(
     from ultrascale.parallel.data import TORCH_DTYPE
     from ultrascale.spec.problems import Problem, SpecError
     from ultrascale.spec.weights import num_parameters
-    from ultrascale.train.trained import open_trained
 
     if not 0 < max_shard_gb < float("inf"):
         raise SpecError([Problem("max_shard_gb", f"must be a number above 0, is {max_shard_gb}", "5 is usual.")])
-    trained = open_trained(checkpoint)
+    trained = open_and_tell(checkpoint)
     folder = export_folder(
         trained.weights,
         trained.model,

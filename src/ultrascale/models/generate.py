@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from torch import Tensor
 from ultrascale.models.decoder import Decoder
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
+
+GREEDY_BELOW = 1e-6
+"""Temperatures below take the likeliest token: logits divided by them leave fp32."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,14 @@ class Sampling:
         found: list[Problem] = []
         if self.max_new_tokens < 1:
             found.append(Problem("max_new_tokens", f"must be at least 1, is {self.max_new_tokens}", "Give a positive number."))
-        if self.temperature < 0:
+        if not 0 <= self.temperature < inf:
             found.append(Problem("temperature", f"must be at least 0, is {self.temperature}", "1 is usual; 0 is greedy."))
         if self.top_k is not None and self.top_k < 1:
             found.append(Problem("top_k", f"must be at least 1, is {self.top_k}", "Leave it out to draw from all tokens."))
         if self.top_p is not None and not 0 < self.top_p <= 1:
             found.append(Problem("top_p", f"must be above 0 and at most 1, is {self.top_p}", "0.95 is usual."))
+        if not 0 <= self.seed < 2**63:
+            found.append(Problem("seed", f"must be from 0 to 2^63 - 1, is {self.seed}", "Any number of these will do."))
         return found
 
 
@@ -101,7 +107,7 @@ def generate(decoder: Decoder, prompt: Sequence[int], sampling: Sampling) -> Ite
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """One token id drawn from `logits` [V] fp32 on the CPU."""
-    if sampling.temperature == 0:
+    if sampling.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     probabilities, tokens = (logits / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
     kept = torch.ones_like(tokens, dtype=torch.bool)
