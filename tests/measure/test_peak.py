@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ultrascale.measure import machine
 from ultrascale.measure.machine import MatmulCeiling, measure_matmul_ceiling, peak_flops, stored_or_measured_peak
+from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
+from ultrascale.spec.resolve import resolve
+from ultrascale.train.metrics import Metrics
+from ultrascale.train.performance import Performance
+from ultrascale.train.run_folder import RunFolder
 
 CPU = torch.device("cpu")
 NOW = MatmulCeiling(5e10, 0.1, "a processor", "fp32", 1024, 1)
@@ -71,3 +78,19 @@ def test_on_a_catalogued_gpu_the_peak_is_its_own(monkeypatch, cluster: str) -> N
     found = peak_flops(cluster, "bf16", torch.device("cuda"))
     assert found.flops_per_second == pytest.approx(989.4e12, rel=0.01)
     assert ("another machine" in found.origin) == (cluster in ("8xa100-80", "2xcpu"))
+
+
+def test_a_started_run_keeps_its_best_peak_and_counts_masked_documents(tmp_path: Path, monkeypatch) -> None:
+    words = ["--model.preset", "tiny-llama", "--batch.sequence-length", "64", "--folder", str(tmp_path), "--name", "run"]
+    run = resolve(None, words).run
+    ranks: Any = SimpleNamespace(device=CPU, world=1)
+    folder = RunFolder.of(run)
+    for measured in (7e10, 5e10):
+        monkeypatch.setattr(machine, "measure_matmul_ceiling", lambda *_, rate=measured: replace(NOW, flops_per_second=rate))
+        metrics = Metrics(run, folder, first_step=0, writes=True)
+        performance = Performance(run, ranks, metrics)
+        metrics.close()
+        assert performance.peak.flops_per_second == 7e10
+    assert json.loads((folder.path / machine.PEAK_FILE).read_text())["flops_per_second"] == 7e10
+    assert performance.hardware_flops == hardware_flops_per_token(run.model, run.layout, 64, documents=True)
+    assert performance.model_flops == model_flops_per_token(run.model, 64)
