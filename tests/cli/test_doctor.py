@@ -70,6 +70,20 @@ def test_a_folder_that_cannot_be_written_stops(monkeypatch, tmp_path):
     assert [found.state for found in doctor.disk(tmp_path)] == ["good", "stop"]
 
 
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_file_where_the_folder_of_runs_would_be_stops(capsys, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    code, found = findings(capsys, "--folder", str(tmp_path / place))
+    assert (code, found["folder"]["state"]) == (1, "stop")
+    assert found["folder"]["value"] == f"{tmp_path / 'file'} is no folder"
+
+
+def test_a_folder_that_is_not_there_yet_is_a_note_about_where_it_would_be_made(tmp_path):
+    found = {each.name: each for each in doctor.disk(tmp_path / "new" / "runs")}
+    assert {name: each.state for name, each in found.items()} == {"folder": "note", "free": "good"}
+    assert f"looked at {tmp_path}" in found["folder"].value
+
+
 def test_no_value_of_the_environment_is_shown_but_the_named_ones(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")

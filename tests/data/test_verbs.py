@@ -63,6 +63,22 @@ def test_mistakes_end_with_their_exit_code_and_a_remedy(text, capsys, more, code
     assert expected in capsys.readouterr().err
 
 
+def test_several_wrong_options_are_told_together(text, capsys):
+    words = ["--train-tokenizer", "10000000000", "--workers", "0", "--validation", "held", "--shard-bytes", "0"]
+    assert command(arguments(text, *words)) == 2
+    told = capsys.readouterr().err
+    expected = ("must be at most 1,000,000, is 10000000000", "--workers: ", "--validation: ", "--shard-bytes: ")
+    assert [part for part in expected if part not in told] == []
+    assert not (text.parent / "out").exists()
+
+
+def test_a_tokenizer_smaller_than_asked_for_says_how_many_ids_it_has(text, capsys):
+    assert command(arguments(text, "--train-tokenizer", "5000")) == 0
+    told = capsys.readouterr().out
+    ids = json.loads((text.parent / "out" / "manifest.json").read_text())["tokenizer"]["vocab_size"]
+    assert f"the tokenizer has {ids} ids, fewer than the 5,000 asked for" in told
+
+
 def test_an_unknown_option_is_bad_usage(text):
     with pytest.raises(SystemExit) as ended:
         command(arguments(text, "--workerz", "1"))

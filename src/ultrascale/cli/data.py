@@ -93,10 +93,7 @@ def prepare(
         json: Print the result as JSON.
     """
     from ultrascale.data import prepare as preparation
-    from ultrascale.data.errors import DataError
 
-    if validation is not None and validation_fraction == 0:
-        raise DataError("--validation", "has nothing to hold without --validation-fraction", "Give both, or neither.")
     recipe = preparation.Recipe(
         tokenizer=tokenizer, train_tokenizer=train_tokenizer, eod=eod, field=field, glob=glob, exclude=exclude, on_bad=on_bad,
         validation_fraction=validation_fraction, shard_bytes=shard_bytes,
@@ -105,7 +102,7 @@ def prepare(
         made = preparation.prepare(
             inputs, output=output, recipe=recipe, validation=validation, workers=workers, on_progress=draw
         )
-    _print_prepared(made, output, as_json=json)
+    _print_prepared(made, output, wanted_ids=train_tokenizer, as_json=json)
     return 0
 
 
@@ -173,13 +170,16 @@ def _bar() -> Iterator[Callable[[Progress], None] | None]:
         yield draw
 
 
-def _print_prepared(made: Prepared, output: Path, *, as_json: bool) -> None:
+def _print_prepared(made: Prepared, output: Path, *, wanted_ids: int | None, as_json: bool) -> None:
     manifest = made.manifest
     if as_json:
         validation = made.validation.summary() if made.validation else None
         _print_json({"output": str(output), **manifest.summary(), "validation": validation})
         return
     print(f"{output}: {manifest.tokens:,} tokens in {manifest.documents:,} documents, {len(manifest.shards)} shards")
+    ids = manifest.tokenizer.vocab_size
+    if wanted_ids is not None and ids < wanted_ids:
+        print(f"the tokenizer has {ids:,} ids, fewer than the {wanted_ids:,} asked for: the text gives no more")
     if made.validation:
         print(f"held out: {made.validation.tokens:,} tokens in {made.validation.documents:,} documents")
     first = {reason: where for shard in reversed(manifest.shards) for reason, where in shard.skipped_first.items()}

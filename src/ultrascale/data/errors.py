@@ -16,3 +16,15 @@ class DataError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.where}: {self.problem}. {self.remedy}"
+
+
+class SeveralDataErrors(DataError):
+    """Mistakes that can be told together; `where` and the rest are those of the first."""
+
+    def __init__(self, errors: list[DataError]):
+        first = errors[0]
+        super().__init__(first.where, first.problem, first.remedy, first.reason)
+        self.errors = tuple(errors)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.errors))

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.data.documents import Document, PartReader
-from ultrascale.data.errors import DataError
+from ultrascale.data.errors import DataError, SeveralDataErrors
 from ultrascale.data.files import PARTIAL, make_names_durable, read_json, write_json, write_whole, writing
 from ultrascale.data.indexed import best_dtype
 from ultrascale.data.inputs import InputFile, Part, cut_shards, find_files
 from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
 from ultrascale.data.shards import OnBad, ShardTask, is_held_out, make_shard, record_path
-from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer
+from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer, vocabulary_problem
 from ultrascale.data.workers import available_cores, run_tasks
 
 TOKENIZER, UNFINISHED, LOCK = "tokenizer.json", "unfinished.json", ".lock"
@@ -99,7 +99,7 @@ def prepare(
     """
     folder = Path(output)
     folders = (folder, Path(validation or folder / "validation")) if recipe.validation_fraction > 0 else (folder,)
-    _expect_sense(recipe, workers)
+    _expect_sense(recipe, workers, validation)
     files = find_files(inputs, glob=recipe.glob, exclude=recipe.exclude)
     _expect_outside(files, folders)
     shards = cut_shards(files, recipe.shard_bytes)
@@ -128,15 +128,25 @@ def prepare(
         return _conclude(folders, records, facts, request)
 
 
-def _expect_sense(recipe: Recipe, workers: int | None) -> None:
+def _expect_sense(recipe: Recipe, workers: int | None, validation: str | Path | None) -> None:
+    wrong: list[DataError] = []
     if (recipe.tokenizer is None) == (recipe.train_tokenizer is None):
-        raise DataError("--tokenizer", "and --train-tokenizer: exactly one is needed", "Give one of them.")
+        wrong.append(DataError("--tokenizer", "and --train-tokenizer: exactly one is needed", "Give one of them."))
+    if recipe.train_tokenizer is not None and (problem := vocabulary_problem(recipe.train_tokenizer)):
+        wrong.append(problem)
     if not 0 <= recipe.validation_fraction < 1:
-        raise DataError("--validation-fraction", f"must be in [0, 1), is {recipe.validation_fraction}", "0.01 is usual.")
+        rule = f"must be in [0, 1), is {recipe.validation_fraction}"
+        wrong.append(DataError("--validation-fraction", rule, "0.01 is usual."))
+    if validation is not None and recipe.validation_fraction == 0:
+        rule = "has nothing to hold without --validation-fraction"
+        wrong.append(DataError("--validation", rule, "Give both, or neither."))
     if workers is not None and workers < 1:
-        raise DataError("--workers", f"must be at least 1, is {workers}", "Leave it out for all cores.")
+        wrong.append(DataError("--workers", f"must be at least 1, is {workers}", "Leave it out for all cores."))
     if recipe.shard_bytes is not None and recipe.shard_bytes < 1:
-        raise DataError("--shard-bytes", f"must be at least 1, is {recipe.shard_bytes}", "Leave it out for the usual size.")
+        rule = f"must be at least 1, is {recipe.shard_bytes}"
+        wrong.append(DataError("--shard-bytes", rule, "Leave it out for the usual size."))
+    if wrong:
+        raise SeveralDataErrors(wrong)
 
 
 def _expect_outside(files: list[InputFile], folders: tuple[Path, ...]) -> None:

@@ -23,6 +23,7 @@ from ultrascale.data.manifest import TokenizerFacts
 from ultrascale.spec.special_tokens import END_OF_DOCUMENT, ENDS
 
 WINDOW, CONTEXT = 1 << 18, 1 << 12
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 1_000_000
 LONG_TEXT = 4 * WINDOW
 """Characters from which a document is tokenized in windows."""
 _AGREE = CONTEXT // 2
@@ -58,14 +59,25 @@ def tokenizer_facts(path: Path, eod: str | None = None) -> TokenizerFacts:
     raise DataError(str(path), problem, "Name one of its tokens with --eod.")
 
 
+def vocabulary_problem(vocab_size: int) -> DataError | None:
+    """Why no tokenizer of so many ids is trained: it holds the 256 bytes and the end of documents, and no absurd number."""
+    if SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
+        return None
+    rule = (
+        f"must be at least {SMALLEST_VOCABULARY}"
+        if vocab_size < SMALLEST_VOCABULARY
+        else f"must be at most {LARGEST_VOCABULARY:,}"
+    )
+    return DataError("--train-tokenizer", f"{rule}, is {vocab_size}", "8192 suits a small model.")
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE with `<|endoftext|>` as id 0. The same texts give the same tokenizer.
 
-    Raises DataError if `vocab_size` does not hold the 256 bytes and the end of documents.
+    The tokenizer has fewer ids if the texts do not give so many. Raises DataError as `vocabulary_problem` says.
     """
-    smallest = 257
-    if vocab_size < smallest:
-        raise DataError("--train-tokenizer", f"must be at least {smallest}, is {vocab_size}", "8192 suits a small model.")
+    if problem := vocabulary_problem(vocab_size):
+        raise problem
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]

@@ -158,16 +158,24 @@ def memory() -> Iterator[Finding]:
 
 
 def disk(folder: Path) -> Iterator[Finding]:
-    """Room in the folder of runs, and whether it can be written."""
-    free = shutil.disk_usage(folder).free
-    tight = free < 2 * GIB
-    remedy = "A checkpoint takes 12 bytes a parameter." if tight else ""
-    yield Finding("disk", "free", f"{free / GIB:.1f} GiB in {folder.resolve()}", "note" if tight else "good", remedy)
+    """Room in the folder of runs, or in the one it would be made in, and whether that can be written."""
+    elsewhere = "Run from a folder you may write, or set `folder`."
+    folder = folder.absolute()
+    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not there.is_dir():
+        yield Finding("disk", "folder", f"{there} is no folder", "stop", "Remove the file, or name another folder.")
+        return
+    if there != folder:
+        yield Finding("disk", "folder", f"{folder} is not there yet; looked at {there}", "note", "A run makes it.")
     try:
-        with tempfile.TemporaryFile(dir=folder):
+        free = shutil.disk_usage(there).free
+        tight = free < 2 * GIB
+        remedy = "A checkpoint takes 12 bytes a parameter." if tight else ""
+        yield Finding("disk", "free", f"{free / GIB:.1f} GiB in {there.resolve()}", "note" if tight else "good", remedy)
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        yield Finding("disk", "writable", f"no: {error.strerror}", "stop", "Run from a folder you may write, or set `folder`.")
+        yield Finding("disk", "writable", f"no: {error.strerror}", "stop", elsewhere)
 
 
 def gloo_loopback() -> Finding:
