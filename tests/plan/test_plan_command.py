@@ -120,3 +120,19 @@ def test_dotted_settings_need_no_run_file_beside_them(capsys) -> None:
     assert (plan["layout"]["zero_stage"], len(plan["memory"]["saved_bytes_by_layer"])) == (1, 2)
     assert main(["plan", "one.toml", "two.toml"]) == 2
     assert "Plan one at a time" in capsys.readouterr().err
+
+
+def test_a_step_of_a_million_micro_batches_is_planned_at_once(capsys) -> None:
+    words = ("--model", "gpt2-small", "--gpus", "1xh100", "--seq-len", "1024", "--tokens-per-batch", "1Gi")
+    assert answer(capsys, *words)["num_micro_batches"] == 2**20
+
+
+def test_a_shard_size_leaves_the_stages_that_cut_something_to_compare(capsys) -> None:
+    rows = answer(capsys, "--model", "llama-3-8b", "--gpus", "8xh100", "--dp-shard", "4")["compared"]
+    assert {row["zero_stage"] for row in rows} == {1, 2, 3}
+
+
+def test_flags_that_are_none_are_all_told_with_the_nearest(capsys) -> None:
+    assert main(["plan", "--modle", "llama-3-8b", "--gpuz", "8xh100"]) == 2
+    told = capsys.readouterr().err
+    assert "Did you mean --model?" in told and "Did you mean --gpus?" in told

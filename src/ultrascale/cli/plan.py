@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -70,9 +71,11 @@ def command(arguments: list[str]) -> int:
     """Run the verb: 0 if the run fits, 1 if it does not."""
     parsed, rest = parse_with_overrides(plan, "plan", arguments)
     path = None if parsed["run"] is None else str(parsed["run"])
-    described = resolve(path, [*_overrides(parsed), *rest]).run
+    if path is None and parsed["dp_shard"] is not None and parsed["zero_stage"] is None:
+        parsed["zero_stage"] = 1  # the others are compared below; stage 0 cuts nothing
+    described = resolve(path, [*_overrides(parsed, rest), *rest]).run
     cluster = _cluster(described)
-    any_stage = path is None and not _says(arguments, "zero-stage", "dp-shard")
+    any_stage = path is None and not _says(arguments, "zero-stage")
     any_way = path is None and not _says(arguments, "recompute")
     if any_stage or any_way:
         plans = alternatives(described, cluster, any_stage=any_stage, any_way=any_way)
@@ -88,13 +91,24 @@ def command(arguments: list[str]) -> int:
     return 0 if chosen.fits else 1
 
 
-def _overrides(parsed: dict[str, object]) -> list[str]:
+def _unknown(words: list[str]) -> list[Problem]:
+    """Flags that are neither the verb's nor settings of a run."""
+    known = [name.replace("_", "-") for name in plan.__annotations__ if name not in ("run", "return")]
+    flags = [word[2:].partition("=")[0] for word in words if word.startswith("--") and "." not in word]
+    near = {flag: get_close_matches(flag, known, n=1) for flag in flags}
+    return [
+        Problem(f"--{flag}", "is no flag of plan", f"Did you mean --{found[0]}?" if found else "See `ultrascale plan --help`.")
+        for flag, found in near.items()
+    ]
+
+
+def _overrides(parsed: dict[str, object], rest: list[str]) -> list[str]:
     """The short flags as dotted ones."""
     words: dict[str, object] = {}
     model = parsed["model"]
     if parsed["run"] is None and model is None:
         remedy = "Give a run's TOML file, or --model llama-3-8b --gpus 8xh100."
-        raise SpecError([Problem("model", "is missing: nothing says what to plan", remedy)])
+        raise SpecError([Problem("model", "is missing: nothing says what to plan", remedy), *_unknown(rest)])
     if model is not None:
         words["model.path" if Path(str(model)).is_dir() else "model.preset"] = model
     if parsed["gpus"] is not None:
@@ -195,6 +209,6 @@ def _next_command(chosen: RunPlan, parsed: dict[str, object], arguments: list[st
     if run is not None:
         settings = rest if parsed["run"] else []
         return " ".join(["ultrascale check", str(run), *settings, "  then  ultrascale train", str(run), *settings])
-    open_words = [] if _says(arguments, "zero-stage", "dp-shard") else ["--zero-stage", str(layout.zero_stage)]
+    open_words = [] if _says(arguments, "zero-stage") else ["--zero-stage", str(layout.zero_stage)]
     open_words += [] if _says(arguments, "recompute") else ["--recompute", layout.recompute]
     return " ".join([*words, *open_words, "--save run.toml"])

@@ -12,7 +12,7 @@ from ultrascale.data.loader import Loader
 from ultrascale.demo.claims import Claim, judged
 from ultrascale.models.huggingface import export_folder
 from ultrascale.spec.run import Run
-from ultrascale.train.loop import build_loader
+from ultrascale.train.corpora import build_loader
 from ultrascale.train.trained import open_trained
 
 TOLERANCE = 1e-5

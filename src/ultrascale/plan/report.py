@@ -104,7 +104,8 @@ def alternatives(run: Run, cluster: Cluster, *, any_stage: bool = True, any_way:
     `any_stage` or `any_way` False keeps the run's own.
     """
     layout = run.layout
-    stages = ((0, 1, 2, 3) if layout.dp > 1 else (0,)) if any_stage else (layout.zero_stage,)
+    every = (0,) if layout.dp == 1 else (0, 1, 2, 3) if layout.dp_shard is None else (1, 2, 3)
+    stages = every if any_stage else (layout.zero_stage,)
     ways = RECOMPUTE_FROM_CHEAP if any_way else (layout.recompute,)
     layouts = [replace(layout, zero_stage=stage, recompute=way) for way in ways for stage in stages]
     return [plan_run(replace(run, layout=layout), cluster) for layout in layouts]

@@ -117,7 +117,8 @@ class Log:
     gradient_noise_scale: bool = False
     """Estimate the critical batch size online (McCandlish et al. 2018). Needs at least two micro-batches or ranks a step."""
     memory_steps: int = 4
-    """Measure live memory by category over this many first steps and put it beside the plan. 0: never."""
+    """Measure live memory by category over this many first steps and put it beside the plan. 0: never. On the CPU not with
+    `compile`, which counting would keep from compiling."""
 
 
 @dataclass(frozen=True)
