@@ -269,7 +269,7 @@ def test_a_planted_fault_that_is_missed_fails_the_claim(in_tmp, monkeypatch):
     run = recipe.write_run(Path("."))
     assert proof.plant_faults(run).facts["seen"] == {"shifted-batch": "embed_tokens.weight"}
     monkeypatch.setattr(proof, "replace", lambda case, **changes: case)
-    monkeypatch.setattr(proof, "FAULTS", (next(iter(proof.cases(run))).name,))
+    monkeypatch.setattr(proof, "FAULTS", (next(iter(proof.cases(run, own_layout=True))).name,))
     assert proof.plant_faults(run).verdict == "fails"
 
 
