@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,9 @@ def _wait_or_kill(training: subprocess.Popen) -> None:
     try:
         training.wait(LEAVING_SECONDS)
     except subprocess.TimeoutExpired:
-        for pid in worker_pids(training.pid):
-            os.kill(pid, signal.SIGKILL)
+        with suppress(DemoError, ProcessLookupError):  # they may have ended on their own
+            for pid in worker_pids(training.pid):
+                os.kill(pid, signal.SIGKILL)
         training.kill()
         training.wait()
 
