@@ -58,3 +58,8 @@ def test_a_catalogue_takes_no_settings(capsys):
 def test_a_wrong_description_raises_all_its_mistakes(path):
     with pytest.raises(SpecError, match=r"layout\.dpp(.|\n)*stepz"):
         command([path, "--layout.dpp", "2", "--stepz", "3"])
+
+
+def test_settings_without_effect_are_noted(path, capsys):
+    assert command([str(path), "--layout.dp", "1", "--layout.zero-stage", "3"]) == 0
+    assert "note: layout.zero_stage = 3 has no effect" in " ".join(capsys.readouterr().out.split())

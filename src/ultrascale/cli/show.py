@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.resolve import Resolved, resolve
+from ultrascale.spec.rules import run_notes
 from ultrascale.spec.schema import leaves
 from ultrascale.spec.units import format_bytes, format_bytes_per_second, format_count, format_flops_per_second
 
@@ -56,14 +57,18 @@ def command(arguments: list[str]) -> int:
 def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:
     """Print the values of a run with their origins; without `every`, only those that are not defaults."""
     if as_json:
-        print(jsonlib.dumps({"run": asdict(resolved.run), "provenance": resolved.provenance}, indent=2))
+        notes = run_notes(resolved.run)
+        print(jsonlib.dumps({"run": asdict(resolved.run), "provenance": resolved.provenance, "notes": notes}, indent=2))
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("key", "value", "from"):
         table.add_column(column, overflow="fold", no_wrap=column == "key")
     for key, value, origin in run_rows(resolved, every=every):
         table.add_row(key, value, origin, style="dim" if origin == "default" else "")
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    for note in run_notes(resolved.run):
+        console.print(f"note: {note}")
 
 
 def run_rows(resolved: Resolved, *, every: bool) -> list[tuple[str, str, str]]:

@@ -23,6 +23,7 @@ from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.plan.report import plan_run
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.rules import run_notes
 from ultrascale.spec.run import Run
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
 from ultrascale.train.evaluate import evaluate
@@ -117,6 +118,8 @@ class Session:
         metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
         resumed = None if found.folder is None else found.folder.name
         metrics.event("start", step=trainer.steps_done, world=ranks.world, checkpoint=resumed)
+        for note in run_notes(run):
+            metrics.line(f"note: {note}")
         for rejected in found.rejected:
             metrics.line(f"damaged checkpoint passed over: {rejected.folder}: {rejected.reason}")
         if found.folder is not None:
