@@ -1,4 +1,4 @@
-"""The demo's run as a TOML file: sized so that training takes about two minutes on this machine."""
+"""The demo's run as a TOML file: sized so that training takes one to three minutes on this machine."""
 
 from __future__ import annotations
 
