@@ -14,12 +14,14 @@ Gradients are *summed*, never averaged: the loss is already divided by the step'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import Layout, Precision
@@ -39,8 +41,30 @@ def apply_data_parallel(decoder: nn.Module, layout: Layout, mesh: DeviceMesh) ->
     # The head is used last and again first on the way back: letting go of it in between would gather it twice for nothing.
     fully_shard(decoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in sharded_modules(decoder):
-        module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if layout.dp > 1:  # alone there is nothing to divide by, and the factor would cost a copy of the gradients
+            module.set_gradient_divide_factor(1.0)
+        if layout.shard_size == 1:
+            module.set_custom_reduce_scatter(NothingToScatter())
+
+
+class NothingToScatter(ReduceScatter):
+    """Reduce-scatter over one rank: its result is its input. FSDP2 asks for memory for both in turn, and copies one into the
+    other; given the same tensor twice it copies nothing."""
+
+    def __init__(self) -> None:
+        self.given: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the input, and then the same again for the output."""
+        given, self.given = self.given, None
+        if given is not None:
+            return given
+        self.given = torch.empty(*size, dtype=dtype, device=device)
+        return self.given
+
+    def __call__(self, *arguments: object, **options: object) -> None:
+        raise AssertionError("one rank has nobody to scatter to")
 
 
 def prepare_action(decoder: nn.Module, action: Action) -> None:

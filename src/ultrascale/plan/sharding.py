@@ -52,6 +52,8 @@ class Shards:
         self.copies_input = copies_input
         self.ledger, self.layout, self.buckets, self.sharded = ledger, layout, buckets, sharded
         self.ranks = layout.shard_size if sharded else 1
+        self.divides_alone = self.ranks == 1 and layout.dp > 1
+        """FSDP2 divides gradients (by one) on their way into the result, through a copy."""
         self.compute_itemsize = DTYPE_BYTES[layout.precision]
         self.master_itemsize = DTYPE_BYTES[layout.master_dtype]
         self.reduce_itemsize = DTYPE_BYTES[layout.gradient_reduce_dtype]
@@ -180,8 +182,11 @@ class Shards:
         lingering = gradients.pop() if self.ranks > 1 else None
         for held in gradients:
             self.ledger.drop(held)
-        cut = self.ledger.take("communication", "reduce-scatter output", elements // self.ranks * self.reduce_itemsize)
-        if self.ranks == 1 or self.copies_input:
+        if self.ranks == 1:  # the result is the input (`parallel.data.NothingToScatter`)
+            cut, self.reduce_input = self.reduce_input, None
+        else:
+            cut = self.ledger.take("communication", "reduce-scatter output", elements // self.ranks * self.reduce_itemsize)
+        if self.divides_alone or (self.ranks > 1 and self.copies_input):
             self.ledger.touch("communication", "copy of reduce-scatter input", elements * self.reduce_itemsize)
         self._keep_cut(bucket, cut, action)
         if lingering is not None:
