@@ -24,7 +24,8 @@ def test_blocks_are_compiled_and_train_alike_under_zero_3_with_recomputation(hom
     for run in (eager, compiled):
         assert train_ranks(run, before_step=at_step(2, tell))[0]["steps_done"] == 3
     graphs = [int((home / f"{name}-{rank}").read_text()) for name in ("eager", "compiled") for rank in (0, 1)]
-    assert graphs[:2] == [0, 0] and min(graphs[2:]) >= 1
+    # Ranks are forked with whatever this process has compiled before, so only the difference counts.
+    assert graphs[0] == graphs[1] and min(graphs[2:]) > graphs[0]
     found, expected = (np.array(rows(run, "train/loss", "train/grad_norm")) for run in (compiled, eager))
     assert np.abs(found / expected - 1).max() < 1e-5
 
