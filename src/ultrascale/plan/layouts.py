@@ -1,0 +1,97 @@
+"""Many layouts at once: one NumPy column per field, so that a hundred thousand of them are priced in whole-column arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.spec.layout import Layout
+
+Column = NDArray[np.int64]
+RECOMPUTE = ("none", "selective", "full", "every-k")
+CP_METHODS = ("ring", "all-gather", "all-to-all")
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
+SCHEDULES = ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+
+
+@dataclass(frozen=True)
+class LayoutTable:
+    """Columns of equal length. Choices are numbers: indices into `RECOMPUTE`, `CP_METHODS`, `PRECISIONS`, `SCHEDULES`."""
+
+    dp: Column
+    zero_stage: Column
+    dp_shard: Column
+    """Ranks of dp that hold one copy of the state together: `Layout.shard_size`."""
+    micro_batch_size: Column
+    recompute: Column
+    recompute_every: Column
+    precision: Column
+    reduce_itemsize: Column
+    """Bytes of one reduced gradient element."""
+    layers_per_bucket: Column
+    tp: Column
+    sequence_parallel: Column
+    cp: Column
+    cp_method: Column
+    pp: Column
+    virtual_stages: Column
+    schedule: Column
+    ep: Column
+    expert_tp: Column
+    offload_activations: Column
+    offload_optimizer: Column
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+    def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | Sequence[int]) -> LayoutTable:
+        """The rows of `index`, an array of numbers or of booleans."""
+        return LayoutTable(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    @property
+    def world_size(self) -> Column:
+        return self.dp * self.tp * self.cp * self.pp
+
+    @classmethod
+    def of(cls, layouts: Iterable[Layout]) -> LayoutTable:
+        """The table of these layouts, in their order. `layers_per_stage` and schedules from files are not in it."""
+        rows = [_row(layout) for layout in layouts]
+        columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(fields(cls))).T
+        return cls(*columns)
+
+    @classmethod
+    def concatenate(cls, tables: Sequence[LayoutTable]) -> LayoutTable:
+        return cls(*(np.concatenate([getattr(table, field.name) for table in tables]) for field in fields(cls)))
+
+    def layout(self, index: int) -> Layout:
+        """Row `index` as a layout."""
+        row = {field.name: int(getattr(self, field.name)[index]) for field in fields(self)}
+        reduce_itemsize = row.pop("reduce_itemsize")
+        whole = row["dp_shard"] == (1 if row["zero_stage"] == 0 else row["dp"])
+        row |= {
+            "dp_shard": None if whole else row["dp_shard"],
+            "recompute": RECOMPUTE[row["recompute"]],
+            "precision": PRECISIONS[row["precision"]],
+            "cp_method": CP_METHODS[row["cp_method"]],
+            "schedule": SCHEDULES[row["schedule"]],
+            "sequence_parallel": bool(row["sequence_parallel"]),
+            "offload_activations": bool(row["offload_activations"]),
+            "offload_optimizer": bool(row["offload_optimizer"]),
+        }
+        layout = Layout(**row)
+        narrow = layout.master_dtype == "fp32" and reduce_itemsize == 2
+        return Layout(**row, reduce_dtype="bf16") if narrow else layout
+
+
+def _row(layout: Layout) -> list[int]:
+    schedule = SCHEDULES.index(layout.schedule) if layout.schedule in SCHEDULES else 0
+    return [
+        layout.dp, layout.zero_stage, layout.shard_size, layout.micro_batch_size, RECOMPUTE.index(layout.recompute),
+        layout.recompute_every, PRECISIONS.index(layout.precision), {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
+        layout.layers_per_bucket, layout.tp, int(layout.sequence_parallel), layout.cp, CP_METHODS.index(layout.cp_method),
+        layout.pp, layout.virtual_stages, schedule, layout.ep, layout.expert_tp, int(layout.offload_activations),
+        int(layout.offload_optimizer),
+    ]  # fmt: skip

@@ -1,0 +1,28 @@
+"""What is to be trained, on what, with which program: everything a plan needs but the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ultrascale.spec.cluster import Cluster
+from ultrascale.spec.model import Model
+from ultrascale.spec.stack import STACKS, Stack
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a batch and the machines."""
+
+    model: Model
+    cluster: Cluster
+    sequence_length: int
+    sequences_per_batch: int
+    stack: Stack = field(default_factory=lambda: STACKS["ultrascale"])
+    documents: bool = False
+    """Packed documents with masks."""
+    expert_imbalance: float = 1.0
+    """Tokens of the busiest rank's experts over the mean."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences_per_batch * self.sequence_length

@@ -1,0 +1,81 @@
+"""What a trainer keeps in memory and hides behind computation: the same layout costs differently in different programs.
+
+    state        bytes per parameter, by who keeps what in which dtype, and what its ZeRO cuts
+    kernels      what is fused, which decides what is saved for the backward pass
+    overlap      which collectives run beside computation
+
+Numbers come from reading each trainer (versions of 2024 to 2026); `plan.validate` holds them to published runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Name = Literal["ultrascale", "torchtitan", "megatron", "nanotron", "llm-foundry", "deepspeed"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What is fused on one device."""
+
+    cross_entropy: Literal["chunked", "fused", "unfused"] = "chunked"
+    """chunked: logits never exist whole, gradients kept instead; fused: logits in the compute dtype once; unfused: with fp32 copies."""
+    swiglu: bool = True
+    """The product is made by one kernel which saves only its two inputs."""
+    rotary: bool = True
+    """Turning queries and keys saves nothing and keeps no second copy."""
+    norm: bool = True
+    """One kernel which saves its input and a number per row."""
+    attention: Literal["flash", "math"] = "flash"
+    """math: scores exist, S x S per head, and are saved with their probabilities."""
+    dropout: bool = False
+    """Masks of one byte per element are saved after attention and MLP."""
+    compiled: bool = False
+    """Element-wise work between products is fused by a compiler, which recomputes what is cheap."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One trainer."""
+
+    name: str
+    weight_bytes: int
+    """Of the copy the forward pass reads, where it stays between steps beside the master; 0: made from the master when needed."""
+    gradient_bytes: int
+    """Of the gradient that micro-batches are summed in."""
+    autograd_gradient_bytes: int
+    """Of a second gradient that autograd keeps for the whole model beside it; 0: none."""
+    master_bytes: int = 4
+    moment_bytes: int = 8
+    shards_gradients_from: int = 2
+    """Lowest ZeRO stage that cuts gradients between micro-batches."""
+    gathers: Literal["buckets", "whole"] = "buckets"
+    """buckets: parameters are gathered from shards bucket by bucket (FSDP); whole: they are there, gathered once after the update."""
+    kernels: Kernels = Kernels()
+    reduce_bytes: int = 4
+    """Of one gradient element on the network."""
+    overlaps_data_parallel: bool = True
+    """Gathers and reductions of data parallelism run beside computation."""
+    overlaps_tensor_parallel: bool = False
+    overlaps_sends: bool = True
+    bucket_bytes: int = 0
+    """Of one gradient reduction; 0: a block at a time."""
+    pads_vocab_to: int = 1
+    """The vocabulary is padded to a multiple of this times tp."""
+
+
+STACKS: dict[str, Stack] = {
+    stack.name: stack
+    for stack in (
+        Stack("ultrascale", 0, 4, 0),
+        Stack("torchtitan", 0, 4, 0, kernels=Kernels("unfused", compiled=True)),
+        Stack(
+            "megatron", 2, 4, 0, gathers="whole", kernels=Kernels("fused"), overlaps_tensor_parallel=True,
+            bucket_bytes=40_000_000 * 4, pads_vocab_to=128,
+        ),
+        Stack("nanotron", 2, 4, 2, gathers="whole", kernels=Kernels("unfused", swiglu=False, rotary=False)),
+        Stack("llm-foundry", 0, 4, 0, kernels=Kernels("unfused", norm=False)),
+        Stack("deepspeed", 2, 2, 0, gathers="whole", kernels=Kernels("fused", norm=True), pads_vocab_to=128),
+    )
+}  # fmt: skip
