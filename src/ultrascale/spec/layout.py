@@ -12,6 +12,10 @@ batch; groups of `dp_shard` of them keep one copy of the training state between 
 
 Between steps the master parameters of stages 1 to 3 are cut as well: each rank updates its share, and they are gathered again
 when the next forward pass meets them. That costs the all-gather that every form of ZeRO needs after its update.
+
+Ranks are numbered with tensor parallelism fastest, so that it stays inside a node: tp, cp, dp, pp, that is
+rank = ((pp_i * dp + dp_i) * cp + cp_i) * tp + tp_i. Experts are cut out of the tp * cp * dp ranks of a pipeline stage, in the
+order expert_tp, ep, and what is left repeats them (expert data parallelism).
 """
 
 from __future__ import annotations
@@ -21,10 +25,18 @@ from typing import Literal
 
 from ultrascale.spec.problems import Problem
 
-Precision = Literal["fp64", "fp32", "bf16"]
-RANGES = {key: (1, 1_000_000) for key in ("dp", "dp_shard", "micro_batch_size", "recompute_every", "layers_per_bucket")}
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", "expert_dp"]
+SCHEDULES = ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+"""Pipeline schedules known by name."""
+_WHOLE = (
+    "dp", "dp_shard", "micro_batch_size", "recompute_every", "layers_per_bucket", "tp", "cp", "pp", "virtual_stages", "ep",
+    "expert_tp",
+)  # fmt: skip
+RANGES = dict.fromkeys(_WHOLE, (1, 1_000_000))
 """Lowest and highest value of whole numbers. The highest are far above any run: they catch slips of the finger."""
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes of an activation element. fp8 is the dtype of matrix products only: between them activations are bf16."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,7 @@ class Layout:
     """The parallel layout of a run."""
 
     dp: int = 1
-    """Processes that share the batch between them; the number of processes."""
+    """Groups of ranks that share the batch between them."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """What is cut over `dp_shard` ranks; see the table above."""
     dp_shard: int | None = None
@@ -46,11 +58,69 @@ class Layout:
     recompute_every: int = 2
     """For recompute = "every-k": blocks 0, k, 2k, ... are recomputed."""
     precision: Precision = "fp32"
-    """Dtype of the forward and backward passes. bf16 keeps parameters, gradients and optimizer state in fp32."""
+    """Dtype of the forward and backward passes. bf16, fp16 and fp8 keep parameters, gradients and optimizer state in fp32."""
     reduce_dtype: Precision | None = None
     """Dtype in which gradients are reduced over ranks. None: fp32, or fp64 when `precision` is."""
     layers_per_bucket: int = 1
     """Decoder blocks whose parameters are gathered, and gradients reduced, in one collective."""
+    tp: int = 1
+    """Tensor parallelism: ranks that cut every matrix product between them."""
+    sequence_parallel: bool = True
+    """With tp: norms and residuals are cut along the sequence. Read only if tp > 1."""
+    cp: int = 1
+    """Context parallelism: ranks that cut every sequence between them."""
+    cp_method: Literal["ring", "all-gather", "all-to-all"] = "ring"
+    """How keys and values meet all queries. Read only if cp > 1."""
+    pp: int = 1
+    """Pipeline parallelism: ranks that cut the layers between them."""
+    virtual_stages: int = 1
+    """Stages on each pipeline rank; the model is cut into pp * virtual_stages."""
+    schedule: str = "1f1b"
+    """Order of the pipeline's passes: a name of `SCHEDULES`, or the path of a file of actions. Read only if pp > 1."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Decoder blocks of each of the pp * virtual_stages stages, in the model's order. None: as even as can be."""
+    ep: int = 1
+    """Expert parallelism: groups of ranks that share the experts between them."""
+    expert_tp: int = 1
+    """Ranks that cut each expert's matrix products between them."""
+    offload_activations: bool = False
+    """What is saved for the backward pass waits in the host's memory."""
+    offload_optimizer: bool = False
+    """Optimizer state and master parameters live, and are updated, in the host's memory."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the pipeline cuts the model into."""
+        return self.pp * self.virtual_stages
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks of a pipeline stage that hold the same experts."""
+        return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
+
+    def group(self, axis: Axis) -> tuple[int, int]:
+        """(size, stride) of a group of ranks: its members are `stride` apart.
+
+        dp: all ranks that reduce one gradient, cp included; shard and replicate: its parts that cut, and repeat, the training
+        state; pp: two neighbours; expert_dp: the ranks that reduce one expert's gradient.
+        """
+        shard = 1 if self.zero_stage == 0 else self.shard_size * self.cp
+        return {
+            "tp": (self.tp, 1),
+            "cp": (self.cp, self.tp),
+            "dp": (self.dp * self.cp, self.tp),
+            "shard": (shard, self.tp),
+            "replicate": (self.dp * self.cp // shard, self.tp * shard),
+            "pp": (min(2, self.pp), self.tp * self.cp * self.dp),
+            "expert_tp": (self.expert_tp, 1),
+            "ep": (self.ep, self.expert_tp),
+            "expert_dp": (self.expert_dp, self.ep * self.expert_tp),
+        }[axis]
 
     @property
     def shard_size(self) -> int:

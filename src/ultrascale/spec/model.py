@@ -5,6 +5,12 @@ Shape legend, used everywhere:
     B  micro-batch (sequences)     H  query heads        F  ffn (intermediate) size
     S  sequence length             K  key/value heads    V  vocabulary
     D  hidden size                 E  head dim           L  layers
+    X  experts
+
+Three kinds of block can be said. Dense: attention, then one feed-forward layer. Experts (Shazeer et al. 2017): a router sends
+each token to `num_experts_per_tok` of `num_experts` feed-forward layers, beside which a shared one may see every token. Latent
+attention (DeepSeek-V2, section 2.1): queries, keys and values are made from narrow projections, `q_lora_rank` and
+`kv_lora_rank` wide. `spec.trainable` says which of these the trainer runs.
 """
 
 from __future__ import annotations
@@ -18,7 +24,10 @@ RANGES = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_val
     ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"), (1, 2**31 - 1)
 )
 """Lowest and highest value of whole numbers. The highest are far above any model: they catch slips of the finger."""
-ModelType = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3"]
+ModelType = Literal[
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3",
+    "gpt_oss", "nemotron", "grok",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,12 @@ class RopeScaling:
     """yarn: dimensions that turn less often than this are divided by `factor`."""
     attention_factor: float | None = None
     """yarn: scale of cos and sin; None means 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """yarn: the bounds of `beta_fast` and `beta_slow` are rounded to whole dimensions (GPT-OSS: they are not)."""
+    mscale: float | None = None
+    """yarn, DeepSeek: cos and sin are scaled by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) ..."""
+    mscale_all_dim: float | None = None
+    """... and scores by (0.1 mscale_all_dim ln(factor) + 1)^2."""
 
     def problems(self) -> list[Problem]:
         """Every rule the fields break, with keys relative to `model.rope_scaling`."""
@@ -63,9 +78,12 @@ class RopeScaling:
 
 # Fields that a type of scaling does not read, and their defaults.
 _UNREAD_ROPE_FIELDS: dict[str, dict[str, float | None]] = {
-    "llama3": {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
+    "llama3": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None, "truncate": True, "mscale": None,
+        "mscale_all_dim": None,
+    },
     "yarn": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,10 @@ class Model:
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-5
     gated_mlp: bool = True
-    """SwiGLU, down(silu(gate(x)) * up(x)); otherwise down(gelu_tanh(up(x)))."""
+    """down(act(gate(x)) * up(x)); otherwise down(act(up(x)))."""
+    hidden_act: Literal["silu", "gelu_pytorch_tanh", "relu2", "swigluoai"] | None = None
+    """`act`. None: silu if `gated_mlp`, else gelu_pytorch_tanh. relu2: squared ReLU (Nemotron); swigluoai: GPT-OSS's clamped
+    SwiGLU, (up + 1) * gate * sigmoid(1.702 gate)."""
     position_embedding: Literal["rotary", "learned"] = "rotary"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -98,12 +119,56 @@ class Model:
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over each head of queries and keys, before rotary (Qwen 3)."""
+    qk_norm_whole: bool = False
+    """That norm runs over all heads together instead (OLMoE)."""
+    attention_sinks: bool = False
+    """One learned number a head joins the softmax and attends to nothing (GPT-OSS)."""
+    partial_rotary_factor: float = 1.0
+    """Share of a head's dimensions that turn (Nemotron: a half)."""
     sliding_window: int | None = None
     """A token sees at most this many positions, itself included."""
     max_window_layers: int = 0
     """Layers below this index use full attention even when `sliding_window` is set (Qwen)."""
+    sliding_window_interval: int = 1
+    """Every n-th layer (0, n, 2n, ... counted from zero) is windowed, the others see everything (GPT-OSS: 2)."""
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
+    num_experts: int = 0
+    """Experts a layer, X. 0: a dense model, and none of the fields down to `num_nextn_predict_layers` may be set."""
+    num_experts_per_tok: int = 0
+    """Experts that each token visits."""
+    moe_intermediate_size: int = 0
+    """F of one expert."""
+    shared_expert_intermediate_size: int = 0
+    """F of the experts that every token visits, all of them together. 0: there are none."""
+    first_k_dense_replace: int = 0
+    """Leading layers with a dense feed-forward layer, `intermediate_size` wide (DeepSeek)."""
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """From router logits to scores."""
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "greedy"
+    """How experts are chosen: by score; group-limited (DeepSeek-V2); by score plus a bias that balances load (DeepSeek-V3)."""
+    norm_topk_prob: bool = True
+    """The scores of the chosen experts are made to sum to one."""
+    routed_scaling_factor: float = 1.0
+    """Their sum is multiplied by this."""
+    n_group: int = 1
+    """Experts are in this many groups ..."""
+    topk_group: int = 1
+    """... of which a token visits at most this many (node-limited routing)."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss."""
+    num_nextn_predict_layers: int = 0
+    """Multi-token prediction: further blocks that predict the tokens after the next (DeepSeek-V3, section 2.2)."""
+    q_lora_rank: int | None = None
+    """Latent attention: width from which queries are made. None: they come straight from the hidden states."""
+    kv_lora_rank: int | None = None
+    """Latent attention: width from which keys and values are made. None: ordinary attention."""
+    qk_nope_head_dim: int = 0
+    """Latent attention: dimensions of a query's or key's head that do not turn; `head_dim` is this plus `qk_rope_head_dim`."""
+    qk_rope_head_dim: int = 0
+    """Latent attention: those that turn; one such key is shared by all heads."""
+    v_head_dim: int = 0
+    """Latent attention: dimensions of a value's head."""
 
     @property
     def norm_bias(self) -> bool:
@@ -119,9 +184,29 @@ class Model:
         """Width of all key (or value) heads together, K*E."""
         return self.num_key_value_heads * self.head_dim
 
+    @property
+    def value_head_dim(self) -> int:
+        """Width of one head of values: `head_dim`, but for latent attention."""
+        return self.v_head_dim if self.latent_attention else self.head_dim
+
+    @property
+    def latent_attention(self) -> bool:
+        """Whether keys and values are made from one narrow projection (DeepSeek's MLA)."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def activation(self) -> str:
+        """The activation function of the feed-forward layers."""
+        return self.hidden_act or ("silu" if self.gated_mlp else "gelu_pytorch_tanh")
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the feed-forward layer of block `layer` (counted from zero) is made of experts."""
+        return self.num_experts > 0 and layer >= self.first_k_dense_replace
+
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer (counted from zero), or None for full attention."""
-        return self.sliding_window if layer >= self.max_window_layers else None
+        windowed = layer >= self.max_window_layers and layer % self.sliding_window_interval == 0
+        return self.sliding_window if windowed else None
 
     def uses_rotary(self, layer: int) -> bool:
         """Whether a layer (counted from zero) turns its queries and keys by position."""
