@@ -59,6 +59,9 @@ class Stack:
     """Gathers and reductions of data parallelism run beside computation."""
     overlaps_tensor_parallel: bool = False
     overlaps_sends: bool = True
+    selective: Literal["elementwise", "attention", "alternate-products"] = "elementwise"
+    """What recompute = "selective" computes again: all but products and attention; attention's core (Megatron); or every second
+    product and what is element-wise (torchtitan's per-op policy)."""
     bucket_bytes: int = 0
     """Of one gradient reduction; 0: a block at a time."""
     pads_vocab_to: int = 1
@@ -69,10 +72,10 @@ STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
         Stack("ultrascale", 0, 4, 0),
-        Stack("torchtitan", 0, 4, 0, kernels=Kernels("unfused", compiled=True)),
+        Stack("torchtitan", 0, 4, 0, kernels=Kernels("unfused", compiled=True), selective="alternate-products"),
         Stack(
             "megatron", 2, 4, 0, gathers="whole", kernels=Kernels("fused"), overlaps_tensor_parallel=True,
-            bucket_bytes=40_000_000 * 4, pads_vocab_to=128,
+            bucket_bytes=40_000_000 * 4, pads_vocab_to=128, selective="attention",
         ),
         Stack("nanotron", 2, 4, 2, gathers="whole", kernels=Kernels("unfused", swiglu=False, rotary=False)),
         Stack("llm-foundry", 0, 4, 0, kernels=Kernels("unfused", norm=False)),

@@ -1,0 +1,182 @@
+"""One block, one micro-batch, one rank: seconds of each pass, by what is done, for every distinct shape of a table of layouts.
+
+Walks `spec.work`'s operations once per shape and adds up their prices: products and attention from `plan.compute`, element-wise
+work by its bytes, collectives of tp, cp and ep from `plan.collectives`, all of them in one vectorised call per kind.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.collectives import collective_seconds
+from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matmul_seconds
+from ultrascale.plan.layouts import CP_METHODS, PRECISIONS, LayoutTable
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import Accelerator
+from ultrascale.spec.work import Op, Shape, block_work, embedding_work, head_work
+
+Floats = NDArray[np.float64]
+SHAPE_FIELDS = ("micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "ep", "expert_tp")
+PASSES = ("forward", "backward")
+
+
+@dataclass
+class PartSeconds:
+    """What a part of the model (a kind of block, the embedding, the head) costs, a number per distinct shape."""
+
+    product: Floats
+    """Matrix products of the forward pass."""
+    attention: Floats
+    elementwise: Floats
+    input_gradient: Floats
+    """Products of the backward pass that make the gradient of what a layer read, and all of attention's and element-wise work's."""
+    weight_gradient: Floats
+    tp_forward: Floats
+    tp_backward: Floats
+    cp_forward: Floats
+    cp_backward: Floats
+    ep_forward: Floats
+    ep_backward: Floats
+    num_ops: Floats
+    """Operations launched in a forward pass."""
+    num_collectives: Floats
+
+    @property
+    def forward(self) -> Floats:
+        """Compute of the forward pass."""
+        return self.product + self.attention + self.elementwise
+
+    def at(self, index: NDArray[np.intp]) -> PartSeconds:
+        """The columns for layouts whose shapes are `index`."""
+        return PartSeconds(**{name: column[index] for name, column in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Prices of all parts for all distinct shapes of a table."""
+
+    shapes: list[Shape]
+    shape_of: NDArray[np.intp]
+    """For each layout the index of its shape."""
+    kinds: tuple[int, ...]
+    """A layer of each kind of block."""
+    kind_of_layer: tuple[int, ...]
+    block: tuple[PartSeconds, ...]
+    """By kind."""
+    embedding: PartSeconds
+    head: PartSeconds
+
+
+def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
+    """Work out every distinct shape of `table` once."""
+    key = np.zeros(len(table), dtype=np.int64)
+    for name in SHAPE_FIELDS:
+        column = getattr(table, name)
+        key = key * (int(column.max(initial=0)) + 1) + column
+    _, first, shape_of = np.unique(key, return_index=True, return_inverse=True)
+    shapes = [_shape(workload, table, int(row)) for row in first]
+    kinds, kind_of_layer = layer_kinds(workload)
+    model = workload.model
+    return Blocks(
+        shapes,
+        shape_of,
+        kinds,
+        kind_of_layer,
+        tuple(_price(workload, shapes, [block_work(model, layer, shape) for shape in shapes]) for layer in kinds),
+        _price(workload, shapes, [embedding_work(model, shape) for shape in shapes]),
+        _price(workload, shapes, [head_work(model, shape) for shape in shapes], head=True),
+    )
+
+
+def layer_kinds(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A first layer of each kind of block (dense or experts, windowed or not), and the kind of every layer."""
+    model = workload.model
+    known: dict[tuple[bool, int | None], int] = {}
+    first: list[int] = []
+    kind_of_layer = []
+    for layer in range(model.num_hidden_layers):
+        kind = (model.is_moe(layer), model.window(layer))
+        if kind not in known:
+            known[kind] = len(known)
+            first.append(layer)
+        kind_of_layer.append(known[kind])
+    return tuple(first), tuple(kind_of_layer)
+
+
+def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
+    return Shape(
+        micro_batch_size=int(table.micro_batch_size[row]),
+        sequence_length=workload.sequence_length,
+        precision=PRECISIONS[table.precision[row]],
+        documents=workload.documents,
+        device="cuda",
+        tp=int(table.tp[row]),
+        sequence_parallel=bool(table.sequence_parallel[row]) and int(table.tp[row]) > 1,
+        cp=int(table.cp[row]),
+        cp_method=CP_METHODS[table.cp_method[row]],
+        ep=int(table.ep[row]),
+        expert_tp=int(table.expert_tp[row]),
+        expert_imbalance=workload.expert_imbalance,
+        kernels=workload.stack.kernels,
+    )
+
+
+def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
+    compute = np.array([_compute(workload.cluster.accelerator, s, ops, head) for s, ops in zip(shapes, works, strict=True)])
+    columns = compute.reshape(len(shapes), 6).T
+    traffic, counts = _traffic(workload, shapes, works)
+    return PartSeconds(
+        *columns[:5],
+        *(traffic[axis, when] for axis in ("tp", "cp", "ep") for when in PASSES),
+        num_ops=columns[5],
+        num_collectives=counts,
+    )
+
+
+def _compute(accelerator: Accelerator, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
+    """Seconds of products, attention and element-wise work forward, of the two gradients backward; number of operations."""
+    product = attention = elementwise = inputs = weights = count = 0.0
+    dtype = "bf16" if head and shape.precision == "fp8" else shape.precision
+    wide = "bf16" if shape.precision == "fp8" else shape.precision
+    for op in ops:
+        count += 1
+        if op.product is not None:
+            m, n, k, copies = op.product
+            product += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies)
+            inputs += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient")
+            weights += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient")
+        if op.scores is not None:
+            scores = op.scores._asdict()
+            attention += attention_seconds(accelerator, **scores, dtype=wide, backward=False)
+            inputs += attention_seconds(accelerator, **scores, dtype=wide, backward=True)
+        if op.moved_bytes:
+            elementwise += elementwise_seconds(accelerator, op.moved_bytes)
+        if op.backward_moved_bytes:
+            inputs += elementwise_seconds(accelerator, op.backward_moved_bytes)
+    return product, attention, elementwise, inputs, weights, count
+
+
+def _traffic(
+    workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]]
+) -> tuple[dict[tuple[str, str], Floats], Floats]:
+    """Seconds of collectives by axis and pass, and how many there are in a forward pass."""
+    seconds = {(axis, when): np.zeros(len(shapes)) for axis in ("tp", "cp", "ep") for when in PASSES}
+    counts = np.zeros(len(shapes))
+    by_kind: dict[tuple[str, str, str], list[tuple[int, float, int, int]]] = defaultdict(list)
+    for index, (shape, ops) in enumerate(zip(shapes, works, strict=True)):
+        groups = {"tp": (shape.tp, 1), "cp": (shape.cp, shape.tp), "ep": (shape.ep, shape.expert_tp)}
+        for op in ops:
+            for item in op.collectives:
+                size, stride = groups[item.axis]
+                by_kind[item.kind, item.axis, item.when].append((index, item.num_bytes, size, stride))
+                counts[index] += item.when == "forward"
+    for (kind, axis, when), items in by_kind.items():
+        index, num_bytes, size, stride = (np.array(column) for column in zip(*items, strict=True))
+        taken = collective_seconds(workload.cluster, kind, num_bytes.astype(float), size=size, stride=stride)
+        np.add.at(seconds[axis, when], index, taken)
+    return seconds, counts

@@ -1,0 +1,40 @@
+"""The few numbers of the time model that no datasheet gives and no single kernel shows: how a whole step differs from its parts.
+
+Each has its meaning, its range in the literature and where it comes from. Fitted ones are fitted on published runs, all sources
+together, by `benchmarks/plan/cross_validate.py`; what that leaves is told by `docs/validation.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Constants:
+    """How parts make a step."""
+
+    compute_derate: float = 1.06
+    """Time of a product in training over its time alone in a hot loop: cold caches, clocks lowered by power."""
+    host_op_seconds: float = 1.6e-5
+    """Python and the dispatcher need this long to launch one operation of the table, forward; a device that is faster waits."""
+    host_backward_op_seconds: float = 1.6e-5
+    host_collective_seconds: float = 3e-5
+    compiled_host_fraction: float = 0.5
+    """Of the two above, when blocks are compiled."""
+    tensor_parallel_hidden: float = 0.35
+    """Share of tensor-parallel traffic hidden where the stack overlaps it (Megatron's user buffers)."""
+    data_parallel_window: float = 0.9
+    """Share of the compute of a pass that traffic can run beside: the rest has no traffic ready, or none left."""
+    overlap_slowdown: float = 0.1
+    """Compute beside a collective loses this share of the time of the collective: it shares SMs and memory (Calculon 0.15)."""
+    send_exposed: float = 1.0
+    """Share of a pipeline send that a rank waits for where the stack does not overlap it; the warm-up waits always."""
+    straggler_per_doubling: float = 0.006
+    """A step waits for the slowest of its nodes: this share more per doubling of nodes."""
+    step_seconds: float = 5e-3
+    """Per optimizer step: batch to device, loss to host, learning rate, logging."""
+    optimizer_passes: float = 1.2
+    """Bytes the optimizer really moves over what its arithmetic needs: foreach temporaries, norms, zeroing."""
+
+
+CONSTANTS = Constants()
