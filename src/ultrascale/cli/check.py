@@ -13,6 +13,7 @@ from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
+from ultrascale.spec.trainable import expect_trainable
 
 if TYPE_CHECKING:  # imports torch
     from ultrascale.check.compare import Verdict
@@ -57,6 +58,7 @@ def command(arguments: list[str]) -> int:
     path, processes, own_layout, plant, steps, as_json = parsed
     _expect_numbers(processes, steps, rest)
     described = resolve(path, rest).run
+    expect_trainable(described.model, described.layout)
     from ultrascale.check.faults import FAULTS, expect_fault
     from ultrascale.check.prove import cases, prove_all, usual_processes, with_processes
 

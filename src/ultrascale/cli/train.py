@@ -13,6 +13,7 @@ from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
+from ultrascale.spec.trainable import expect_trainable
 from ultrascale.train.metrics import expect_trackers
 from ultrascale.train.run_folder import RunFolder
 
@@ -53,8 +54,9 @@ def command(arguments: list[str]) -> int:
     if processes is not None:
         overrides += ["--layout.dp", str(processes)]
     resolved = resolve(path, overrides, require_data=True).run
+    expect_trainable(resolved.model, resolved.layout)
     expect_trackers(resolved)
-    if "WORLD_SIZE" in os.environ or resolved.layout.dp == 1:
+    if "WORLD_SIZE" in os.environ or resolved.layout.world_size == 1:
         from ultrascale.train.worker import train_or_explain
 
         code = train_or_explain(resolved, allow_changes=allow_changes)
@@ -84,7 +86,7 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool) -> int:
     folder.write_text("requested.toml", to_toml(run))
     ending = launch_local(
         folder.path / "requested.toml",
-        run.layout.dp,
+        run.layout.world_size,
         worker_arguments=("--allow-changes",) if allow_changes else (),
         max_restarts=max_restarts,
         say=say,

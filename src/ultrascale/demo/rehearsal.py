@@ -37,8 +37,8 @@ class Rehearsal:
 
 
 def rehearse(run: Run) -> Rehearsal:
-    """Time the passes of one micro-batch of `run` on `run.layout.dp` processes. Raises RankFailed."""
-    per_rank = run_forked(run.layout.dp, _seconds_on_rank, run)
+    """Time the passes of one micro-batch of `run` on `run.layout.world_size` processes. Raises RankFailed."""
+    per_rank = run_forked(run.layout.world_size, _seconds_on_rank, run)
     flops = hardware_flops_per_token(run.model, run.layout, run.batch.sequence_length)
     flops *= run.layout.micro_batch_size * run.batch.sequence_length
     return Rehearsal({p: flops / max(seconds[p] for seconds in per_rank) for p in PRECISIONS})
@@ -51,7 +51,7 @@ def threads_of_a_rank(num_processes: int) -> int:
 
 
 def _seconds_on_rank(rendezvous: str, run: Run) -> dict[str, float]:
-    torch.set_num_threads(threads_of_a_rank(run.layout.dp))
+    torch.set_num_threads(threads_of_a_rank(run.layout.world_size))
     return {precision: _seconds_of_a_pass(run, precision) for precision in PRECISIONS}
 
 

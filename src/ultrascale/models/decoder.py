@@ -19,6 +19,7 @@ from ultrascale.kernels.norm import rms_norm
 from ultrascale.kernels.rotary import Angles, rotary_angles, rotate
 from ultrascale.kernels.swiglu import swiglu
 from ultrascale.spec.model import Model
+from ultrascale.spec.trainable import expect_trainable
 
 
 class KeyValues(Protocol):
@@ -124,9 +125,13 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model that `model` describes. Build it under `torch.device("meta")` to allocate nothing; it has no buffers."""
+    """The model that `model` describes. Build it under `torch.device("meta")` to allocate nothing; it has no buffers.
+
+    Raises SpecError for a model that can be planned but not run.
+    """
 
     def __init__(self, model: Model):
+        expect_trainable(model)
         super().__init__()
         self.spec = model
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)

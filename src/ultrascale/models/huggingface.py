@@ -24,6 +24,7 @@ from ultrascale.models.tokenizer_files import TOKENIZER_FILES, copy_tokenizer
 from ultrascale.spec.huggingface import from_hf, to_hf
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.trainable import expect_trainable
 from ultrascale.spec.weights import weights
 
 WEIGHTS_FILE = "model.safetensors"
@@ -80,6 +81,7 @@ def export_folder(
     replaces nothing but an earlier export, and nothing that overlaps `source`, the folder the weights came from. Raises
     FolderError if the disk is full.
     """
+    expect_trainable(model)
     _check_state(state, model)
     config = to_hf(model) | {"torch_dtype": str(dtype or next(iter(state.values())).dtype).removeprefix("torch.")}
     with fill_folder(Path(folder), is_ours=is_exported, overwrite=overwrite, source=source) as partial:
@@ -99,11 +101,12 @@ def is_exported(name: str) -> bool:
 def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
     """The model of a Hugging Face folder and its weights under our names, in the dtype they are stored in.
 
-    Raises SpecError naming every tensor that is missing, unknown, there twice, or of another shape or kind, and files that
-    cannot be read.
+    Raises SpecError naming every tensor that is missing, unknown, there twice, or of another shape or kind, files that
+    cannot be read, and what brings a model that can be planned but not run.
     """
     folder = Path(path)
     model = from_hf(folder)
+    expect_trainable(model)
     table = stored_weights(model)
     shapes = {weight.name: weight.shape for weight in weights(model)}
     state: dict[str, Tensor] = {}

@@ -86,9 +86,9 @@ def process_group(
     Raises SpecError if the number of processes is not the layout's.
     """
     world = _world_size(rendezvous)
-    if world != layout.dp:
-        rule = f"the layout is for {layout.dp} processes, but {world} were started"
-        remedy = f"Start {layout.dp} (`--processes {layout.dp}`), or give `--layout.dp {world}`."
+    if world != layout.world_size:
+        rule = f"the layout is for {layout.world_size} processes, but {world} were started"
+        remedy = f"Start {layout.world_size} (`--processes {layout.world_size}`), or give `--layout.dp {world}`."
         raise SpecError([Problem("layout.dp", rule, remedy)])
     here = choose_device(device)
     if here.type == "cuda":

@@ -25,6 +25,7 @@ from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.rules import run_notes
 from ultrascale.spec.run import Run
+from ultrascale.spec.trainable import expect_trainable
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
 from ultrascale.train.evaluate import evaluate
 from ultrascale.train.export import export_checkpoint, keep_tokenizer
@@ -52,6 +53,7 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://") 
     Raises SpecError (the run does not fit the processes, the data or the checkpoint), DataError, CheckpointError,
     NonFiniteError.
     """
+    expect_trainable(run.model, run.layout)
     expect_trackers(run)
     run = with_absolute_paths(run)
     folder = RunFolder.of(run)
@@ -197,7 +199,7 @@ def cluster_of(run: Run, device: torch.device) -> Cluster:
     if run.cluster != "auto":
         return parse_cluster(run.cluster)
     here = this_gpu(device)
-    return parse_cluster(f"{run.layout.dp}x{here.name if here is not None else 'cpu'}")
+    return parse_cluster(f"{run.layout.world_size}x{here.name if here is not None else 'cpu'}")
 
 
 def _due(every: int | None, steps_done: int) -> bool:

@@ -17,6 +17,7 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import run_from_toml, to_toml
 from ultrascale.spec.run import Run
+from ultrascale.spec.trainable import expect_trainable
 from ultrascale.train.corpora import build_loader, with_absolute_paths
 from ultrascale.train.export import PREFIX, tokenizer_of, weights_in
 from ultrascale.train.optimizer import MOMENTS
@@ -68,6 +69,7 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
     Returns the checkpoint. Raises SpecError if the run's model is another one, or the run has checkpoints already, and
     DataError if its data cannot be read.
     """
+    expect_trainable(run.model, run.layout)
     model, weights = import_folder(folder)
     run = with_absolute_paths(run)
     root = RunFolder.of(run).checkpoints
