@@ -34,7 +34,7 @@ class PartSeconds:
     attention: Floats
     elementwise: Floats
     input_gradient: Floats
-    """Products of the backward pass that make the gradient of what a layer read, and all of attention's and element-wise work's."""
+    """Products of the backward pass that make the gradient of what was read, and all of attention's and element-wise work's."""
     weight_gradient: Floats
     tp_forward: Floats
     tp_backward: Floats
@@ -105,6 +105,8 @@ def layer_kinds(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
             known[kind] = len(known)
             first.append(layer)
         kind_of_layer.append(known[kind])
+    # A block of multi-token prediction is one more of the last kind (DeepSeek-V3, section 2.2).
+    kind_of_layer += kind_of_layer[-1:] * model.num_nextn_predict_layers
     return tuple(first), tuple(kind_of_layer)
 
 

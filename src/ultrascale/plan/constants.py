@@ -1,4 +1,4 @@
-"""The few numbers of the time model that no datasheet gives and no single kernel shows: how a whole step differs from its parts.
+"""The few numbers of the time model that no datasheet gives and no single kernel shows: how a step differs from its parts.
 
 Each has its meaning, its range in the literature and where it comes from. Fitted ones are fitted on published runs, all sources
 together, by `benchmarks/plan/cross_validate.py`; what that leaves is told by `docs/validation.md`.

@@ -1,4 +1,4 @@
-"""Many layouts at once: one NumPy column per field, so that a hundred thousand of them are priced in whole-column arithmetic."""
+"""Many layouts at once: a NumPy column per field, so that a hundred thousand of them are priced in whole-column arithmetic."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A whole table of layouts priced at once: where the time of a step goes, and what memory it takes.
 
-    one micro-batch on a rank     blocks x (products, attention, element-wise work, recomputation, exposed collectives of tp, cp, ep)
-    one step on a rank            micro-batches x that + gathers and reductions of data parallelism that computation does not hide
-    one step                      the slowest rank + what it waits for others (the bubble, sends, stragglers) + the optimizer
+    one micro-batch on a rank     blocks x (products, attention, element-wise work, recomputation, exposed tp, cp and ep traffic)
+    one step on a rank            micro-batches x that + gathers and reductions of data parallelism that show
+    one step                      the slowest rank + what it waits for (the bubble, sends, stragglers) + the optimizer
 
 The parts of `PriceTable.waterfall` sum to `step_seconds`. `predict` prices one layout, with its pipeline simulated action by action.
 """
@@ -27,9 +27,10 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
 
 Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
 PARTS = (
-    "compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_sends", "bubble",
-    "optimizer", "rest",
+    "compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_sends",
+    "bubble", "optimizer", "rest",
 )  # fmt: skip
 
 
@@ -42,7 +43,7 @@ class PriceTable:
     step_seconds: Floats
     waterfall: dict[str, Floats]
     memory: Footprint
-    num_micro_batches: NDArray[np.int64]
+    num_micro_batches: Counts
 
     @property
     def tokens_per_second(self) -> Floats:
@@ -145,7 +146,8 @@ class _Passes:
 def _rank_passes(workload: Workload, table: LayoutTable, blocks: Blocks, stages: Stages, constants: Constants) -> _Passes:
     stack = workload.stack
     parts = [part.at(blocks.shape_of) for part in (*blocks.block, blocks.embedding, blocks.head)]
-    weights = np.concatenate([stages.layers, stages.has_embedding[:, None], stages.has_head[:, None]], axis=1)
+    heads = 1 + workload.model.num_nextn_predict_layers
+    weights = np.concatenate([stages.layers, stages.has_embedding[:, None], stages.has_head[:, None] * heads], axis=1)
     in_blocks = weights * (np.arange(len(parts)) < len(blocks.block))[None, :, None]
 
     def sum_of(name: str, counts: Floats = weights) -> Floats:
@@ -199,7 +201,7 @@ def _data_parallel(
     table: LayoutTable,
     stages: Stages,
     passes: _Passes,
-    micro_batches: NDArray[np.int64],
+    micro_batches: Counts,
     constants: Constants,
 ) -> tuple[Floats, Floats]:
     """Exposed seconds of a step's gathers and reductions by sort of rank, and the compute they slow down."""
@@ -269,10 +271,9 @@ def _num_buckets(bucket_bytes: int, total_bytes: Floats, stages: Stages) -> Floa
 
 def _step(
     workload: Workload, table: LayoutTable, stages: Stages, passes: _Passes, data_parallel: Floats, slowed: Floats,
-    micro_batches: NDArray[np.int64], constants: Constants,
+    micro_batches: Counts, constants: Constants,
 ) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
     """The slowest rank's own work, then what it waits for."""
-    pp, v = table.pp, table.virtual_stages
     own = micro_batches * passes.total + data_parallel + slowed
     own = np.where(stages.exists > 0, own, 0.0)
     slowest = own.argmax(axis=0)
@@ -305,7 +306,7 @@ def _bubble(
     passes: _Passes,
     slowest: Floats,
     weight_gradient: Floats,
-    micro_batches: NDArray[np.int64],
+    micro_batches: Counts,
 ) -> Floats:
     """Seconds the slowest rank is idle while the pipeline fills and drains; see `plan.pipeline` for the exact simulation."""
     pp, v = table.pp, table.virtual_stages
@@ -323,7 +324,7 @@ def _bubble(
     return np.where(v_shaped, np.maximum(bubble / 2 - 1.5 * (pp - 1) * weight_gradient, 0.05 * bubble), bubble)
 
 
-def _sends(workload: Workload, table: LayoutTable, micro_batches: NDArray[np.int64], constants: Constants) -> Floats:
+def _sends(workload: Workload, table: LayoutTable, micro_batches: Counts, constants: Constants) -> Floats:
     """Exposed activations and gradients between stages."""
     tokens = table.micro_batch_size * workload.sequence_length / table.cp
     tokens = tokens / np.where(table.sequence_parallel > 0, table.tp, 1)

@@ -1,6 +1,6 @@
 """Who holds what under pipeline parallelism, for a whole table of layouts: layers and parameters of three sorts of ranks.
 
-The model is cut into pp x virtual_stages chunks of equal layers; what is left over goes to the chunks in the middle first, because
+The model is cut into pp x virtual_stages chunks of equal layers; what is left over goes to the middle chunks first, because
 the first holds the embedding and the last the head. Three sorts of ranks tell the whole pipeline: the first, the last, and
 those between, which are equal. Rank r holds chunks r, pp + r, 2 pp + r, ...; in V-shaped schedules r and 2 pp - 1 - r.
 """
@@ -47,13 +47,12 @@ class Stages:
 def cut_stages(workload: Workload, table: LayoutTable) -> Stages:
     """The stages of every layout of `table`."""
     model = workload.model
-    total = model.num_hidden_layers
+    total = model.num_hidden_layers + model.num_nextn_predict_layers
     pp, v = table.pp, table.virtual_stages
     chunks = pp * v
     base, extra = total // chunks, total % chunks
     first_chunk = base + ((extra == chunks - 1) & (chunks > 1))
     last_chunk, middle_chunk = base, base + (extra > 0)
-    middles = np.maximum(chunks - 2, 1)
 
     kinds, kind_of_layer = layer_kinds(workload)
     is_kind = np.array([[k == kind for k in kind_of_layer] for kind in range(len(kinds))])
@@ -74,14 +73,12 @@ def cut_stages(workload: Workload, table: LayoutTable) -> Stages:
     embedding = np.stack([ones, np.where(one, 1.0, 0.0), np.where(one, 1.0, 0.0)])
     head = np.stack([np.where(one | v_shaped, 1.0, 0.0), np.where(one, 1.0, 0.0), np.where(v_shaped & ~one, 0.0, 1.0)])
 
-    dense, expert = parameters_by_kind(workload)
+    per_layer, expert = parameters_by_kind(workload, table)
     outside_embedding, outside_head, tied = _outside(workload, table)
-    tp = table.tp
     expert_cut = table.ep * table.expert_tp
-    per_layer = np.array(dense)[:, None] / tp
     dense_parameters = (layers * per_layer).sum(axis=1) + embedding * outside_embedding
     dense_parameters = dense_parameters + head * np.where(tied & (embedding > 0), 0.0, outside_head)
-    expert_parameters = (layers * (np.array(expert)[:, None] / expert_cut)).sum(axis=1)
+    expert_parameters = (layers * (expert[:, None] / expert_cut)).sum(axis=1)
     root = embedding * outside_embedding + head * np.where(tied & (embedding > 0), 0.0, outside_head)
     chunk_layers = np.stack([np.maximum(first_chunk, middle_chunk * (v > 1)), middle_chunk, np.maximum(last_chunk, 0)])
     return Stages(
@@ -97,14 +94,13 @@ def cut_stages(workload: Workload, table: LayoutTable) -> Stages:
     )
 
 
-def parameters_by_kind(workload: Workload) -> tuple[list[float], list[float]]:
-    """Parameters of one block of each kind: dense ones, and those of routed experts."""
-    dense, expert = [], []
-    for layer in layer_kinds(workload)[0]:
-        rows = list(layer_weights(workload.model, layer))
-        dense.append(float(sum(w.numel for w in rows if not w.is_expert)))
-        expert.append(float(sum(w.numel for w in rows if w.is_expert)))
-    return dense, expert
+def parameters_by_kind(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
+    """Parameters of one block of each kind: dense ones on one rank of tp, [kinds, layouts]; all routed experts, [kinds]."""
+    rows = [list(layer_weights(workload.model, layer)) for layer in layer_kinds(workload)[0]]
+    ways, which = np.unique(table.tp, return_inverse=True)
+    dense = [[sum(w.local_numel(tp=int(tp)) for w in kind if not w.is_expert) for tp in ways] for kind in rows]
+    expert = [sum(w.numel for w in kind if w.is_expert) for kind in rows]
+    return np.array(dense, dtype=float)[:, which], np.array(expert, dtype=float)
 
 
 def _outside(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats, bool]:
