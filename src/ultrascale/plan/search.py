@@ -1,0 +1,185 @@
+"""The best layouts of a cluster: all legal ones bounded, the promising ones priced, the best few simulated, ranked, compared.
+
+    plan.space   every legal layout, tens of thousands of rows
+    plan.bounds  rows that cannot fit, or cannot matter, leave
+    plan.price   the rest in chunks, those with the least time first, so that bounds bite early
+    predict      the best `exact` of them again, one by one, with their pipelines simulated
+
+Layouts closer to the fastest than the model can tell apart (`TIE`) are one group: which of them is fastest is for a measurement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.bounds import memory_floor, time_floor
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.price import Prediction, predict, price
+from ultrascale.plan.space import Asked, Refusal, Space, legal_layouts
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import Problem, SpecError
+
+Floats = NDArray[np.float64]
+CHUNK = 16_384
+"""Layouts priced at once: small enough that their columns stay in the cache, large enough that NumPy's calls do not show."""
+KEPT = 256
+"""Layouts that pruning must not lose: the ranking is right down to here."""
+TIE = 0.02
+"""Difference of two step times on one cluster below which the model cannot tell them apart (`docs/validation.md`)."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Every legal layout with what is known about it; `nan` where a bound was enough."""
+
+    space: Space
+    step_seconds: Floats
+    peak_bytes: Floats
+    """Reserved memory and what lies outside torch; for rows that were not priced the least it can be."""
+    fits: NDArray[np.bool_]
+    too_large: NDArray[np.bool_]
+    """Dropped because the training state alone is more than the device."""
+    too_slow: NDArray[np.bool_]
+    """Dropped because others are faster in no more memory."""
+
+    @property
+    def table(self) -> LayoutTable:
+        return self.space.table
+
+    @property
+    def was_priced(self) -> NDArray[np.bool_]:
+        return ~self.too_large & ~self.too_slow
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found."""
+
+    workload: Workload
+    priced: Priced
+    ranked: tuple[Prediction, ...]
+    """Layouts that fit, the fastest first."""
+    front: tuple[Prediction, ...]
+    """Layouts that fit and that no other beats in both time and memory, the fastest first."""
+    smallest: Prediction | None
+    """The layout that needs the least memory, whether it fits or not; None if there is no legal layout."""
+    seconds: float
+    """What the search took."""
+
+    @property
+    def best(self) -> Prediction | None:
+        return self.ranked[0] if self.ranked else None
+
+    @property
+    def num_tied(self) -> int:
+        """Layouts at the head of the ranking that the model cannot tell apart."""
+        return sum(one.step_seconds <= self.ranked[0].step_seconds * (1 + TIE) for one in self.ranked)
+
+    @property
+    def refused(self) -> tuple[Refusal, ...]:
+        return self.priced.space.refused
+
+
+def search(
+    workload: Workload,
+    *,
+    base: Layout | None = None,
+    asked: Asked | None = None,
+    exact: int = 64,
+    prunes: bool = True,
+) -> SearchResult:
+    """Rank all legal layouts of the workload's cluster.
+
+    `base` gives the fields of a layout that are not searched, `asked` holds searched fields to given values. The best `exact`
+    layouts are predicted one by one. `prunes` False prices every layout. Raises SpecError if no layout is legal.
+    """
+    started = time.perf_counter()
+    space = legal_layouts(workload, base=base, asked=asked)
+    if not len(space.table):
+        raise SpecError([_nothing_legal(workload, space)])
+    priced = price_all(workload, space, kept=KEPT, prunes=prunes)
+    order = _fastest(priced, KEPT)
+    ranked = _predict_all(workload, priced, order[:exact])
+    front = [one for one in _front(priced) if one not in set(order[:exact].tolist())]
+    on_front = pareto([*ranked, *_predict_all(workload, priced, front)])
+    smallest = predict(workload, space.table.layout(int(np.argmin(priced.peak_bytes))))
+    return SearchResult(workload, priced, tuple(ranked), tuple(on_front), smallest, time.perf_counter() - started)
+
+
+def price_all(workload: Workload, space: Space, *, kept: int, prunes: bool = True) -> Priced:
+    """Bound or price every layout of `space`; the `kept` fastest that fit and the front of time and memory are right."""
+    table = space.table
+    least_bytes, least_seconds = memory_floor(workload, table), time_floor(workload, table)
+    seconds, peak, fits = np.full(len(table), np.nan), least_bytes.copy(), np.zeros(len(table), dtype=bool)
+    too_large = least_bytes > workload.cluster.accelerator.memory_bytes.value
+    if not prunes or too_large.all():
+        too_large = np.zeros_like(too_large)
+    too_slow = np.zeros(len(table), dtype=bool)
+    waiting = np.flatnonzero(~too_large)
+    waiting = waiting[np.argsort(least_seconds[waiting], kind="stable")]
+    while len(waiting):
+        chunk, waiting = waiting[:CHUNK], waiting[CHUNK:]
+        prices = price(workload, table.take(chunk))
+        seconds[chunk], peak[chunk], fits[chunk] = prices.step_seconds, prices.memory.reserved, prices.fits
+        if prunes and len(waiting):
+            drop = _cannot_matter(least_seconds[waiting], least_bytes[waiting], seconds[fits], peak[fits], kept)
+            too_slow[waiting[drop]] = True
+            waiting = waiting[~drop]
+    return Priced(space, seconds, peak, fits, too_large, too_slow)
+
+
+def _cannot_matter(least_seconds: Floats, least_bytes: Floats, seconds: Floats, peak: Floats, kept: int) -> NDArray[np.bool_]:
+    """Which layouts can be neither among the `kept` fastest nor on the front, given what has been priced and fits."""
+    if len(seconds) < kept:
+        return np.zeros(len(least_seconds), dtype=bool)
+    slowest_kept = np.partition(seconds, kept - 1)[kept - 1]
+    order = np.argsort(seconds)
+    least_peak = np.minimum.accumulate(peak[order])
+    faster = np.searchsorted(seconds[order], least_seconds, side="right") - 1
+    dominated = (faster >= 0) & (least_peak[np.maximum(faster, 0)] <= least_bytes)
+    return (least_seconds > slowest_kept) & dominated
+
+
+def _fastest(priced: Priced, count: int) -> NDArray[np.intp]:
+    """Numbers of the fastest rows that fit."""
+    fitting = np.flatnonzero(priced.fits)
+    return fitting[np.argsort(priced.step_seconds[fitting], kind="stable")][:count]
+
+
+def _front(priced: Priced) -> list[int]:
+    """Numbers of the rows that fit and that no row beats in both time and memory."""
+    order = _fastest(priced, len(priced.fits))
+    if not len(order):
+        return []
+    peak = priced.peak_bytes[order]
+    before = np.concatenate([[np.inf], np.minimum.accumulate(peak)[:-1]])
+    return order[peak < before].tolist()
+
+
+def _predict_all(workload: Workload, priced: Priced, rows: Sequence[int] | NDArray[np.intp]) -> list[Prediction]:
+    """Exact prices of these rows, the fastest first; those that turn out not to fit are left out."""
+    found = [predict(workload, priced.table.layout(int(row))) for row in rows]
+    return sorted((one for one in found if one.memory.fits), key=lambda one: one.step_seconds)
+
+
+def pareto(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Those that no other beats in both time and memory, the fastest first."""
+    front: list[Prediction] = []
+    for one in sorted(predictions, key=lambda p: (p.step_seconds, float(p.memory.reserved))):
+        if not front or one.memory.reserved < front[-1].memory.reserved:
+            front.append(one)
+    return front
+
+
+def _nothing_legal(workload: Workload, space: Space) -> Problem:
+    """Why there is nothing to search."""
+    gpus = workload.cluster.num_accelerators
+    reasons = "; ".join(f"{one.family} {one.reason}" for one in space.refused[:3])
+    rule = f"no layout of {gpus} devices is legal" + (f": {reasons}" if reasons else "")
+    return Problem("layout", rule, "Free one of the settings, or choose another number of GPUs or sequences per batch.")

@@ -1,0 +1,331 @@
+"""All legal layouts of N devices, as columns, and what was left out with its reason.
+
+Two levels. A *cut* divides the model and its work: (tp, cp, pp, virtual stages, schedule, ep, expert_tp), with dp what remains of N.
+There are hundreds of them, walked in plain Python; each rule that refuses one is counted. Inside a cut, (ZeRO stage, shard size,
+micro-batch, recomputation) is a product of short lists, made once per (dp, kind of pipeline) and repeated in NumPy.
+
+Left out of a search, because another layout is at least as fast in no more memory: tensor parallelism without sequence parallelism
+(same traffic, more activations), AFAB (1F1B has the same bubble and holds fewer micro-batches) and DualPipe (DualPipe-V has the
+same bubble and holds the weights once). Asking for one by name brings it back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
+from ultrascale.plan.trainers import abilities
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import Layout
+
+MIN_TOKENS_PER_CP_RANK = 4096
+"""Shorter shares of a sequence leave context parallelism nothing to hide its exchange behind (Liu et al. 2023, ring attention)."""
+MAX_TOKENS_PER_MICRO_BATCH = 2**17
+"""Of one rank and one forward pass. Products are at their best far below it."""
+TWO_CHUNKS = ("zb-v", "dualpipe", "dualpipe-v")
+DOMINATED = {
+    "afab": "1f1b has the same bubble and holds fewer micro-batches",
+    "dualpipe": "dualpipe-v has the same bubble and holds the weights once",
+}
+Asked = Mapping[str, Sequence[Any]]
+"""Fields of `Layout` that are given: to the values that are searched."""
+
+
+class Cut(NamedTuple):
+    """How the model and its work are divided."""
+
+    tp: int
+    sequence_parallel: bool
+    cp: int
+    cp_method: str
+    pp: int
+    virtual_stages: int
+    schedule: str
+    dp: int
+    ep: int
+    expert_tp: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A family of layouts that is not in the search."""
+
+    family: str
+    reason: str
+    count: int
+    """Layouts of it that were left out, or ways to cut where no layout of the family can be formed."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched."""
+
+    table: LayoutTable
+    refused: tuple[Refusal, ...]
+
+
+@dataclass
+class _Rules:
+    """What is asked for and what the trainer can do; counts what it refuses."""
+
+    workload: Workload
+    base: Layout
+    asked: Asked
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def choose(self, name: str, usual: Sequence[Any]) -> list[Any]:
+        """The values of a field: those asked for, else the usual ones."""
+        return list(self.asked.get(name, usual))
+
+    def allows(self, name: str, value: Any) -> bool:
+        return name not in self.asked or value in self.asked[name]
+
+    def refuse(self, family: str, reason: str) -> None:
+        self.refused[family, reason] += 1
+
+
+def legal_layouts(workload: Workload, *, base: Layout | None = None, asked: Asked | None = None) -> Space:
+    """Every layout of all the cluster's devices that `workload` and its stack allow.
+
+    `base` gives the fields that are not searched (precision, buckets, offload); `asked` holds searched fields to given values.
+    """
+    rules = _Rules(workload, base or Layout(precision="bf16"), asked or {})
+    cuts = list(_cuts(rules))
+    by_inside: dict[tuple[int, str, int], list[Cut]] = {}
+    for cut in cuts:
+        by_inside.setdefault((cut.dp, cut.schedule if cut.pp > 1 else "", cut.pp), []).append(cut)
+    tables = []
+    for (dp, schedule, pp), members in by_inside.items():
+        for share in sorted({cut.tp * cut.cp for cut in members}):
+            rows = _inside(rules, dp, schedule, pp, share)
+            same = [cut for cut in members if cut.tp * cut.cp == share]
+            if len(rows) and same:
+                tables.append(_product(same, rows, rules))
+    table = LayoutTable.concatenate(tables) if tables else LayoutTable.of([])
+    found = sorted(rules.refused.items(), key=lambda item: -item[1])
+    return Space(table, tuple(Refusal(family, reason, count) for (family, reason), count in found))
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Divisors in ascending order."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def _cuts(rules: _Rules) -> Iterator[Cut]:
+    gpus = rules.workload.cluster.num_accelerators
+    for tp, sequence_parallel in _tensor(rules, gpus):
+        for cp, method in _context(rules, gpus // tp, tp):
+            for pp, virtual_stages, schedule in _pipeline(rules, gpus // (tp * cp)):
+                dp = gpus // (tp * cp * pp)
+                if not rules.allows("dp", dp):
+                    continue
+                if rules.workload.sequences_per_batch % dp:
+                    rules.refuse(f"dp = {dp}", f"does not divide the batch of {rules.workload.sequences_per_batch} sequences")
+                    continue
+                for ep, expert_tp in _experts(rules, tp, tp * cp * dp):
+                    yield Cut(tp, sequence_parallel, cp, method, pp, virtual_stages, schedule, dp, ep, expert_tp)
+
+
+def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
+    model, stack = rules.workload.model, rules.workload.stack
+    per_node = rules.workload.cluster.node.num_accelerators
+    for tp in divisors(gpus):
+        if tp > model.num_attention_heads or not rules.allows("tp", tp):
+            continue
+        broken = tensor_problem(model, tp)
+        if tp > 1 and not abilities(stack).tensor:
+            rules.refuse("tp", f"{stack.name} has no tensor parallelism")
+        elif broken:
+            rules.refuse(f"tp = {tp}", broken)
+        elif tp > per_node and "tp" not in rules.asked:
+            rules.refuse(
+                f"tp = {tp}", f"leaves the node of {per_node}, where it costs most; --tp {tp} searches it all the same"
+            )
+        else:
+            for sequence_parallel in rules.choose("sequence_parallel", (True,)):
+                if sequence_parallel and tp > 1 and rules.workload.sequence_length % tp:
+                    rules.refuse(f"tp = {tp}", f"does not divide the sequence of {rules.workload.sequence_length}")
+                else:
+                    yield tp, sequence_parallel
+
+
+def tensor_problem(model: Any, tp: int) -> str | None:
+    """Why tp cannot cut the heads and the MLP of `model`; None if it can. Key/value heads may be repeated, not split."""
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    if heads % tp:
+        return f"does not divide {heads} attention heads"
+    if groups % tp and tp % groups:
+        return f"neither divides nor is a multiple of {groups} key/value heads"
+    if model.intermediate_size % tp:
+        return f"does not divide the MLP's {model.intermediate_size}"
+    return None
+
+
+def _context(rules: _Rules, gpus: int, tp: int) -> Iterator[tuple[int, str]]:
+    stack, length = rules.workload.stack, rules.workload.sequence_length
+    methods = abilities(stack).cp_methods
+    for cp in divisors(gpus):
+        if not rules.allows("cp", cp):
+            continue
+        if cp == 1:
+            yield 1, "ring"
+            continue
+        if "cp" not in rules.asked and length // cp < MIN_TOKENS_PER_CP_RANK:
+            reason = f"leaves a rank fewer than {MIN_TOKENS_PER_CP_RANK} of {length} tokens"
+            rules.refuse("cp", reason)
+            return
+        if not methods:
+            rules.refuse("cp", f"{stack.name} has no context parallelism")
+            return
+        for method in rules.choose("cp_method", methods):
+            if method not in methods:
+                rules.refuse(f"cp_method {method}", f"{stack.name} has {', '.join(methods)}")
+            elif broken := context_problem(rules.workload, cp, method, tp):
+                rules.refuse(f"cp = {cp}, {method}", broken)
+            else:
+                yield cp, method
+
+
+def context_problem(workload: Workload, cp: int, method: str, tp: int) -> str | None:
+    """Why cp cannot cut the sequence this way; None if it can. Zigzag gives each rank two pieces, all-to-all cuts heads."""
+    if workload.sequence_length % (2 * cp * tp):
+        return f"2 x cp x tp = {2 * cp * tp} does not divide the sequence of {workload.sequence_length}"
+    if method == "all-to-all" and workload.model.num_key_value_heads % (cp * tp):
+        return f"cp x tp = {cp * tp} does not divide {workload.model.num_key_value_heads} key/value heads"
+    return None
+
+
+def _pipeline(rules: _Rules, gpus: int) -> Iterator[tuple[int, int, str]]:
+    stack, layers = rules.workload.stack, rules.workload.model.num_hidden_layers
+    can = abilities(stack).schedules
+    for pp in divisors(gpus):
+        if not rules.allows("pp", pp):
+            continue
+        if pp == 1:
+            if rules.allows("virtual_stages", 1):
+                yield 1, 1, "1f1b"
+        elif not can:
+            rules.refuse("pp", f"{stack.name} has no pipeline")
+        elif pp > layers:
+            rules.refuse(f"pp = {pp}", f"more stages than the {layers} layers")
+        else:
+            yield from ((pp, chunks, schedule) for chunks, schedule in _schedules(rules, pp, can))
+
+
+def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    layers = rules.workload.model.num_hidden_layers
+    for schedule in rules.choose("schedule", [name for name in can if name not in DOMINATED]):
+        if schedule not in can:
+            rules.refuse(f"schedule {schedule}", f"{rules.workload.stack.name} has {', '.join(can)}")
+        elif schedule == "dualpipe" and pp % 2:
+            rules.refuse(f"pp = {pp}, dualpipe", "needs an even number of stages")
+        else:
+            for chunks in chunks_per_rank(schedule, pp, layers):
+                if not rules.allows("virtual_stages", chunks):
+                    continue
+                if pp * chunks > layers:
+                    rules.refuse(f"{schedule}, pp = {pp}", f"{pp * chunks} stages are more than the {layers} layers")
+                else:
+                    yield chunks, schedule
+    if "schedule" not in rules.asked:
+        for name in DOMINATED:
+            if name in can:
+                rules.refuse(f"schedule {name}", DOMINATED[name])
+
+
+def chunks_per_rank(schedule: str, pp: int, num_layers: int) -> tuple[int, ...]:
+    """Pieces of the model that a rank may hold: the divisors of its layers where the schedule interleaves them."""
+    if schedule == "interleaved":
+        return tuple(n for n in divisors(-(-num_layers // pp)) if n > 1)
+    return (2,) if schedule in TWO_CHUNKS else (1,)
+
+
+def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
+    experts = getattr(rules.workload.model, "num_experts", 0) or 0
+    can = abilities(rules.workload.stack)
+    if not experts:
+        yield 1, 1
+        return
+    for expert_tp in rules.choose("expert_tp", sorted({1, tp} if can.expert_tensor else {1})):
+        for ep in divisors(experts):
+            if not rules.allows("ep", ep) or (ep > 1 and not can.experts):
+                continue
+            if ranks % (ep * expert_tp):
+                rules.refuse(f"ep = {ep}, expert_tp = {expert_tp}", "do not divide tp x cp x dp")
+            else:
+                yield ep, expert_tp
+
+
+def _inside(rules: _Rules, dp: int, schedule: str, pp: int, share: int) -> NDArray[np.int64]:
+    """Rows of (zero_stage, dp_shard, micro_batch_size, recompute, recompute_every); `share` is tp x cp."""
+    states = [(stage, shard) for stage in _zero_stages(rules, dp, schedule) for shard in _shards(rules, stage, dp, share)]
+    sizes = [size for size in _micro_batch_sizes(rules, dp) if _suits(rules, schedule, pp, dp, size)]
+    ways = []
+    for way in rules.choose("recompute", abilities(rules.workload.stack).recompute):
+        every = rules.choose("recompute_every", (2,)) if way == "every-k" else (2,)
+        ways += [(RECOMPUTE.index(way), each) for each in every]
+    rows = [(*state, size, *way) for state in states for size in sizes for way in ways]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 5)
+
+
+def _zero_stages(rules: _Rules, dp: int, schedule: str) -> list[int]:
+    can = abilities(rules.workload.stack)
+    stages = can.zero_stages_with_pipeline if schedule else can.zero_stages
+    if "zero_stage" in rules.asked:
+        return [stage for stage in rules.asked["zero_stage"] if stage in stages]
+    return [min(stages)] if dp == 1 else list(stages)
+
+
+def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
+    """Sizes of the groups that hold one copy of the state: all of dp, or from a node's ranks upward by fours."""
+    if stage == 0:
+        return [1] if rules.allows("dp_shard", 1) else []
+    if "dp_shard" in rules.asked:
+        return [dp if shard is None else shard for shard in rules.asked["dp_shard"] if shard is None or dp % shard == 0]
+    if not abilities(rules.workload.stack).hybrid:
+        return [dp]
+    size, sizes = max(2, rules.workload.cluster.node.num_accelerators // share), [dp]
+    while size < dp:
+        if dp % size == 0:
+            sizes.append(size)
+        size *= 4
+    return sizes
+
+
+def _micro_batch_sizes(rules: _Rules, dp: int) -> list[int]:
+    per_rank = rules.workload.sequences_per_batch // dp
+    limit = max(1, MAX_TOKENS_PER_MICRO_BATCH // rules.workload.sequence_length)
+    if "micro_batch_size" in rules.asked:
+        return [n for n in divisors(per_rank) if n in rules.asked["micro_batch_size"]]
+    return [n for n in divisors(per_rank) if n <= limit]
+
+
+def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
+    """Whether the micro-batches of a step suit the schedule."""
+    count = rules.workload.sequences_per_batch // (dp * size)
+    if schedule == "interleaved" and count % pp:
+        rules.refuse("interleaved", "micro-batches are no multiple of pp")
+        return False
+    if schedule in ("dualpipe", "dualpipe-v") and count < 2 * pp:
+        rules.refuse(schedule, "fewer than 2 x pp micro-batches")
+        return False
+    return True
+
+
+def _product(cuts: Sequence[Cut], rows: NDArray[np.int64], rules: _Rules) -> LayoutTable:
+    """Each of `cuts` with each of `rows`."""
+    whole = replace(rules.base, zero_stage=0, dp_shard=None, layers_per_stage=None)
+    of_cut = LayoutTable.of([replace(whole, **cut._asdict()) for cut in cuts])
+    table = of_cut.take(np.repeat(np.arange(len(cuts)), len(rows)))
+    columns = dict(zip(("zero_stage", "dp_shard", "micro_batch_size", "recompute", "recompute_every"), rows.T, strict=True))
+    repeated = {name: np.tile(column, len(cuts)) for name, column in columns.items()}
+    return LayoutTable(**{**vars(table), **repeated})

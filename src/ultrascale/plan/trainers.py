@@ -1,0 +1,66 @@
+"""Which layouts a trainer can run at all: the axes, ZeRO stages, schedules and ways to recompute of each stack.
+
+`spec.stack` says what a program keeps in memory and hides behind computation; this table says what it lets one ask for. A search for
+a stack stays inside it. Read off each trainer's arguments (versions of 2025 and 2026); `plan.flags` prints them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.stack import STACKS, Stack
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What one trainer can be asked for."""
+
+    zero_stages: tuple[int, ...]
+    zero_stages_with_pipeline: tuple[int, ...] = ()
+    hybrid: bool = False
+    """The training state can be cut over a part of the data-parallel ranks, and repeated by the others."""
+    tensor: bool = True
+    cp_methods: tuple[str, ...] = ()
+    """Empty: no context parallelism."""
+    schedules: tuple[str, ...] = ()
+    """Empty: no pipeline."""
+    experts: bool = False
+    expert_tensor: bool = False
+    recompute: tuple[str, ...] = ("none", "full")
+
+
+ABILITIES: dict[str, Abilities] = {
+    "ultrascale": Abilities(
+        (0, 1, 2, 3), (0, 1, 2, 3), True, True, ("ring", "all-gather", "all-to-all"),
+        ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"), True, True,
+        ("none", "selective", "full", "every-k"),
+    ),
+    # fully_shard always: reshard_after_forward "never" is stage 2, "always" 3.
+    "torchtitan": Abilities(
+        (2, 3), (2, 3), True, True, ("ring", "all-gather"), ("1f1b", "afab", "interleaved", "zb-v", "dualpipe-v"), True, True,
+        ("none", "selective", "full", "every-k"),
+    ),
+    # --use-distributed-optimizer is stage 1; --num-distributed-optimizer-instances makes it hybrid.
+    "megatron": Abilities(
+        (0, 1), (0, 1), True, True, ("ring", "all-gather", "all-to-all"), ("1f1b", "interleaved"), True, True,
+        ("none", "selective", "full"),
+    ),
+    "nanotron": Abilities((0, 1), (0, 1), False, True, (), ("1f1b", "afab"), True, False, ("none", "full")),
+    # Composer's FSDP: NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD.
+    "llm-foundry": Abilities((0, 2, 3), (), True, False, (), (), False, False, ("none", "full")),
+    # Megatron-DeepSpeed: its pipeline runs with ZeRO 0 and 1, Ulysses is the all-to-all form of context parallelism.
+    "deepspeed": Abilities((0, 1, 2, 3), (0, 1), True, True, ("all-to-all",), ("1f1b",), True, False, ("none", "full")),
+}  # fmt: skip
+
+
+def abilities(stack: Stack) -> Abilities:
+    """What `stack` can run; a stack of one's own can run everything."""
+    return ABILITIES.get(stack.name, ABILITIES["ultrascale"])
+
+
+def stack_called(name: str) -> Stack:
+    """The stack of this name. Raises SpecError with the names there are."""
+    if name in STACKS:
+        return STACKS[name]
+    raise SpecError([Problem("stack", f"there is no trainer called {name!r}", f"Choose one of {', '.join(STACKS)}.")])
