@@ -85,6 +85,18 @@ class Node:
     """Between the accelerators of the node. None: measured at run time."""
     inter_link: Link | None
     """From this node to others, all network cards together. None: it stands alone."""
+    num_network_cards: int | None = None
+    """Cards the bandwidth of `inter_link` is spread over; one rank alone drives one. None: as many as accelerators."""
+
+
+@dataclass(frozen=True)
+class Spine:
+    """The switches above the leaves. Without one every node reaches every other at full speed."""
+
+    nodes_per_leaf: int
+    """Nodes whose cards end in the same leaf switches: NVIDIA's and most clouds' units have 16 to 32."""
+    oversubscription: float
+    """Bandwidth of the nodes of a leaf over that of the leaf's uplinks; 1 is a full fat tree."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,8 @@ class Cluster:
     name: str
     node: Node
     num_accelerators: int
+    spine: Spine | None = None
+    """Switches above the leaves, where they carry less than the nodes send. None: nothing is lost there."""
 
     @property
     def accelerator(self) -> Accelerator:
