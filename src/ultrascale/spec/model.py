@@ -15,75 +15,30 @@ attention (DeepSeek-V2, section 2.1): queries, keys and values are made from nar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from ultrascale.spec.problems import Problem
+from ultrascale.spec.rope_scaling import RopeScaling as RopeScaling
 
-RANGES = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), (1, 10_000)) | dict.fromkeys(
-    ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"), (1, 2**31 - 1)
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "sliding_window_interval")
+_OPTIONAL_SIZES = (
+    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+_LIMITS = (
+    (("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), (1, 10_000)),
+    ((*_SIZES, "q_lora_rank", "kv_lora_rank", "n_group", "topk_group"), (1, 2**31 - 1)),
+    (_OPTIONAL_SIZES, (0, 2**31 - 1)),
+    (("first_k_dense_replace", "num_nextn_predict_layers"), (0, 10_000)),
 )
+RANGES = {key: limits for keys, limits in _LIMITS for key in keys}
 """Lowest and highest value of whole numbers. The highest are far above any model: they catch slips of the finger."""
 ModelType = Literal[
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3",
     "gpt_oss", "nemotron", "grok",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched past the length they were trained for."""
-
-    rope_type: Literal["llama3", "yarn"]
-    factor: float
-    """Context is stretched by this factor."""
-    original_max_position_embeddings: int
-    low_freq_factor: float = 1.0
-    """llama3: wavelengths longer than original / low_freq_factor are divided by `factor`."""
-    high_freq_factor: float = 4.0
-    """llama3: wavelengths shorter than original / high_freq_factor are kept."""
-    beta_fast: float = 32.0
-    """yarn: dimensions that turn more often than this over the original length are kept."""
-    beta_slow: float = 1.0
-    """yarn: dimensions that turn less often than this are divided by `factor`."""
-    attention_factor: float | None = None
-    """yarn: scale of cos and sin; None means 0.1 ln(factor) + 1."""
-    truncate: bool = True
-    """yarn: the bounds of `beta_fast` and `beta_slow` are rounded to whole dimensions (GPT-OSS: they are not)."""
-    mscale: float | None = None
-    """yarn, DeepSeek: cos and sin are scaled by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) ..."""
-    mscale_all_dim: float | None = None
-    """... and scores by (0.1 mscale_all_dim ln(factor) + 1)^2."""
-
-    def problems(self) -> list[Problem]:
-        """Every rule the fields break, with keys relative to `model.rope_scaling`."""
-        found: list[Problem] = []
-
-        def expect(holds: bool, key: str, rule: str, remedy: str) -> None:
-            if not holds:
-                found.append(Problem(f"model.rope_scaling.{key}", rule, remedy))
-
-        expect(self.factor >= 1, "factor", f"must be at least 1, is {self.factor}", "A factor of 1 changes nothing.")
-        original = self.original_max_position_embeddings
-        expect(original >= 1, "original_max_position_embeddings", f"must be at least 1, is {original}", "Llama 3 has 8192.")
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            rule = f"must be above 0 and below {high} = {getattr(self, high)}, is {getattr(self, low)}"
-            expect(0 < getattr(self, low) < getattr(self, high), low, rule, "1.0 is usual.")
-        positive = self.attention_factor is None or self.attention_factor > 0
-        expect(positive, "attention_factor", f"must be above 0, is {self.attention_factor}", 'Leave it out, or "none".')
-        for key, default in _UNREAD_ROPE_FIELDS[self.rope_type].items():
-            expect(getattr(self, key) == default, key, f"has no effect for rope_type = {self.rope_type}", "Leave it out.")
-        return found
-
-
-# Fields that a type of scaling does not read, and their defaults.
-_UNREAD_ROPE_FIELDS: dict[str, dict[str, float | None]] = {
-    "llama3": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None, "truncate": True, "mscale": None,
-        "mscale_all_dim": None,
-    },
-    "yarn": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,7 +89,7 @@ class Model:
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     num_experts: int = 0
-    """Experts a layer, X. 0: a dense model, and none of the fields down to `num_nextn_predict_layers` may be set."""
+    """Experts a layer, X. 0: a dense model, and none of the fields down to `router_aux_loss_coef` may be set."""
     num_experts_per_tok: int = 0
     """Experts that each token visits."""
     moe_intermediate_size: int = 0
@@ -190,6 +145,11 @@ class Model:
         return self.v_head_dim if self.latent_attention else self.head_dim
 
     @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that turn with rotary positions."""
+        return self.qk_rope_head_dim if self.latent_attention else int(self.head_dim * self.partial_rotary_factor)
+
+    @property
     def latent_attention(self) -> bool:
         """Whether keys and values are made from one narrow projection (DeepSeek's MLA)."""
         return self.kv_lora_rank is not None
@@ -220,45 +180,117 @@ class Model:
 
         def expect(holds: bool, key: str, rule: str, remedy: str) -> None:
             if not holds:
-                found.append(Problem(f"model.{key}", rule, remedy))
+                found.append(Problem(f"model.{key}", f"{rule}, is {getattr(self, key)}", remedy))
 
         for key, (low, high) in RANGES.items():
             value = getattr(self, key)
-            expect(low <= value <= high, key, f"must be from {low} to {high}, is {value}", "Give a number in this range.")
+            holds = value is None or low <= value <= high
+            expect(holds, key, f"must be from {low} to {high}", "Give a number in this range.")
         if not found:
-            heads, groups = self.num_attention_heads, self.num_key_value_heads
-            expect(
-                heads % groups == 0, "num_key_value_heads",
-                f"must divide num_attention_heads = {heads}, is {groups}",
-                f"Choose one of {[g for g in range(1, heads + 1) if heads % g == 0]}.",
-            )  # fmt: skip
-            expect(
-                self.position_embedding != "rotary" or self.head_dim % 2 == 0, "head_dim",
-                f"must be even for rotary positions, is {self.head_dim}",
-                f"Use {self.head_dim + 1}, or position_embedding = \"learned\".",
-            )  # fmt: skip
-        expect(
-            self.sliding_window is None or self.sliding_window >= 1, "sliding_window",
-            f"must be at least 1, is {self.sliding_window}", "Leave it out for full attention.",
-        )  # fmt: skip
-        expect(
-            self.max_window_layers >= 0, "max_window_layers",
-            f"must be at least 0, is {self.max_window_layers}", "0 puts the window on every layer.",
-        )  # fmt: skip
-        expect(
-            self.no_rope_layer_interval is None or self.no_rope_layer_interval >= 1, "no_rope_layer_interval",
-            f"must be at least 1, is {self.no_rope_layer_interval}", 'Leave it out, or "none".',
-        )  # fmt: skip
-        if self.position_embedding == "learned":
-            for key, default in (("rope_theta", 10000.0), ("rope_scaling", None), ("no_rope_layer_interval", None)):
-                holds = getattr(self, key) == default
-                expect(holds, key, "has no effect with learned positions", 'Leave it out, or position_embedding = "rotary".')
-        elif self.rope_scaling is not None:
+            _expect_heads(self, expect)
+            _expect_experts(self, expect)
+            _expect_latent_attention(self, expect)
+        window = self.sliding_window
+        expect(window is None or window >= 1, "sliding_window", "must be at least 1", "Leave it out for full attention.")
+        expect(self.max_window_layers >= 0, "max_window_layers", "must be at least 0", "0 puts the window on every layer.")
+        alone = self.sliding_window_interval == 1 or window is not None
+        expect(alone, "sliding_window_interval", "has no effect without sliding_window", "Leave it out, or set both.")
+        interval = self.no_rope_layer_interval
+        expect(interval is None or interval >= 1, "no_rope_layer_interval", "must be at least 1", 'Leave it out, or "none".')
+        _expect_positions(self, expect)
+        if self.position_embedding == "rotary" and self.rope_scaling is not None:
             found += self.rope_scaling.problems()
-        expect(self.norm_eps > 0, "norm_eps", f"must be above 0, is {self.norm_eps}", "1e-5 is usual.")
-        expect(self.rope_theta > 0, "rope_theta", f"must be above 0, is {self.rope_theta}", "10000 is usual.")
-        expect(
-            self.initializer_range > 0, "initializer_range",
-            f"must be above 0, is {self.initializer_range}", "0.02 is usual.",
-        )  # fmt: skip
+        norm_holds = self.qk_norm or not self.qk_norm_whole
+        expect(norm_holds, "qk_norm_whole", "has no effect without qk_norm", "Leave it out, or set both.")
+        gate_holds = self.gated_mlp or self.hidden_act not in ("silu", "swigluoai")
+        expect(gate_holds, "hidden_act", "must be gelu_pytorch_tanh or relu2 without a gate", "Leave it out.")
+        for key, usual in (("norm_eps", "1e-5"), ("rope_theta", "10000"), ("initializer_range", "0.02")):
+            expect(getattr(self, key) > 0, key, "must be above 0", f"{usual} is usual.")
         return found
+
+
+_Expect = Callable[[bool, str, str, str], None]
+_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_OF_EXPERTS = (
+    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "first_k_dense_replace", "scoring_func",
+    "topk_method", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "router_aux_loss_coef",
+)  # fmt: skip
+
+
+def _expect_heads(model: Model, expect: _Expect) -> None:
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    options = [g for g in range(1, heads + 1) if heads % g == 0]
+    expect(
+        heads % groups == 0, "num_key_value_heads", f"must divide num_attention_heads = {heads}", f"Choose one of {options}."
+    )
+    turning, share = model.rotary_dim, model.partial_rotary_factor
+    remedy = f'Use {model.head_dim + 1}, or position_embedding = "learned".'
+    if share == 1:
+        expect(
+            model.position_embedding != "rotary" or turning % 2 == 0, "head_dim", "must be even for rotary positions", remedy
+        )
+    else:
+        holds = 0 < share < 1 and turning >= 2 and turning % 2 == 0
+        rule = f"must be above 0, at most 1, and turn an even number of the {model.head_dim} dimensions of a head"
+        expect(holds, "partial_rotary_factor", rule, "Use 0.5, or leave it out.")
+
+
+def _expect_positions(model: Model, expect: _Expect) -> None:
+    if model.position_embedding == "learned":
+        unread = (
+            ("rope_theta", 10000.0),
+            ("rope_scaling", None),
+            ("no_rope_layer_interval", None),
+            ("partial_rotary_factor", 1.0),
+        )
+        for key, default in unread:
+            holds = getattr(model, key) == default
+            expect(holds, key, "has no effect with learned positions", 'Leave it out, or position_embedding = "rotary".')
+
+
+def _expect_experts(model: Model, expect: _Expect) -> None:
+    """Fields of experts come together or not at all."""
+    if not model.num_experts:
+        for key in _OF_EXPERTS:
+            holds = getattr(model, key) == getattr(Model, key)
+            expect(holds, key, "has no effect without experts (num_experts = 0)", "Leave it out, or set num_experts.")
+        return
+    count, groups, chosen = model.num_experts, model.n_group, model.topk_group
+    each = model.num_experts_per_tok
+    expect(1 <= each <= count, "num_experts_per_tok", f"must be from 1 to num_experts = {count}", "2 to 8 are usual.")
+    expect(
+        model.moe_intermediate_size >= 1, "moe_intermediate_size", "must be at least 1 with experts", "Give an expert's width."
+    )
+    last = model.num_hidden_layers - 1
+    rule = f"must leave a layer with experts, so be at most {last}"
+    expect(model.first_k_dense_replace <= last, "first_k_dense_replace", rule, "0 puts experts into every layer.")
+    expect(count % groups == 0, "n_group", f"must divide num_experts = {count}", "1 makes no groups.")
+    expect(chosen <= groups, "topk_group", f"must be at most n_group = {groups}", f"Use {groups}.")
+    grouped = groups == 1 or model.topk_method != "greedy"
+    expect(grouped, "n_group", 'has no effect with topk_method = "greedy"', "Leave it out, or choose another topk_method.")
+    room = chosen * count // groups
+    if chosen <= groups and count % groups == 0 and each <= count:
+        rule = f"must be at most the {room} experts of topk_group = {chosen} groups"
+        expect(each <= room, "num_experts_per_tok", rule, "Raise topk_group, or choose fewer.")
+    expect(model.routed_scaling_factor > 0, "routed_scaling_factor", "must be above 0", "1 is usual.")
+    expect(model.router_aux_loss_coef >= 0, "router_aux_loss_coef", "must be at least 0", "0.001 is usual.")
+
+
+def _expect_latent_attention(model: Model, expect: _Expect) -> None:
+    """Fields of latent attention come together or not at all."""
+    if not model.latent_attention:
+        for key in ("q_lora_rank", *_LATENT):
+            holds = getattr(model, key) == getattr(Model, key)
+            expect(holds, key, "has no effect without kv_lora_rank", "Leave it out, or set kv_lora_rank.")
+        return
+    for key in _LATENT:
+        expect(getattr(model, key) >= 1, key, "must be at least 1 with latent attention", "128, 64 and 128 are usual.")
+    width, heads = model.qk_nope_head_dim + model.qk_rope_head_dim, model.num_attention_heads
+    expect(model.head_dim == width, "head_dim", "must be qk_nope_head_dim + qk_rope_head_dim", f"Use {width}.")
+    rule = f"must be num_attention_heads = {heads} with latent attention"
+    expect(model.num_key_value_heads == heads, "num_key_value_heads", rule, f"Use {heads}.")
+    expect(model.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "must be even", "64 is usual.")
+    expect(not model.qk_norm, "qk_norm", "cannot be combined with latent attention", "Leave it out.")
+    expect(model.partial_rotary_factor == 1, "partial_rotary_factor", "is said by qk_rope_head_dim here", "Leave it out.")
+    rotary = model.position_embedding == "rotary"
+    expect(rotary, "position_embedding", "must be rotary with latent attention", 'Use "rotary".')
