@@ -20,15 +20,21 @@ order expert_tp, ep, and what is left repeats them (expert data parallelism).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
 from ultrascale.spec.problems import Problem
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", "expert_dp"]
-SCHEDULES = ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
-"""Pipeline schedules known by name."""
+SCHEDULES: dict[str, int | None] = {
+    "1f1b": 1, "afab": 1, "interleaved": None, "breadth-first": None, "zb-h1": 1, "zb-v": 2, "dualpipe": 1, "dualpipe-v": 2,
+}  # fmt: skip
+"""Pipeline schedules known by name, and the stages of a rank they are made for; None: two or more."""
+SCHEDULE_FILES = (".csv", ".json")
+"""Endings of files that hold the actions of a schedule."""
 _WHOLE = (
     "dp", "dp_shard", "micro_batch_size", "recompute_every", "layers_per_bucket", "tp", "cp", "pp", "virtual_stages", "ep",
     "expert_tp",
@@ -160,17 +166,57 @@ class Layout:
                 )
         if found:
             return found
-        if self.dp_shard is not None:
-            divisors = [n for n in range(1, self.dp + 1) if self.dp % n == 0]
-            if self.dp_shard not in divisors:
-                rule = f"must divide dp = {self.dp}, is {self.dp_shard}"
-                found.append(Problem("layout.dp_shard", rule, f"Choose one of {divisors}, or leave it out."))
-            if self.zero_stage == 0 and self.dp_shard != 1:
-                rule = f"ZeRO stage 0 cuts nothing, but dp_shard is {self.dp_shard}"
-                found.append(Problem("layout.dp_shard", rule, "Leave it out, or set zero_stage to 1, 2 or 3."))
+        return [*self._data_problems(), *self._precision_problems(), *self._pipeline_problems(), *self._expert_problems()]
+
+    def _data_problems(self) -> Iterator[Problem]:
+        if self.dp_shard is None:
+            return
+        divisors = [n for n in range(1, self.dp + 1) if self.dp % n == 0]
+        if self.dp_shard not in divisors:
+            rule = f"must divide dp = {self.dp}, is {self.dp_shard}"
+            yield Problem("layout.dp_shard", rule, f"Choose one of {divisors}, or leave it out.")
+        if self.zero_stage == 0 and self.dp_shard != 1:
+            rule = f"ZeRO stage 0 cuts nothing, but dp_shard is {self.dp_shard}"
+            yield Problem("layout.dp_shard", rule, "Leave it out, or set zero_stage to 1, 2 or 3.")
+
+    def _precision_problems(self) -> Iterator[Problem]:
         if self.precision == "fp64" and self.reduce_dtype not in (None, "fp64"):
             rule = f"must be fp64 when precision is, is {self.reduce_dtype}"
-            found.append(Problem("layout.reduce_dtype", rule, "Leave it out."))
+            yield Problem("layout.reduce_dtype", rule, "Leave it out.")
         if self.precision == "fp32" and self.reduce_dtype == "fp64":
-            found.append(Problem("layout.reduce_dtype", "is wider than the gradients, fp32", "Leave it out."))
-        return found
+            yield Problem("layout.reduce_dtype", "is wider than the gradients, fp32", "Leave it out.")
+        if self.reduce_dtype == "fp8":
+            yield Problem("layout.reduce_dtype", "sums of gradients in fp8 lose most of them", "Use bf16, or leave it out.")
+
+    def _pipeline_problems(self) -> Iterator[Problem]:
+        if self.schedule not in SCHEDULES and not self.schedule.endswith(SCHEDULE_FILES):
+            near = get_close_matches(self.schedule, SCHEDULES, n=1)
+            rule = f"must be one of {', '.join(SCHEDULES)}, or a file ({', '.join(SCHEDULE_FILES)}), is {self.schedule!r}"
+            remedy = f"Did you mean {near[0]!r}?" if near else "1f1b is usual."
+            yield Problem("layout.schedule", rule, remedy)
+        elif self.pp > 1 and (problem := self._chunk_rule()):
+            yield Problem("layout.virtual_stages", *problem)
+        if self.schedule == "dualpipe" and self.pp > 1 and self.pp % 2:
+            rule = f"must be even for dualpipe, which pairs ranks from both ends, is {self.pp}"
+            yield Problem("layout.pp", rule, f'Use {self.pp - 1} or {self.pp + 1}, or schedule = "dualpipe-v".')
+        given = self.layers_per_stage
+        if given is not None and (len(given) != self.num_stages or min(given) < 1):
+            rule = f"must name a positive number for each of pp x virtual_stages = {self.num_stages} stages, is {list(given)}"
+            yield Problem("layout.layers_per_stage", rule, "Change it, or leave it out for an even cut.")
+
+    def _chunk_rule(self) -> tuple[str, str] | None:
+        if self.schedule not in SCHEDULES:
+            return None  # a file says itself which stages a rank holds
+        wanted, given = SCHEDULES[self.schedule], self.virtual_stages
+        if wanted is None:
+            remedy = 'Use 2 or more, or schedule = "1f1b".'
+            return None if given >= 2 else (f"must be at least 2 for {self.schedule}, is {given}", remedy)
+        remedy = f'Use {wanted}, or schedule = "{"interleaved" if given > 1 else "1f1b"}".'
+        return None if given == wanted else (f"must be {wanted} for {self.schedule}, is {given}", remedy)
+
+    def _expert_problems(self) -> Iterator[Problem]:
+        ranks, cut = self.tp * self.cp * self.dp, self.ep * self.expert_tp
+        if ranks % cut:
+            each = [n for n in range(1, ranks + 1) if ranks % (n * self.expert_tp) == 0]
+            remedy = f"Choose one of {each}." if each else f"expert_tp = {self.expert_tp} must divide it alone."
+            yield Problem("layout.ep", f"ep x expert_tp = {cut} must divide tp x cp x dp = {ranks}", remedy)

@@ -9,10 +9,12 @@ from math import inf
 from typing import Any
 
 from ultrascale.spec import layout, model
+from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.families import export_problems
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
+from ultrascale.spec.trainable import untrainable_model
 
 # key: lowest, highest value. None as a value is always allowed where the field allows it.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -26,6 +28,10 @@ _RANGES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 _RANGES |= {f"layout.{key}": limits for key, limits in layout.RANGES.items()}
 _RANGES |= {f"model.{key}": limits for key, limits in model.RANGES.items()}
+# Settings of an axis that is not used when it has one rank.
+_READ_WITH = {
+    "sequence_parallel": "tp", "cp_method": "cp", "virtual_stages": "pp", "schedule": "pp", "layers_per_stage": "pp",
+}  # fmt: skip
 _ABOVE_ZERO = ("collective_timeout_seconds", "optimizer.eps", "optimizer.clip_grad_norm")
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -72,7 +78,7 @@ def run_notes(run: Run) -> list[str]:
     """Settings that are right but do nothing in this layout, a line each: a run made for many ranks may be tried on one."""
     own = run.layout
     # With several ranks, or parameters kept in another dtype than they compute in, buckets are gathered and cast all the same.
-    untouched = own.dp == 1 and own.precision == own.master_dtype
+    untouched = own.dp * own.cp == 1 and own.precision == own.master_dtype
     set_for_nothing = {
         "zero_stage": own.zero_stage > 0,
         "layers_per_bucket": own.layers_per_bucket > 1,
@@ -82,6 +88,9 @@ def run_notes(run: Run) -> list[str]:
     for key, is_set in set_for_nothing.items():
         if untouched and is_set:
             notes.append(f"layout.{key} = {getattr(own, key)} has no effect: one process shares nothing (layout.dp = 1).")
+    for key, axis in _READ_WITH.items():
+        if getattr(own, axis) == 1 and getattr(own, key) != getattr(Layout, key):
+            notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.{axis} = 1).")
     if own.dp > 1 and own.zero_stage and own.shard_size == 1:
         notes.append(
             f"layout.zero_stage = {own.zero_stage} saves no memory: every rank keeps a whole copy (layout.dp_shard = 1)."
@@ -192,6 +201,10 @@ def _sinks(run: Run) -> Iterator[Problem]:
             yield Problem("log.sinks", f"names {name!r} {times} times", "Name it once.")
 
 
+def _cut(run: Run) -> Iterator[Problem]:
+    yield from cut_problems(run.model, run.layout, sequence_length=run.batch.sequence_length)
+
+
 def _cluster(run: Run) -> Iterator[Problem]:
     if run.cluster == "auto":
         return
@@ -202,13 +215,15 @@ def _cluster(run: Run) -> Iterator[Problem]:
     except SpecError as error:
         yield from error.problems
         return
-    if cluster.accelerator.name != "cpu" and run.layout.dp > cluster.num_accelerators:
-        rule = f"must be at most the {cluster.num_accelerators} accelerators of cluster = {run.cluster!r}, is {run.layout.dp}"
+    ranks = run.layout.world_size
+    if cluster.accelerator.name != "cpu" and ranks > cluster.num_accelerators:
+        product = "" if ranks == run.layout.dp else " (dp x tp x cp x pp)"
+        rule = f"must be at most the {cluster.num_accelerators} accelerators of cluster = {run.cluster!r}, is {ranks}{product}"
         yield Problem("layout.dp", rule, "Name a larger cluster, or use fewer ranks.")
 
 
 def _export(run: Run) -> Iterator[Problem]:
-    if run.checkpoint.export:
+    if run.checkpoint.export and not untrainable_model(run.model):  # what cannot be trained is refused for that
         yield from export_problems(run.model)
 
 
@@ -223,6 +238,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("data.sources", "data.validation"), _corpora),
     (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout.micro_batch_size"), _noise_scale),
     (("log.sinks",), _sinks),
-    (("cluster", "layout.dp"), _cluster),
+    (("model", "layout", "batch.sequence_length"), _cut),
+    (("cluster", "layout"), _cluster),
     (("checkpoint.export", "model"), _export),
 )

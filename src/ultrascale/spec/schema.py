@@ -17,14 +17,14 @@ from ultrascale.spec.units import UnitError, parse_tokens
 # Keys of a description that stand for others; `resolve` turns them into fields.
 STAND_INS = {"model.preset": str, "model.path": str, "batch.tokens_per_batch": int}
 TOKEN_KEYS = ("tokens_per_batch", "until_tokens")
-_NOT_YET = {
-    "tp": "zero_stage = 3 cuts the parameters over dp ranks",
-    "sp": "recompute = \"full\" or a smaller micro_batch_size saves activations",
-    "cp": "micro_batch_size = 1 with recompute = \"full\" fits the longest sequences",
-    "pp": "zero_stage = 3 cuts the parameters over dp ranks",
-    "ep": "models here have no experts; dp with zero_stage = 3 cuts dense ones",
+# What other trainers call fields of ours.
+_ELSEWHERE = {
+    "sp": "layout.sequence_parallel", "tensor_parallel": "layout.tp", "tensor_parallel_size": "layout.tp",
+    "pipeline_parallel": "layout.pp", "pipeline_parallel_size": "layout.pp", "context_parallel": "layout.cp",
+    "expert_parallel": "layout.ep", "data_parallel": "layout.dp", "vpp": "layout.virtual_stages", "etp": "layout.expert_tp",
+    "num_local_experts": "model.num_experts", "n_routed_experts": "model.num_experts",
+    "activation_checkpointing": "layout.recompute", "gradient_checkpointing": "layout.recompute",
 }  # fmt: skip
-_NOT_YET |= {"tensor_parallel": _NOT_YET["tp"], "pipeline_parallel": _NOT_YET["pp"], "context_parallel": _NOT_YET["cp"]}
 
 
 class _Bad:
@@ -77,9 +77,6 @@ def sections() -> frozenset[str]:
 def unknown_key(key: str, where: str) -> Problem:
     """The problem of a key that does not exist, with the nearest that do."""
     section, _, last = key.rpartition(".")
-    if last in _NOT_YET and section in ("", "layout"):
-        rule = "this axis is not in this version yet: it cuts a run by data parallelism (dp), with ZeRO"
-        return Problem(key, rule, f"Nearest: {_NOT_YET[last]}.", where)
     near = _nearest(section, last)
     remedy = (
         f"Did you mean {' or '.join(near)}?"
@@ -130,6 +127,8 @@ def _nearest(section: str, last: str) -> list[str]:
     here = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     if last in by_name:
         return by_name[last]
+    if last in _ELSEWHERE:
+        return [_ELSEWHERE[last]]
     if close := get_close_matches(last, here, n=2, cutoff=0.6):
         return [here[name] for name in close]
     return [key for name in get_close_matches(last, by_name, n=1, cutoff=0.75) for key in by_name[name]]

@@ -1,0 +1,109 @@
+"""Whether a model and its sequences can be cut as a layout says: every number must divide, and what would is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.problems import Problem
+
+# Pieces a rank holds of each sequence for a balanced causal mask: an early one and the late one that mirrors it.
+_ZIGZAG = 2
+_MOST_NAMED = 8
+
+
+def cut_problems(model: Model, layout: Layout, *, sequence_length: int | None = None) -> list[Problem]:
+    """Every rule that `layout` breaks for `model`, with keys in `layout`. None as sequence length: not judged."""
+    found = [*_tensor(model, layout), *_experts(model, layout), *_stages(model, layout)]
+    if layout.cp > 1 and layout.cp_method == "all-to-all":
+        found += _heads_over_context(model, layout)
+    return found + (list(_sequence(layout, sequence_length)) if sequence_length is not None else [])
+
+
+def _tensor(model: Model, layout: Layout) -> Iterator[Problem]:
+    """Whole heads on every rank of tp (or copies of those of keys and values), and equal shares of feed-forward layers."""
+    tp, heads, groups = layout.tp, model.num_attention_heads, model.num_key_value_heads
+    widths = {"num_attention_heads": heads}
+    if not model.num_experts or model.first_k_dense_replace:
+        widths["intermediate_size"] = model.intermediate_size
+    if model.shared_expert_intermediate_size:
+        widths["shared_expert_intermediate_size"] = model.shared_expert_intermediate_size
+    good = [n for n in range(1, heads + 1) if all(width % n == 0 for width in widths.values()) and _shares_heads(n, groups)]
+    for key, width in widths.items():
+        if width % tp:
+            yield Problem("layout.tp", f"must divide model.{key} = {width}, is {tp}", _choose(good, tp))
+    if heads % tp == 0 and not _shares_heads(tp, groups):
+        rule = f"must divide model.num_key_value_heads = {groups}, or be a multiple of it (heads are then repeated), is {tp}"
+        yield Problem("layout.tp", rule, _choose(good, tp))
+
+
+def _shares_heads(tp: int, groups: int) -> bool:
+    return groups % tp == 0 or tp % groups == 0
+
+
+def _experts(model: Model, layout: Layout) -> Iterator[Problem]:
+    if not model.num_experts:
+        for key in ("ep", "expert_tp"):
+            if getattr(layout, key) > 1:
+                rule = f"cuts experts, but the model has none, is {getattr(layout, key)}"
+                yield Problem(f"layout.{key}", rule, "Leave it out, or use tp.")
+        return
+    for key, field in (("ep", "num_experts"), ("expert_tp", "moe_intermediate_size")):
+        ranks, width = getattr(layout, key), getattr(model, field)
+        if width % ranks:
+            rule = f"must divide model.{field} = {width}, is {ranks}"
+            yield Problem(f"layout.{key}", rule, _choose([n for n in _divisors(width) if n <= layout.world_size], ranks))
+
+
+def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
+    layers, stages, given = model.num_hidden_layers, layout.num_stages, layout.layers_per_stage
+    if layout.pp == 1:
+        return
+    if stages > layers:
+        rule = f"makes {layout.pp} x {layout.virtual_stages} = {stages} stages, but the model has {layers} layers"
+        fewer = layers // layout.virtual_stages
+        remedy = f"Use pp = {fewer} or less." if fewer else f"Use at most {layers // layout.pp or 1} virtual_stages."
+        yield Problem("layout.pp", rule, remedy)
+    elif given is not None and sum(given) != layers:
+        rule = f"must sum to model.num_hidden_layers = {layers}, sums to {sum(given)}"
+        yield Problem("layout.layers_per_stage", rule, "Change it, or leave it out for an even cut.")
+
+
+def _heads_over_context(model: Model, layout: Layout) -> Iterator[Problem]:
+    """All-to-all gives each rank of cp whole sequences of some heads (Jacobs et al. 2023, DeepSpeed-Ulysses)."""
+    heads, rest = model.num_attention_heads, model.num_attention_heads // layout.tp
+    if heads % (layout.tp * layout.cp) and heads % layout.tp == 0:
+        rule = f"must divide the {rest} heads of a rank (num_attention_heads / tp) for all-to-all, is {layout.cp}"
+        yield Problem("layout.cp", rule, f'{_choose(_divisors(rest), layout.cp)} Or cp_method = "ring", which cuts no heads.')
+
+
+def _sequence(layout: Layout, length: int) -> Iterator[Problem]:
+    pieces, why = _sequence_pieces(layout)
+    if length % pieces:
+        near = [n for n in (length - length % pieces, length - length % pieces + pieces) if n]
+        key = "layout.cp" if layout.cp > 1 else "layout.tp"
+        rule = f"cuts sequences into {pieces} pieces ({why}), which must divide batch.sequence_length = {length}"
+        yield Problem(key, rule, f"Nearest lengths: {' or '.join(map(str, near))}.")
+
+
+def _sequence_pieces(layout: Layout) -> tuple[int, str]:
+    pieces, why = 1, []
+    if layout.cp > 1:
+        balanced = layout.cp_method != "all-to-all"
+        pieces *= layout.cp * (_ZIGZAG if balanced else 1)
+        why.append(f"{_ZIGZAG} x cp for an equal share of the causal mask" if balanced else "cp")
+    if layout.tp > 1 and layout.sequence_parallel:
+        pieces *= layout.tp
+        why.append("tp with sequence_parallel")
+    return pieces, ", ".join(why)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _choose(options: list[int], wrong: int) -> str:
+    """The options nearest to what was given, in order."""
+    near = sorted(sorted(options, key=lambda n: abs(n - wrong))[:_MOST_NAMED])
+    return f"Choose one of {near}."
