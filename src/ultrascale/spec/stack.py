@@ -20,7 +20,8 @@ class Kernels:
     """What is fused on one device."""
 
     cross_entropy: Literal["chunked", "fused", "unfused"] = "chunked"
-    """chunked: logits never exist whole, gradients kept instead; fused: logits in the compute dtype once; unfused: with fp32 copies."""
+    """chunked: logits never exist whole, gradients are kept instead; fused: logits in the compute dtype, once; unfused:
+    with fp32 copies."""
     swiglu: bool = True
     """The product is made by one kernel which saves only its two inputs."""
     rotary: bool = True
@@ -32,7 +33,21 @@ class Kernels:
     dropout: bool = False
     """Masks of one byte per element are saved after attention and MLP."""
     compiled: bool = False
-    """Element-wise work between products is fused by a compiler, which recomputes what is cheap."""
+    """A compiler fuses element-wise work between products and recomputes what is cheap: results of norms and activation
+    functions are not saved."""
+    joins_projections: bool = False
+    """One product makes queries, keys and values, one makes gate and up."""
+    gathers_again: bool = True
+    """With sequence parallelism the input of a column-parallel product is kept cut, and gathered again for the gradient of the
+    weight (Megatron); else it is kept whole (DTensor)."""
+    masks_in_kernel: bool = False
+    """The attention kernel knows documents and windows by itself; else they take a mask, and the full square is computed."""
+    weighs_before_combining: bool = False
+    """Experts' outputs are weighed by their scores on the rank of the expert: what comes back is summed, and not saved."""
+
+
+KERNELS = Kernels()
+"""Ours."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class Stack:
 
     name: str
     weight_bytes: int
-    """Of the copy the forward pass reads, where it stays between steps beside the master; 0: made from the master when needed."""
+    """Of the copy that passes read, where it stays between steps beside the master; 0: made from the master when needed."""
     gradient_bytes: int
     """Of the gradient that micro-batches are summed in."""
     autograd_gradient_bytes: int
@@ -51,8 +66,8 @@ class Stack:
     shards_gradients_from: int = 2
     """Lowest ZeRO stage that cuts gradients between micro-batches."""
     gathers: Literal["buckets", "whole"] = "buckets"
-    """buckets: parameters are gathered from shards bucket by bucket (FSDP); whole: they are there, gathered once after the update."""
-    kernels: Kernels = Kernels()
+    """buckets: parameters are gathered from shards bucket by bucket (FSDP); whole: they are there, gathered after updates."""
+    kernels: Kernels = KERNELS
     reduce_bytes: int = 4
     """Of one gradient element on the network."""
     overlaps_data_parallel: bool = True

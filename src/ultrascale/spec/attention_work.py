@@ -1,0 +1,270 @@
+"""Attention's operations on one rank: heads cut by tp, the sequence by cp, and the kernels of a stack.
+
+Keys and values meet all queries of the sequence in one of three ways (a rank holds S/cp of each):
+
+    ring          each rank's keys and values travel round the ring while attention works on the last ones (Liu et al. 2023);
+                  forward they go round once, backward they and their gradients
+    all-gather    they are gathered first, and again backward; their gradients are reduce-scattered (Llama 3, section 3.3.2)
+    all-to-all    ranks swap sequence for heads, of queries, keys, values and results, and again backward (Jacobs et al. 2023)
+
+The first two are balanced: each rank holds an early and a late piece of the sequence, so that all do the same share of the
+causal square.
+"""
+
+from __future__ import annotations
+
+from ultrascale.spec.model import Model
+from ultrascale.spec.op_builders import column_source, cut, linear, local_source, norm, row_linear
+from ultrascale.spec.ops import Activation, Collective, Op, Product, Scores, Shape
+
+
+def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
+    """From `attention_in` to `attention_out`, both [outer tokens, D]."""
+    ops, names = (_latent_heads if model.latent_attention else _heads)(model, layer, shape)
+    swapped, names, attended = _swap_heads(model, shape, names)
+    core = (_math if shape.kernels.attention == "math" else _flash)(model, layer, shape, names, attended)
+    back = _swap_back(model, shape, attended)
+    width = cut(model.num_attention_heads, shape.tp) * model.value_head_dim
+    saved, source = local_source(shape, "attended", width, shape.num_tokens)
+    out = row_linear(
+        shape, "self_attn.o_proj", source, "attention_out", width, model.hidden_size, bias=model.attention_output_bias
+    )
+    return (*ops, *swapped, *core, *back, *saved, *out)
+
+
+def attended_share(sequence_length: int, window: int | None) -> float:
+    """Part of the square of scores that a causal mask and a sliding window leave."""
+    s, w = sequence_length, min(window or sequence_length, sequence_length)
+    return (w * (w + 1) / 2 + (s - w) * w) / s**2
+
+
+def mask_elements(window: int | None, shape: Shape) -> int:
+    """Elements of the mask of layers with this sliding window; 0 where none is needed: plain causal attention."""
+    s = shape.sequence_length
+    if shape.kernels.masks_in_kernel or (not shape.documents and (window is None or window >= s)):
+        return 0
+    return (shape.micro_batch_size if shape.documents else 1) * shape.local_length * s
+
+
+def mask_name(window: int | None) -> str:
+    """The activation that layers with this sliding window share."""
+    return "mask" if window is None else f"mask_{window}"
+
+
+def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tuple[str, str, str]]:
+    """Queries, keys and values of this rank's heads, normalised and turned; their names."""
+    n, d, e, a = shape.num_tokens, model.hidden_size, model.head_dim, shape.itemsize
+    q, kv = cut(model.num_attention_heads, shape.tp) * e, cut(model.num_key_value_heads, shape.tp) * e
+    gather, source = column_source(shape, "attention_in", d)
+    if shape.kernels.joins_projections:
+        weights = tuple(f"self_attn.{x}_proj" for x in "qkv")
+        ops = [linear(shape, "self_attn.qkv_proj", source, "qkv", d, q + 2 * kv, bias=model.qkv_bias, weights=weights,
+                      collectives=source.collectives)]  # fmt: skip
+        query = key = value = "qkv"
+    else:
+        ops = [
+            linear(shape, f"self_attn.{name}_proj", source, name, d, width, bias=model.qkv_bias,
+                   collectives=source.collectives if name == "q" else ())
+            for name, width in (("q", q), ("k", kv), ("v", kv))
+        ]  # fmt: skip
+        query, key, value = "q", "k", "v"
+    if model.qk_norm:
+        ops += [
+            norm(model, shape, f"self_attn.{x}_norm", read, f"{x}_normed", width if model.qk_norm_whole else e, width, n,
+                 bias=False)
+            for x, read, width in (("q", query, q), ("k", key, kv))
+        ]  # fmt: skip
+        query, key = "q_normed", "k_normed"
+    if model.uses_rotary(layer):
+        ops += [_rotary(shape, x, read, n * width * a) for x, read, width in (("q", query, q), ("k", key, kv))]
+        query, key = "q_rotated", "k_rotated"
+    has_mask = mask_elements(model.window(layer), shape) > 0
+    if shape.device == "cuda" and kv < q and not shape.kernels.masks_in_kernel and (has_mask or shape.itemsize != 2):
+        # No fused kernel on CUDA takes fewer key/value heads here: they are repeated.
+        ops += [
+            Op(f"self_attn.{x}_repeat", "elementwise", (x,), (Activation(f"{x}_repeated", n * q * a),),
+               moved_bytes=n * (q + kv) * a, backward_moved_bytes=n * (q + kv) * a)
+            for x in (key, value)
+        ]  # fmt: skip
+        key, value = f"{key}_repeated", f"{value}_repeated"
+    return (*gather, *ops), (query, key, value)
+
+
+def _rotary(shape: Shape, name: str, read: str, num_bytes: int) -> Op:
+    """Turn `read`. Unfused: halves are swapped, multiplied and added in kernels of their own."""
+    moved, scratch = (2 * num_bytes, 0) if shape.kernels.rotary else (9 * num_bytes, 3 * num_bytes)
+    return Op(
+        f"self_attn.{name}_rotary", "elementwise", (read,), (Activation(f"{name}_rotated", num_bytes),), ("cos", "sin"),
+        scratch_bytes=scratch, backward_scratch_bytes=scratch, moved_bytes=moved, backward_moved_bytes=moved,
+    )  # fmt: skip
+
+
+def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tuple[str, str, str]]:
+    """Latent attention (DeepSeek-V2, section 2.1): narrow projections on every rank, heads made from them cut by tp."""
+    n, m, d, a = shape.num_tokens, shape.outer_tokens, model.hidden_size, shape.itemsize
+    heads, nope, rope = cut(model.num_attention_heads, shape.tp), model.qk_nope_head_dim, model.qk_rope_head_dim
+    narrow, query_width = model.kv_lora_rank or 0, heads * (nope + rope)
+    ops: list[Op] = []
+    saved, source = local_source(shape, "attention_in", d, m, cheap=True)
+    ops += saved
+    if model.q_lora_rank is None:
+        gather, wide = column_source(shape, "attention_in", d)
+        ops += [*(op for op in gather if op not in saved),
+                linear(shape, "self_attn.q_proj", wide, "q", d, query_width, collectives=wide.collectives)]  # fmt: skip
+    else:
+        ops += [
+            linear(shape, "self_attn.q_a_proj", source, "q_latent", d, model.q_lora_rank, num_tokens=m, bias=model.qkv_bias),
+            norm(model, shape, "self_attn.q_a_layernorm", "q_latent", "q_narrow", model.q_lora_rank, model.q_lora_rank, m),
+        ]
+        gather, wide = column_source(shape, "q_narrow", model.q_lora_rank)
+        ops += [*gather, linear(shape, "self_attn.q_b_proj", wide, "q", model.q_lora_rank, query_width,
+                                collectives=wide.collectives)]  # fmt: skip
+    ops += [
+        linear(shape, "self_attn.kv_a_proj_with_mqa", source, "kv_latent", d, narrow + rope, num_tokens=m, bias=model.qkv_bias),
+        norm(model, shape, "self_attn.kv_a_layernorm", "kv_latent", "kv_narrow", narrow, narrow, m),
+    ]
+    gather, wide = column_source(shape, "kv_narrow", narrow)
+    value_width = heads * model.v_head_dim
+    ops += [
+        *gather,
+        linear(shape, "self_attn.kv_b_proj", wide, "kv", narrow, heads * nope + value_width, collectives=wide.collectives),
+        _rotary(shape, "q", "q", n * query_width * a),
+        # The one turned key is copied to all heads, behind what does not turn; values are copied out.
+        Op("self_attn.k_join", "elementwise", ("kv", "kv_latent"), (Activation("k", n * query_width * a),), ("cos", "sin"),
+           moved_bytes=2 * n * query_width * a, backward_moved_bytes=2 * n * query_width * a),
+        Op("self_attn.v_copy", "elementwise", ("kv",), (Activation("v", n * value_width * a),),
+           moved_bytes=2 * n * value_width * a, backward_moved_bytes=2 * n * value_width * a),
+    ]  # fmt: skip
+    return tuple(ops), ("q_rotated", "k", "v")
+
+
+def _swap_heads(model: Model, shape: Shape, names: tuple[str, str, str]) -> tuple[tuple[Op, ...], tuple[str, str, str], str]:
+    """All-to-all of queries, keys and values: from S/cp of all heads to S of 1/cp of them. Last, the name of the result."""
+    if shape.cp == 1 or shape.cp_method != "all-to-all":
+        return (), names, "attended"
+    made = ("q_swapped", "k_swapped", "v_swapped")
+    ops = tuple(
+        _all_to_all(f"self_attn.{make}", read, make, num_bytes)
+        for read, make, num_bytes in zip(names, made, _bytes_of_heads(model, shape), strict=True)
+    )
+    return ops, made, "attended_swapped"
+
+
+def _swap_back(model: Model, shape: Shape, attended: str) -> tuple[Op, ...]:
+    if attended == "attended":
+        return ()
+    return (_all_to_all("self_attn.swap_back", attended, "attended", _attended_bytes(model, shape)),)
+
+
+def _all_to_all(name: str, read: str, make: str, num_bytes: int) -> Op:
+    traffic = tuple(Collective("all_to_all", "cp", num_bytes, when) for when in ("forward", "backward"))
+    return Op(name, "exchange", (read,), (Activation(make, num_bytes),), collectives=traffic)
+
+
+def _bytes_of_heads(model: Model, shape: Shape) -> tuple[int, int, int]:
+    """Bytes of this rank's queries, keys and values."""
+    n, a, tp = shape.num_tokens, shape.itemsize, shape.tp
+    query = n * cut(model.num_attention_heads, tp) * model.head_dim * a
+    if model.latent_attention:
+        return query, query, _attended_bytes(model, shape)
+    key = n * cut(model.num_key_value_heads, tp) * model.head_dim * a
+    return query, key, key
+
+
+def _attended_bytes(model: Model, shape: Shape) -> int:
+    return shape.num_tokens * cut(model.num_attention_heads, shape.tp) * model.value_head_dim * shape.itemsize
+
+
+def _scores(model: Model, layer: int, shape: Shape) -> Scores:
+    swaps = shape.cp > 1 and shape.cp_method == "all-to-all"
+    ranks = shape.tp * (shape.cp if swaps else 1)
+    heads = cut(model.num_attention_heads, ranks)
+    has_mask = mask_elements(model.window(layer), shape) > 0
+    return Scores(
+        batch=shape.micro_batch_size,
+        heads=heads,
+        key_value_heads=heads if model.latent_attention else cut(model.num_key_value_heads, ranks),
+        head_dim=model.head_dim,
+        value_head_dim=model.value_head_dim,
+        queries=shape.sequence_length if swaps else shape.local_length,
+        keys=shape.sequence_length,
+        share=1.0 if has_mask else attended_share(shape.sequence_length, model.window(layer)),
+    )
+
+
+def _flash(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], attended: str) -> tuple[Op, ...]:
+    """The fused kernel: scores never exist, one fp32 number per row and head (`logsumexp`) is kept instead."""
+    scores = _scores(model, layer, shape)
+    rows = shape.num_tokens * cut(model.num_attention_heads, shape.tp)
+    logsumexp = Activation("logsumexp", rows * shape.wide_itemsize, False)
+    has_mask = mask_elements(model.window(layer), shape) > 0
+    saves = (*dict.fromkeys(names), attended, "logsumexp", *((mask_name(model.window(layer)),) if has_mask else ()))
+    square = 2 * rows * shape.sequence_length * (model.head_dim + model.value_head_dim)
+    traffic, scratch, backward_scratch = _key_value_traffic(model, shape)
+    core = Op(
+        "self_attn.core", "attention", tuple(dict.fromkeys(names)),
+        (Activation(attended, _attended_bytes(model, shape)), logsumexp),
+        saves, ("self_attn.sinks",) if model.attention_sinks else (), flops=square, backward_flops=square * 5 // 2,
+        scratch_bytes=scratch, backward_scratch_bytes=backward_scratch, scores=scores, collectives=traffic,
+    )  # fmt: skip
+    return (core,)
+
+
+def _key_value_traffic(model: Model, shape: Shape) -> tuple[tuple[Collective, ...], int, int]:
+    """Traffic of cp's ring and all-gather, and the room of keys and values that come from other ranks, forward and backward."""
+    if shape.cp == 1 or shape.cp_method == "all-to-all":
+        return (), 0, 0
+    _, key, value = _bytes_of_heads(model, shape)
+    whole = shape.cp * (key + value)
+    rings = shape.cp_method == "ring"
+    beside = "attention" if rings else ""
+    traffic = (
+        Collective("all_gather", "cp", whole, "forward", beside),
+        Collective("all_gather", "cp", whole, "backward", beside),
+        Collective("reduce_scatter", "cp", whole, "backward", beside),
+    )
+    # A ring holds the pair at work and the one that arrives; backward their gradients as well.
+    room = 2 * (key + value) if rings else whole
+    return traffic, room, 2 * room
+
+
+def _math(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], attended: str) -> tuple[Op, ...]:
+    """Scores in memory, S x S a head: a product, a softmax that keeps its result, dropout, and a product with the values."""
+    query, key, value = names
+    s = _scores(model, layer, shape)
+    count = s.batch * s.heads
+    elements, a = count * s.queries * s.keys, shape.itemsize
+    half = 2 * elements * s.head_dim
+    ops: list[Op] = []
+    if s.key_value_heads < s.heads:
+        _, key_bytes, _ = _bytes_of_heads(model, shape)
+        repeated = key_bytes * s.heads // s.key_value_heads
+        ops += [
+            Op(f"self_attn.{x}_repeat", "elementwise", (read,), (Activation(f"{x}_repeated", repeated),),
+               moved_bytes=key_bytes + repeated, backward_moved_bytes=key_bytes + repeated)
+            for x, read in (("k", key), ("v", value))
+        ]  # fmt: skip
+        key, value = "k_repeated", "v_repeated"
+    pair = tuple(dict.fromkeys((query, key)))
+    ops += [
+        Op("self_attn.scores", "attention", pair, (Activation("scores", elements * a),), pair, flops=half,
+           backward_flops=2 * half, product=Product(s.queries, s.keys, s.head_dim, count)),
+        Op("self_attn.softmax", "attention", ("scores",), (Activation("probabilities", elements * a),), ("probabilities",),
+           moved_bytes=2 * elements * a, backward_moved_bytes=3 * elements * a),
+    ]  # fmt: skip
+    probabilities = "probabilities"
+    if shape.kernels.dropout:
+        kept = Activation("probabilities_kept", elements, False)
+        moved = elements * (2 * a + 1)
+        ops.append(
+            Op("self_attn.dropout", "attention", ("probabilities",), (Activation("probabilities_dropped", elements * a), kept),
+               (kept.name,), moved_bytes=moved, backward_moved_bytes=moved)
+        )  # fmt: skip
+        probabilities = "probabilities_dropped"
+    flops = 2 * elements * s.value_head_dim
+    ops.append(
+        Op("self_attn.context", "attention", (probabilities, value), (Activation(attended, _attended_bytes(model, shape)),),
+           (probabilities, value), flops=flops, backward_flops=2 * flops,
+           product=Product(s.queries, s.value_head_dim, s.keys, count))
+    )  # fmt: skip
+    return tuple(ops)

@@ -1,0 +1,189 @@
+"""Feed-forward operations on one rank: the dense layer cut by tp, and experts cut by ep and expert_tp.
+
+Experts: every token is copied to its k experts' ranks (`dispatch`), each rank runs one grouped product over the tokens of each
+of its experts, results come back (`combine`) and are summed by their scores. No token is dropped; a rank that is chosen more
+often than the mean gets `shape.expert_imbalance` times as many (Lepikhin et al. 2021; Gale et al. 2023). Tokens are cut over tp
+before they are routed, so that no two ranks send the same one.
+"""
+
+from __future__ import annotations
+
+from ultrascale.spec.model import Model
+from ultrascale.spec.op_builders import Source, column_source, cut, linear, local_source, row_linear
+from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
+
+SCORE_BYTES = 4
+"""Router logits and scores are fp32 in every stack."""
+ROW_BYTES = 8
+"""Where a row of a permutation comes from: int64."""
+
+
+def mlp_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
+    """From `mlp_in` to `mlp_out`, both [outer tokens, D]."""
+    if not model.is_moe(layer):
+        return _dense(model, shape, "mlp", model.intermediate_size, "mlp_in", "mlp_out")
+    if not model.shared_expert_intermediate_size:
+        return _experts(model, shape, "mlp_out")
+    width = model.shared_expert_intermediate_size
+    num_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
+    total = Op("mlp.add_shared", "elementwise", ("routed_out", "shared_out"), (Activation("mlp_out", num_bytes),),
+               moved_bytes=3 * num_bytes, backward_moved_bytes=2 * num_bytes)  # fmt: skip
+    return (
+        *_experts(model, shape, "routed_out"),
+        *_dense(model, shape, "mlp.shared_experts", width, "mlp_in", "shared_out", prefix="shared_"),
+        total,
+    )
+
+
+def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: str, *, prefix: str = "") -> tuple[Op, ...]:
+    d, f, bias = model.hidden_size, cut(width, shape.tp), model.mlp_bias
+    gather, source = column_source(shape, read, d)
+    names = ("gate", "up") if model.gated_mlp else ("up",)
+    ops = list(gather)
+    if shape.kernels.joins_projections and model.gated_mlp:
+        weights = tuple(f"{block}.{name}_proj" for name in names)
+        ops.append(linear(shape, f"{block}.gate_up_proj", source, f"{prefix}gate_up", d, 2 * f, bias=bias, weights=weights,
+                          collectives=source.collectives))  # fmt: skip
+        names = ("gate_up",)
+    else:
+        ops += [
+            linear(shape, f"{block}.{name}_proj", source, f"{prefix}{name}", d, f, bias=bias,
+                   collectives=() if index else source.collectives)
+            for index, name in enumerate(names)
+        ]  # fmt: skip
+    ops += _activate(model, shape, block, tuple(prefix + name for name in names), f"{prefix}product", shape.num_tokens * f)
+    saved, source = local_source(shape, f"{prefix}product", f, shape.num_tokens, cheap=True)
+    return (*ops, *saved, *row_linear(shape, f"{block}.down_proj", source, make, f, d, bias=bias))
+
+
+def _activate(
+    model: Model, shape: Shape, block: str, reads: tuple[str, ...], make: str, elements: int, *, extra: tuple[str, ...] = ()
+) -> list[Op]:
+    """act(gate) * up, or act(up), `elements` of them. `extra`: what else scales the result, and is saved for it."""
+    a = shape.itemsize
+    product = Activation(make, elements * a)
+    fused_name = f"{block}.swiglu" if model.gated_mlp else f"{block}.gelu"
+    if not model.gated_mlp:
+        return [Op(fused_name, "elementwise", reads, (product,), (*reads, *extra), moved_bytes=2 * elements * a,
+                   backward_moved_bytes=3 * elements * a)]  # fmt: skip
+    if shape.kernels.swiglu or len(reads) == 1:
+        return [
+            Op(fused_name, "elementwise", reads, (product,), (*reads, *extra), backward_scratch_bytes=product.num_bytes,
+               moved_bytes=3 * elements * a, backward_moved_bytes=5 * elements * a)
+        ]  # fmt: skip
+    activated = Activation(f"{make}_activated", elements * a)
+    gate, up = reads
+    return [
+        Op(f"{block}.silu", "elementwise", (gate,), (activated,), (gate,), moved_bytes=2 * elements * a,
+           backward_moved_bytes=3 * elements * a),
+        Op(f"{block}.multiply", "elementwise", (activated.name, up), (product,), (activated.name, up, *extra),
+           moved_bytes=3 * elements * a, backward_moved_bytes=6 * elements * a),
+    ]  # fmt: skip
+
+
+def _experts(model: Model, shape: Shape, make: str) -> tuple[Op, ...]:
+    """Routing, dispatch, the experts of this rank, and back: `make` [outer tokens, D]."""
+    d, a, k = model.hidden_size, shape.itemsize, model.num_experts_per_tok
+    n = cut(shape.num_tokens, shape.tp)  # routed tokens of this rank
+    routed = round(n * k * max(1.0, shape.expert_imbalance)) if shape.ep > 1 else n * k
+    arrived = routed * shape.expert_tp
+    local, f = cut(model.num_experts, shape.ep), cut(model.moe_intermediate_size, shape.expert_tp)
+    return (
+        *_route(model, shape, n),
+        *_dispatch(shape, n * k * d * a, routed * d * a, arrived * d * a),
+        *_grouped(model, shape, arrived, local, f),
+        *_combine(model, shape, make, n, routed * d * a, arrived * d * a),
+    )
+
+
+def _route(model: Model, shape: Shape, n: int) -> list[Op]:
+    """Scores of all experts, the k best, and the tokens in the order of their experts."""
+    d, a, k, x = model.hidden_size, shape.itemsize, model.num_experts_per_tok, model.num_experts
+    logits = Activation("router_logits", n * x * SCORE_BYTES)
+    kept = (Activation("router_probabilities", n * x * SCORE_BYTES, False), Activation("router_map", n * x, False))
+    flops, weights = 2 * n * x * d, ("mlp.router.weight", "mlp.router.bias") if model.mlp_bias else ("mlp.router.weight",)
+    rows = Activation("permuted_rows", n * k * ROW_BYTES, False)
+    permuted = Activation("permuted", n * k * d * a)
+    return [
+        Op("mlp.router", "matmul", ("mlp_in",), (logits,), ("mlp_in",), weights, flops, 2 * flops, product=Product(n, x, d)),
+        Op("mlp.choose", "router", ("router_logits",), (Activation("scores", n * k * SCORE_BYTES), *kept),
+           tuple(one.name for one in kept), moved_bytes=4 * logits.num_bytes, backward_moved_bytes=4 * logits.num_bytes),
+        Op("mlp.permute", "permute", ("mlp_in",), (permuted, rows), (rows.name,), moved_bytes=2 * permuted.num_bytes,
+           backward_moved_bytes=2 * permuted.num_bytes),
+    ]  # fmt: skip
+
+
+def _dispatch(shape: Shape, sent: int, received: int, gathered: int) -> list[Op]:
+    """Copies of tokens to the ranks of their experts, and there into the order of experts."""
+    ops, name = [], "permuted"
+    if shape.ep > 1:
+        traffic = tuple(Collective("all_to_all", "ep", max(sent, received), when) for when in ("forward", "backward"))
+        ops.append(Op("mlp.dispatch", "exchange", (name,), (Activation("dispatched", received),), collectives=traffic))
+        name = "dispatched"
+    if shape.expert_tp > 1:
+        traffic = (Collective("all_gather", "expert_tp", gathered, "forward"),
+                   Collective("reduce_scatter", "expert_tp", gathered, "backward"))  # fmt: skip
+        ops.append(Op("mlp.expert_gather", "gather", (name,), (Activation("gathered", gathered),), collectives=traffic))
+        name = "gathered"
+    ops.append(Op("mlp.sort", "permute", (name,), (Activation("expert_in", gathered),), moved_bytes=2 * gathered,
+                  backward_moved_bytes=2 * gathered))  # fmt: skip
+    return ops
+
+
+def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> list[Op]:
+    """The experts' three products, each one grouped product over the experts of this rank."""
+    d, a = model.hidden_size, shape.itemsize
+    m = max(1, tokens // local)
+
+    def grouped(name: str, source: Source, make: str, columns: int, rows: int, weights: tuple[str, ...]) -> Op:
+        flops = 2 * tokens * rows * columns
+        suffixes = ("weight", "bias") if model.mlp_bias else ("weight",)
+        names = tuple(f"mlp.experts.{one}_proj.{suffix}" for one in weights for suffix in suffixes)
+        return Op(
+            f"mlp.experts.{name}_proj", "matmul", (source.read,), (Activation(make, tokens * rows * a),), source.saved, names,
+            flops, 2 * flops, backward_scratch_bytes=source.again_bytes, product=Product(m, rows, columns, local),
+        )  # fmt: skip
+
+    saved, source = local_source(shape, "expert_in", d, tokens)
+    names = ("gate", "up") if model.gated_mlp else ("up",)
+    if shape.kernels.joins_projections and model.gated_mlp:
+        ops = [grouped("gate_up", source, "expert_gate_up", d, 2 * f, names)]
+        reads = ("expert_gate_up",)
+    else:
+        ops = [grouped(name, source, f"expert_{name}", d, f, (name,)) for name in names]
+        reads = tuple(f"expert_{name}" for name in names)
+    weighed = ("scores",) if shape.kernels.weighs_before_combining else ()
+    activated = _activate(model, shape, "mlp.experts", reads, "expert_product", tokens * f, extra=weighed)
+    narrow, down = local_source(shape, "expert_product", f, tokens, cheap=True)
+    return [*saved, *ops, *activated, *narrow, grouped("down", down, "expert_out", f, d, ("down",))]
+
+
+def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered: int) -> list[Op]:
+    """Results to the ranks of their tokens, there summed by their scores."""
+    d, a, k = model.hidden_size, shape.itemsize, model.num_experts_per_tok
+    name, returned = "expert_back", n * k * d * a
+    ops = [Op("mlp.unsort", "permute", ("expert_out",), (Activation(name, gathered),), moved_bytes=2 * gathered,
+              backward_moved_bytes=2 * gathered)]  # fmt: skip
+    if shape.expert_tp > 1:
+        traffic = (Collective("reduce_scatter", "expert_tp", gathered, "forward"),
+                   Collective("all_gather", "expert_tp", gathered, "backward"))  # fmt: skip
+        ops.append(Op("mlp.expert_scatter", "exchange", (name,), (Activation("expert_sum", sent),), collectives=traffic))
+        name = "expert_sum"
+    if shape.ep > 1:
+        traffic = tuple(Collective("all_to_all", "ep", max(sent, returned), when) for when in ("forward", "backward"))
+        ops.append(Op("mlp.combine", "exchange", (name,), (Activation("combined", returned),), collectives=traffic))
+        name = "combined"
+    summed = n * d * a
+    weighed = shape.kernels.weighs_before_combining
+    cut_over_tp = shape.tp > 1 and not shape.cuts_sequence
+    made = Activation(f"{make}_cut" if cut_over_tp else make, summed)
+    saves = ("permuted_rows",) if weighed else (name, "scores", "permuted_rows")
+    ops.append(
+        Op("mlp.unpermute", "permute", (name,), (made,), saves, moved_bytes=returned + summed,
+           backward_moved_bytes=2 * returned + summed)
+    )  # fmt: skip
+    if cut_over_tp:
+        whole = shape.num_tokens * d * a
+        traffic = (Collective("all_gather", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
+        ops.append(Op("mlp.whole", "gather", (made.name,), (Activation(make, whole),), collectives=traffic))
+    return ops

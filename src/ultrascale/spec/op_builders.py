@@ -1,0 +1,179 @@
+"""Operations that all parts of a block are made of: products, norms, sums, and what goes between tensor-parallel ranks.
+
+Column-parallel products read the whole sequence, row-parallel ones make partial sums (Shoeybi et al. 2019). With sequence
+parallelism (Korthikanti et al. 2022) what is between such regions is cut along the sequence:
+
+                  before a column product            after a row product
+    plain         -; all-reduce of the gradient      all-reduce; -
+    sequence      all-gather; reduce-scatter         reduce-scatter; all-gather
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ultrascale.spec.model import Model
+from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
+
+FP8_BYTES = 1
+
+
+class Source(NamedTuple):
+    """What a product reads, and what of it is kept for the gradient of the weight."""
+
+    read: str
+    saved: tuple[str, ...]
+    again_bytes: int = 0
+    """Made again in the backward pass, for a moment."""
+    collectives: tuple[Collective, ...] = ()
+    """Of the first product that reads it."""
+
+
+def cut(size: int, ranks: int) -> int:
+    """The largest of `ranks` parts of `size`."""
+    return -(-size // ranks)
+
+
+def linear(
+    shape: Shape,
+    name: str,
+    source: Source,
+    make: str,
+    columns: int,
+    rows: int,
+    *,
+    num_tokens: int | None = None,
+    bias: bool = False,
+    weights: tuple[str, ...] = (),
+    collectives: tuple[Collective, ...] = (),
+) -> Op:
+    """[tokens, columns] x [columns, rows], sizes of this rank. `weights`: of which there are several, joined in one product."""
+    n = shape.num_tokens if num_tokens is None else num_tokens
+    names = weights or (name,)
+    suffixes = ("weight", "bias") if bias else ("weight",)
+    flops = 2 * n * rows * columns
+    return Op(
+        name, "matmul", (source.read,), (Activation(make, n * rows * shape.itemsize),), source.saved,
+        tuple(f"{one}.{suffix}" for one in names for suffix in suffixes), flops, 2 * flops,
+        backward_scratch_bytes=source.again_bytes, product=Product(n, rows, columns), collectives=collectives,
+    )  # fmt: skip
+
+
+def local_source(shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False) -> tuple[tuple[Op, ...], Source]:
+    """What a product keeps of an input that is on this rank already. `cheap`: a compiler would make it again."""
+    num_bytes = num_tokens * width * shape.itemsize
+    if shape.precision == "fp8":
+        narrow = Activation(f"{read}_fp8", num_tokens * width * FP8_BYTES, False)
+        op = Op(f"{read}.quantise", "elementwise", (), (narrow,), moved_bytes=num_bytes + narrow.num_bytes)
+        return (op,), Source(read, (narrow.name,))
+    if cheap and shape.kernels.compiled:
+        return (), Source(read, (), num_bytes)
+    return (), Source(read, (read,))
+
+
+def column_source(shape: Shape, read: str, width: int) -> tuple[tuple[Op, ...], Source]:
+    """What a column-parallel product reads of `read` [outer tokens, width], and what is kept; norms make it, so it is cheap."""
+    if not shape.cuts_sequence:
+        ops, source = local_source(shape, read, width, shape.num_tokens, cheap=True)
+        if shape.tp > 1:
+            whole = shape.num_tokens * width * shape.itemsize
+            source = source._replace(collectives=(Collective("all_reduce", "tp", whole, "backward", "product"),))
+        return ops, source
+    gathered = f"{read}_whole"
+    whole = shape.num_tokens * width * shape.itemsize
+    narrow = shape.num_tokens * width * FP8_BYTES if shape.precision == "fp8" else whole
+    traffic = [Collective("all_gather", "tp", narrow, "forward", "product")]
+    traffic.append(Collective("reduce_scatter", "tp", whole, "backward", "product"))
+    if shape.kernels.gathers_again:
+        ops, source = local_source(shape, read, width, shape.outer_tokens, cheap=True)
+        traffic.append(Collective("all_gather", "tp", narrow, "backward", "product"))
+        source = Source(gathered, source.saved, narrow)
+    else:
+        ops, source = local_source(shape, gathered, width, shape.num_tokens)
+    gather = Op(
+        f"{read}.gather", "gather", (read,), (Activation(gathered, whole),), collectives=tuple(traffic)
+    )  # fmt: skip
+    return ((*ops, gather) if source.saved != (f"{gathered}_fp8",) else (gather, *ops)), source
+
+
+def row_linear(
+    shape: Shape, name: str, source: Source, make: str, columns: int, rows: int, *, bias: bool = False
+) -> tuple[Op, ...]:
+    """A row-parallel product and the sum over its ranks: `make` [outer tokens, rows]."""
+    whole = shape.num_tokens * rows * shape.itemsize
+    if shape.tp == 1:
+        return (linear(shape, name, source, make, columns, rows, bias=bias),)
+    if not shape.cuts_sequence:
+        sums = (Collective("all_reduce", "tp", whole, "forward", "product"),)
+        return (linear(shape, name, source, make, columns, rows, bias=bias, collectives=sums),)
+    return (
+        linear(shape, name, source, f"{make}_partial", columns, rows, bias=bias),
+        scatter(shape, f"{name}.scatter", f"{make}_partial", make, rows),
+    )
+
+
+def scatter(shape: Shape, name: str, read: str, make: str, width: int) -> Op:
+    """Partial sums [tokens, width] to the cut sum [outer tokens, width]."""
+    whole = shape.num_tokens * width * shape.itemsize
+    return Op(
+        name, "exchange", (read,), (Activation(make, shape.outer_tokens * width * shape.itemsize),),
+        collectives=(
+            Collective("reduce_scatter", "tp", whole, "forward", "product"),
+            Collective("all_gather", "tp", whole, "backward", "product"),
+        ),
+    )  # fmt: skip
+
+
+def norm(
+    model: Model, shape: Shape, name: str, read: str, make: str, size: int, width: int, num_tokens: int, *, bias: bool = True
+) -> Op:
+    """Over the last `size` of `width` elements a token; the result has the dtype of the input, inside it is at least fp32.
+
+    `bias`: it has one where the model's norms have.
+    """
+    a, w = shape.itemsize, shape.wide_itemsize
+    elements, rows = num_tokens * width, num_tokens * (width // size)
+    scratch = backward_scratch = 0
+    if model.norm == "layernorm":
+        # Two numbers a row; torch's CPU kernel keeps them in the dtype of the input, CUDA's in fp32.
+        kept_itemsize = a if shape.device == "cpu" else w
+        kept = tuple(Activation(f"{make}_{x}", rows * kept_itemsize, False) for x in ("mean", "rstd"))
+    else:
+        kept = (Activation(f"{make}_inverse_rms", rows * w, False),)
+        narrow = a < w and shape.device == "cpu"
+        scratch = 2 * elements * w if narrow else 0
+        backward_scratch = elements * w * (4 if narrow else 2) if shape.device == "cpu" else 0
+    saves = (read, *(k.name for k in kept))
+    forward, backward = 2 * a, 3 * a  # reads and writes of an element
+    if not shape.kernels.norm:
+        # A copy in fp32 and the normalised elements are kept in place of the input, one kernel each.
+        kept = (*kept, Activation(f"{make}_wide", elements * w, False), Activation(f"{make}_normalised", elements * a, False))
+        saves = tuple(k.name for k in kept)
+        scratch, forward, backward = elements * w, 5 * a + 5 * w, 6 * a + 8 * w
+    suffixes = ("weight", "bias") if model.norm_bias and bias else ("weight",)
+    return Op(
+        name, "norm", (read,), (Activation(make, elements * a), *kept), saves, tuple(f"{name}.{s}" for s in suffixes),
+        scratch_bytes=scratch, backward_scratch_bytes=backward_scratch,
+        moved_bytes=elements * forward, backward_moved_bytes=elements * backward,
+    )  # fmt: skip
+
+
+def add(shape: Shape, name: str, left: str, right: str, make: str, width: int, num_tokens: int) -> Op:
+    """left + right. Backward, the two branches' gradients are summed where they meet again."""
+    num_bytes = num_tokens * width * shape.itemsize
+    passes = 2 if shape.kernels.compiled else 3
+    return Op(
+        name, "elementwise", (left, right), (Activation(make, num_bytes),),
+        moved_bytes=passes * num_bytes, backward_moved_bytes=(passes - 1) * num_bytes,
+    )  # fmt: skip
+
+
+def dropout(shape: Shape, name: str, read: str, make: str, width: int, num_tokens: int) -> Op:
+    """Keeps a mask of one byte an element."""
+    elements = num_tokens * width
+    kept = Activation(f"{make}_kept", elements, False)
+    moved = elements * (2 * shape.itemsize + 1)
+    return Op(
+        name, "elementwise", (read,), (Activation(make, elements * shape.itemsize), kept), (kept.name,),
+        moved_bytes=moved, backward_moved_bytes=moved,
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""What an operation of the decoder is: the words in which `spec.work` tells the model.
+
+reads, makes    named activations; views are left out, they are the memory they look at
+saves           those of them that autograd keeps; two operations that save one activation keep it once
+scratch         bytes that exist only while the operation runs; they matter where the peak is
+flops           one multiply-add is two. Attention counts the full square of scores, as FlopCounterMode does
+product, scores shapes for whoever prices the operation (`plan.compute`); `scores.share` is the part of the square computed
+moved_bytes     what an operation that is neither reads from and writes to memory
+collectives     what it sends to the other ranks of an axis
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ultrascale.spec.layout import DTYPE_BYTES, Precision
+from ultrascale.spec.stack import KERNELS, Kernels
+
+OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "gather", "exchange", "router", "permute"]
+CpMethod = Literal["ring", "all-gather", "all-to-all"]
+
+
+class Product(NamedTuple):
+    """`count` matrix products [m, k] x [k, n] of the forward pass; the backward pass does its two transposed ones."""
+
+    m: int
+    n: int
+    k: int
+    count: int = 1
+
+
+class Scores(NamedTuple):
+    """One fused attention on one rank; field names are the arguments of `plan.compute.attention_seconds`."""
+
+    batch: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    value_head_dim: int
+    queries: int
+    keys: int
+    share: float
+    """Part of the queries x keys that is computed: about a half if causal, 1 under an explicit mask."""
+
+
+class Collective(NamedTuple):
+    """What a rank sends over one axis in one pass."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    axis: Literal["tp", "cp", "ep", "expert_tp"]
+    num_bytes: int
+    """Of the whole buffer that is gathered or reduced; for all_to_all, of what one rank holds, its own part included."""
+    when: Literal["forward", "backward"]
+    hideable: Literal["", "product", "attention"] = ""
+    """What can run beside it: a ring of keys and values beside attention, Megatron's tp traffic beside products."""
+
+
+class Activation(NamedTuple):
+    """A tensor an operation makes."""
+
+    name: str
+    num_bytes: int
+    has_gradient: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of the forward pass, with its backward pass."""
+
+    name: str
+    kind: OpKind
+    reads: tuple[str, ...]
+    makes: tuple[Activation, ...]
+    """The result first; then what else it keeps for itself (mean, logsumexp)."""
+    saves: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    """Weights whose gradients its backward pass makes."""
+    flops: int = 0
+    backward_flops: int = 0
+    hands_on_saved: bool = False
+    """What it saved are the gradients of what it reads and of its weights already: its backward pass scales them in place."""
+    scratch_bytes: int = 0
+    backward_scratch_bytes: int = 0
+    product: Product | None = None
+    scores: Scores | None = None
+    moved_bytes: int = 0
+    backward_moved_bytes: int = 0
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def passes_gradient(self) -> bool:
+        """Whether the gradient of what it reads is that of its result, the same memory: a sum."""
+        return len(self.reads) == 2 and self.kind == "elementwise" and not self.saves
+
+    @property
+    def kept_by_selective(self) -> bool:
+        """Whether selective recomputation keeps its result: `parallel.recompute.KEPT_OPS`, and what came over the network."""
+        return self.kind in ("matmul", "attention", "exchange")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One micro-batch on one rank."""
+
+    micro_batch_size: int
+    sequence_length: int
+    """Of the whole sequence, before `cp` cuts it."""
+    precision: Precision = "fp32"
+    documents: bool = False
+    """Packed documents with a mask and positions of their own."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    tp: int = 1
+    sequence_parallel: bool = True
+    """Read only if tp > 1: norms, residuals and what else is not inside a tensor-parallel region is cut along the sequence."""
+    cp: int = 1
+    cp_method: CpMethod = "ring"
+    ep: int = 1
+    expert_tp: int = 1
+    expert_imbalance: float = 1.0
+    """Tokens of the busiest rank's experts over the mean."""
+    kernels: Kernels = KERNELS
+
+    @property
+    def local_length(self) -> int:
+        """S/cp."""
+        return self.sequence_length // self.cp
+
+    @property
+    def num_tokens(self) -> int:
+        """B*S/cp, N below: tokens of one rank inside tensor-parallel regions."""
+        return self.micro_batch_size * self.sequence_length // self.cp
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether sequence parallelism is at work."""
+        return self.tp > 1 and self.sequence_parallel
+
+    @property
+    def outer_tokens(self) -> int:
+        """Tokens of one rank outside tensor-parallel regions, M below: N/tp with sequence parallelism, else N."""
+        return -(-self.num_tokens // self.tp) if self.cuts_sequence else self.num_tokens
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one activation element."""
+        return DTYPE_BYTES[self.precision]
+
+    @property
+    def wide_itemsize(self) -> int:
+        """Bytes of an element of what is computed in at least fp32."""
+        return max(4, self.itemsize)
