@@ -1,1 +1,1 @@
-"""What runs when, as data. The trainer executes these lists of actions and the planner replays the same ones."""
+"""What runs when, as data: one pure function a schedule. The trainer executes the lists, the planner replays them."""

@@ -1,9 +1,14 @@
-"""The vocabulary of schedules."""
+"""The vocabulary of schedules.
+
+A pipeline schedule is one list of actions per pipeline rank. The model is cut into stages, numbered along the forward pass; a
+rank may hold several of them. `F` and `B` pass one micro-batch through one stage; `I` and `W` are the two halves of `B`: the
+gradient of the input, which the stage before waits for, and those of the weights, which nobody waits for (Qi et al. 2023).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Kind(Enum):
@@ -11,14 +16,19 @@ class Kind(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
 
 
-@dataclass(frozen=True)
-class Action:
-    """One thing a rank does with one micro-batch."""
+class Action(NamedTuple):
+    """One thing a rank does with one micro-batch. A named tuple, because one step of a large pipeline has tens of thousands."""
 
     kind: Kind
     micro_batch: int
+    stage: int = 0
+    """Of the whole pipeline, in the order of the forward pass."""
+    beside: Action | None = None
+    """FORWARD: the BACKWARD of another micro-batch that runs at the same time, so that one hides the other's communication."""
     reduce_gradients: bool = False
     """BACKWARD: gradients are cut and summed over the ranks that share a copy of the state, bucket by bucket as they are ready.
     Otherwise they stay here, whole."""
@@ -32,3 +42,46 @@ class Action:
             ("r" if self.reduce_gradients else "") + ("s" if self.sum_replicas else "") + ("k" if self.keep_parameters else "")
         )
         return f"{self.kind.value}{self.micro_batch}{marks}"
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The passes that run at the same time: this one, and the one beside it."""
+        return (self,) if self.beside is None else (self, self.beside)
+
+    @property
+    def cell(self) -> str:
+        """As `torch.distributed.pipelining` writes it in a CSV: `2F0`, or `(0F4;3B0)OVERLAP_F_B` for a pair."""
+        if self.beside is not None:
+            return f"({self._replace(beside=None).cell};{self.beside.cell})OVERLAP_F_B"
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+
+def forward(stage: int, micro_batch: int) -> Action:
+    """F: one micro-batch through one stage."""
+    return Action(Kind.FORWARD, micro_batch, stage)
+
+
+def backward(stage: int, micro_batch: int) -> Action:
+    """B: all gradients of one micro-batch in one stage."""
+    return Action(Kind.BACKWARD, micro_batch, stage)
+
+
+def input_gradient(stage: int, micro_batch: int) -> Action:
+    """I: the gradient of the stage's input."""
+    return Action(Kind.INPUT_GRADIENT, micro_batch, stage)
+
+
+def weight_gradient(stage: int, micro_batch: int) -> Action:
+    """W: the gradients of the stage's weights."""
+    return Action(Kind.WEIGHT_GRADIENT, micro_batch, stage)
+
+
+def together(ahead: Action, back: Action) -> Action:
+    """A FORWARD and a BACKWARD that run at the same time."""
+    return ahead._replace(beside=back)
+
+
+def only_micro_batches(actions: list[Action], count: int) -> list[Action]:
+    """`actions` without the micro-batches from `count` on. What can be executed stays so: they do not wait for one another."""
+    kept = ([part._replace(beside=None) for part in action.parts if part.micro_batch < count] for action in actions)
+    return [parts[0] if len(parts) == 1 else together(*parts) for parts in kept if parts]

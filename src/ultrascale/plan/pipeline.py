@@ -1,0 +1,166 @@
+"""Pipeline schedules played with prices: when every action starts and ends, how long a step takes, how long each rank waits.
+
+An action starts when the one before it on its rank has ended and what it needs has arrived. The order is a property of the
+schedule alone, so it is worked out once (`Program`, cached by name) and played with any prices: one case as plain floats, or
+many at once, a column a case.
+
+    end = max(end of the one before, end of its source + send) + seconds     messages travel beside computing
+    end = max(end of the one before, end of its source) + send + seconds     `receives_block`: the receiver does nothing else
+
+A sender never waits for its message: what it waits for is the answer. Any prices may be unequal; for these rules all is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ultrascale.plan.pipeline_activations import InFlight, in_flight, peak_activation_bytes, rank_in_flight
+from ultrascale.plan.pipeline_program import Program, compile_schedule, program_of
+from ultrascale.schedules.executable import Schedule
+
+__all__ = [
+    "InFlight", "Program", "StageSeconds", "Timeline", "compile_schedule", "in_flight", "peak_activation_bytes", "play",
+    "play_many", "program_of", "simulate", "step_seconds",
+]  # fmt: skip
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What one micro-batch costs in every stage: arrays [stages], or [stages, cases]. A number is the same for all stages."""
+
+    forward: ArrayLike
+    input_gradient: ArrayLike
+    """Recomputation counts here: the gradients cannot start before it."""
+    weight_gradient: ArrayLike
+    send: ArrayLike = 0.0
+    """From stage s to s+1 and back, between different ranks: [stages - 1], or [stages - 1, cases]."""
+    forward_communication: ArrayLike = 0.0
+    """Part of `forward` that is communication, which a pair's backward can hide."""
+    backward_communication: ArrayLike = 0.0
+    """Part of `input_gradient` that is communication, which a pair's forward can hide."""
+    receives_block: bool = False
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step as it was played. Seconds from its start."""
+
+    schedule: Schedule
+    start: list[list[float]]
+    """[rank][action]: when it begins to compute."""
+    end: list[list[float]]
+    step_seconds: float
+    busy_seconds: list[float] = field(default_factory=list)
+    """[rank]: computing."""
+
+    @property
+    def bubble_seconds(self) -> list[float]:
+        """[rank]: not computing: waiting for other ranks or for messages."""
+        return [self.step_seconds - busy for busy in self.busy_seconds]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time in which they do not compute."""
+        return 1 - sum(self.busy_seconds) / (len(self.busy_seconds) * self.step_seconds)
+
+    @cached_property
+    def in_flight(self) -> list[InFlight]:
+        """[rank]: activations that live at once."""
+        return [rank_in_flight(row) for row in self.schedule]
+
+
+def simulate(schedule: Schedule, seconds: StageSeconds) -> Timeline:
+    """Play a schedule with one case of prices, exactly. Raises SpecError if it deadlocks."""
+    return play(compile_schedule(schedule), seconds)
+
+
+def play(program: Program, seconds: StageSeconds) -> Timeline:
+    """The same for a schedule that is ready to be played."""
+    durations = duration_table(program, seconds)[program.codes, 0]
+    ends = np.array(_ends_of_one(program, durations, seconds))
+    return Timeline(
+        schedule=program.schedule,
+        start=[(ends[nodes] - durations[nodes]).tolist() for nodes in program.node_of],
+        end=[ends[nodes].tolist() for nodes in program.node_of],
+        step_seconds=float(ends.max()),
+        busy_seconds=[float(durations[nodes].sum()) for nodes in program.node_of],
+    )
+
+
+def step_seconds(program: Program, seconds: StageSeconds) -> Floats:
+    """Length of a step for many cases at once: [cases]."""
+    return play_many(program, seconds).max(axis=0)
+
+
+def play_many(program: Program, seconds: StageSeconds) -> Floats:
+    """When every action ends, for many cases at once: [actions + 1, cases], the last row zeros. Wave by wave."""
+    table, send = duration_table(program, seconds), _send_table(program, seconds)
+    ends = np.zeros((len(program.codes) + 1, max(table.shape[1], send.shape[1])))
+    sends, blocks = bool(send.any()), seconds.receives_block
+    for first, beyond in program.waves:
+        wave = slice(first, beyond)
+        arrived = ends[program.sources[wave]]  # [actions, 2, cases]
+        lag = send[program.borders[wave]] if sends else 0.0
+        if sends and not blocks:
+            arrived += lag
+        start = np.maximum(arrived.max(axis=1), ends[program.previous[wave]])
+        if sends and blocks:
+            start += np.max(lag, axis=1)
+        ends[wave] = start + table[program.codes[wave]]
+    return ends
+
+
+def _ends_of_one(program: Program, durations: Floats, seconds: StageSeconds) -> list[float]:
+    """The same for one case, in plain floats: without NumPy's cost for every wave."""
+    send = _send_table(program, seconds)[program.borders, 0]
+    waits = np.zeros_like(send) if seconds.receives_block else send
+    work = durations + send.max(axis=1) if seconds.receives_block else durations
+    ends = [0.0] * (len(durations) + 1)
+    rows = zip(program.previous.tolist(), *program.sources.T.tolist(), *waits.T.tolist(), work.tolist(), strict=True)
+    for number, (previous, source, other, wait, other_wait, duration) in enumerate(rows):
+        start = ends[previous]
+        if (arrived := ends[source] + wait) > start:
+            start = arrived
+        if (arrived := ends[other] + other_wait) > start:
+            start = arrived
+        ends[number] = start + duration
+    return ends
+
+
+def duration_table(program: Program, seconds: StageSeconds) -> Floats:
+    """[4 x stages + pairs, cases]: seconds of F, B, I, W of every stage, then of the pairs.
+
+    A pair computes for as long as both and communicates for as long as both; each hides the other, and neither gets shorter.
+    """
+    count = program.num_stages
+    names = ("forward", "input_gradient", "weight_gradient", "forward_communication", "backward_communication")
+    columns = [_columns(getattr(seconds, name), count) for name in names]
+    ahead, inputs, weights, ahead_talk, back_talk = np.broadcast_arrays(*columns)
+    back = inputs + weights
+    rows = [ahead, back, inputs, weights]
+    if program.pairs:
+        f, b = np.array(program.pairs).T
+        talk = ahead_talk[f] + back_talk[b]
+        computing = ahead[f] + back[b] - talk
+        rows.append(np.max([computing, talk, ahead[f], back[b]], axis=0))
+    return np.concatenate(rows)
+
+
+def _send_table(program: Program, seconds: StageSeconds) -> Floats:
+    """[stages, cases]: seconds of a message across each border; the last row, zeros, crosses none."""
+    send = _columns(seconds.send, program.num_stages - 1)
+    return np.concatenate([send, np.zeros((1, send.shape[1]))])
+
+
+def _columns(value: ArrayLike, count: int) -> Floats:
+    """`value` as [count, cases]."""
+    array = np.asarray(value, dtype=np.float64)
+    if array.ndim < 2:
+        array = np.broadcast_to(array, (count,))[:, None]
+    assert array.shape[0] == count, f"{array.shape[0]} rows for {count} stages or borders"
+    return array

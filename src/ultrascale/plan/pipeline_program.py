@@ -1,0 +1,89 @@
+"""A schedule made ready to be played with prices: who waits for whom, in numbers, worked out once whatever the prices are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.schedules.actions import Action, Kind
+from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.executable import Schedule, Wiring, shape_of, wire
+
+TABLE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+"""Order of the rows of a table of durations: these kinds, every stage of each, and then the pairs."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule made ready to be played: its actions numbered in waves, each of which needs only earlier ones."""
+
+    schedule: Schedule
+    num_stages: int
+    num_micro_batches: int
+    node_of: list[NDArray[np.intp]]
+    """[rank][position]: the action's number."""
+    previous: NDArray[np.intp]
+    """[actions]: number of the one before on the rank; the number of actions if there is none, an action that ended at 0."""
+    sources: NDArray[np.intp]
+    """[actions, 2]: the numbers of what it needs, in the same way."""
+    borders: NDArray[np.intp]
+    """[actions, 2]: the border between stages (s to s+1 is s) that a source's result crosses; stages - 1 if it crosses none."""
+    codes: NDArray[np.intp]
+    """[actions]: row of the table of durations."""
+    pairs: list[tuple[int, int]]
+    """Stages (of F, of B) of the table's rows after the 4 x stages of single passes."""
+    waves: list[tuple[int, int]]
+    """First and last + 1 number of every wave."""
+
+
+@lru_cache(maxsize=128)
+def program_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> Program:
+    """A schedule of `schedules.build.NAMES` ready to be played. Raises SpecError if the numbers do not suit it."""
+    return compile_schedule(build_schedule(name, pp, num_micro_batches, virtual_stages))
+
+
+def compile_schedule(schedule: Schedule) -> Program:
+    """Make a schedule ready to be played. Raises SpecError if it deadlocks."""
+    wiring = wire(schedule)
+    num_stages, num_micro_batches = shape_of(schedule)
+    actions = [action for row in schedule for action in row]
+    by_wave = np.array([number for wave in wiring.waves for number in wave], dtype=np.intp)
+    number_of = np.empty(len(actions) + 1, dtype=np.intp)
+    number_of[by_wave] = np.arange(len(actions))
+    number_of[-1] = len(actions)
+    starts = np.cumsum([0, *(len(row) for row in schedule)])
+    previous = np.arange(-1, len(actions) - 1)
+    previous[starts[:-1][np.diff(starts) > 0]] = -1  # the first of a rank follows nothing
+    sources = np.array([wiring.sources, wiring.other_sources], dtype=np.intp).T
+    codes, pairs = _codes(actions, num_stages)
+    edges = np.cumsum([0, *map(len, wiring.waves)]).tolist()
+    return Program(
+        schedule, num_stages, num_micro_batches, [number_of[a:b] for a, b in pairwise(starts)],
+        number_of[previous[by_wave]], number_of[sources[by_wave]], _borders(actions, wiring, sources, num_stages)[by_wave],
+        codes[by_wave], pairs, list(pairwise(edges)),
+    )  # fmt: skip
+
+
+def _borders(actions: list[Action], wiring: Wiring, sources: NDArray[np.intp], num_stages: int) -> NDArray[np.intp]:
+    """[actions, 2]: the border between stages that each source's result crosses; stages - 1 if it stays on its rank."""
+    behind = [action.stage - (action.kind is Kind.FORWARD) for action in actions]
+    other = [0 if action.beside is None else action.beside.stage for action in actions]
+    ranks = np.array([*wiring.ranks, -1])
+    comes = (sources < len(actions)) & (ranks[sources] != ranks[:-1, None])
+    return np.where(comes, np.array([behind, other]).T, num_stages - 1)
+
+
+def _codes(actions: list[Action], num_stages: int) -> tuple[NDArray[np.intp], list[tuple[int, int]]]:
+    """[actions]: row of the table of durations; and the stages of its pairs."""
+    base = {kind: number * num_stages for number, kind in enumerate(TABLE_KINDS)}
+    rows = [base[action.kind] + action.stage for action in actions]
+    pairs: dict[tuple[int, int], int] = {}
+    for number, action in enumerate(actions):
+        if action.beside is not None:
+            stages = action.stage, action.beside.stage
+            rows[number] = len(base) * num_stages + pairs.setdefault(stages, len(pairs))
+    return np.array(rows, dtype=np.intp), list(pairs)

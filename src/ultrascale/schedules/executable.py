@@ -1,0 +1,170 @@
+"""Whether lists of actions can be executed, and an order in which they can: what simulator and executor both start from.
+
+What waits for what: on a rank, every action for the one before it. Across ranks, F of a stage for F of the stage before, B or I
+of a stage for B or I of the stage after, the same micro-batch. Nothing waits for W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from ultrascale.schedules.actions import Action, Kind
+from ultrascale.spec.problems import Problem, SpecError
+
+Schedule = Sequence[Sequence[Action]]
+
+
+class Wiring(NamedTuple):
+    """What waits for what. Actions are numbered through, rank by rank."""
+
+    ranks: list[int]
+    sources: list[int]
+    """[action]: the one whose result it needs; the number of actions if none."""
+    other_sources: list[int]
+    """[action]: the same for the pass beside it."""
+    waves: list[list[int]]
+    """Actions that can be executed together, each needing only those of earlier waves."""
+
+
+def check_executable(schedule: Schedule) -> None:
+    """Raise SpecError, naming rank and action, unless every stage passes every micro-batch once each way and nothing deadlocks.
+
+    Stages and micro-batches are counted from 0 without gaps; B, or I and W, are on the rank of their F and after it.
+    """
+    found = _repeated_or_misplaced(schedule)
+    if not found:
+        found = _missing(schedule)
+    if found:
+        raise SpecError(found)
+    wire(schedule)
+
+
+def wire(schedule: Schedule) -> Wiring:
+    """What every action waits for, and an order. Raises SpecError naming each rank's first action that can never start."""
+    num_stages, count = shape_of(schedule)
+    needs, others, gives = _slots(schedule, num_stages, count)
+    actions = len(needs)
+    givers = [actions + 1] * (2 * num_stages * count) + [actions]  # of what nobody gives; of nothing, slot -1
+    for number, slot in gives:
+        givers[slot] = number
+    sources, other_sources = [givers[slot] for slot in needs], [givers[slot] for slot in others]
+    waves, position = _waves([len(row) for row in schedule], sources, other_sources)
+    stuck = [(rank, at) for rank, at in enumerate(position) if at < len(schedule[rank])]
+    if stuck:
+        raise SpecError([_deadlock(schedule, rank, at, num_stages) for rank, at in stuck])
+    ranks = [rank for rank, row in enumerate(schedule) for _ in row]
+    return Wiring(ranks, sources, other_sources, waves)
+
+
+def shape_of(schedule: Schedule) -> tuple[int, int]:
+    """Number of stages and of micro-batches, from the highest numbers that occur."""
+    parts = [part for row in schedule for action in row for part in action.parts]
+    return 1 + max(part.stage for part in parts), 1 + max(part.micro_batch for part in parts)
+
+
+def ranks_of_stages(schedule: Schedule) -> list[list[int]]:
+    """The ranks that hold each stage: one, or two where the weights have two copies (DualPipe)."""
+    held: list[set[int]] = [set() for _ in range(shape_of(schedule)[0])]
+    for rank, row in enumerate(schedule):
+        for action in row:
+            for part in action.parts:
+                held[part.stage].add(rank)
+    return [sorted(ranks) for ranks in held]
+
+
+def _slots(schedule: Schedule, num_stages: int, count: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """For each action the result it needs, and the one that the pass beside it needs (-1: none); and (action, result) given.
+
+    Results are numbered, forward ones first, then gradients.
+    """
+    forward, weight = Kind.FORWARD, Kind.WEIGHT_GRADIENT
+    gradients, last = num_stages * count, num_stages - 1
+
+    def needed(part: Action) -> int:
+        kind, micro_batch, stage = part[:3]
+        if kind is forward:
+            return (stage - 1) * count + micro_batch if stage else -1
+        if kind is weight or stage == last:
+            return -1
+        return gradients + (stage + 1) * count + micro_batch
+
+    needs, others, gives = [], [], []
+    for row in schedule:
+        for action in row:
+            for part in action.parts:
+                if part.kind is not weight:
+                    gives.append((len(needs), part.stage * count + part.micro_batch + gradients * (part.kind is not forward)))
+            needs.append(needed(action))
+            others.append(-1 if action.beside is None else needed(action.beside))
+    return needs, others, gives
+
+
+def _waves(lengths: list[int], sources: list[int], others: list[int]) -> tuple[list[list[int]], list[int]]:
+    """The waves, and how far each rank came. Every wave holds at most one action of a rank: its next, if it can start."""
+    starts = [0, *accumulate(lengths)]
+    at, ends = starts[:-1], starts[1:]
+    done = bytearray(len(sources) + 2)
+    done[len(sources)] = True  # the source of those that need nothing
+    waves: list[list[int]] = []
+    running = [rank for rank, length in enumerate(lengths) if length]
+    while True:
+        wave = [(rank, at[rank]) for rank in running if done[sources[at[rank]]] and done[others[at[rank]]]]
+        if not wave:
+            return waves, [here - start for here, start in zip(at, starts, strict=False)]
+        waves.append([number for _, number in wave])
+        for rank, number in wave:
+            done[number] = True
+            at[rank] = number + 1
+        running = [rank for rank in running if at[rank] < ends[rank]]
+
+
+def _deadlock(schedule: Schedule, rank: int, position: int, num_stages: int) -> Problem:
+    waits = []
+    for part in schedule[rank][position].parts:
+        if part.kind is Kind.FORWARD and part.stage:
+            waits.append(f"{part.stage - 1}F{part.micro_batch}")
+        elif part.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and part.stage < num_stages - 1:
+            waits.append(f"the gradient from {part.stage + 1}F{part.micro_batch}")
+    rule = f"can never start: it waits for {' and '.join(waits)}, which waits for this rank in turn or is nowhere"
+    remedy = "Move it behind what others need from this rank, or add what it waits for."
+    return Problem(_name(rank, position, schedule[rank][position]), rule, remedy)
+
+
+def _repeated_or_misplaced(schedule: Schedule) -> list[Problem]:
+    """Actions that occur twice, or not on the rank of their F, or before it; W before I."""
+    found: list[Problem] = []
+    seen: dict[tuple[str, int, int], int] = {}
+    earlier = {"B": "F", "I": "F", "W": "I"}
+    twice = {"F": "F", "B": "BI", "I": "BI", "W": "WB"}
+    for rank, row in enumerate(schedule):
+        for position, action in enumerate(row):
+            for part in action.parts:
+                kind, where = part.kind.value, (part.stage, part.micro_batch)
+                name = _name(rank, position, part)
+                if any((other, *where) in seen for other in twice[kind]):
+                    found.append(Problem(name, "has been done before", "Every stage passes a micro-batch once each way."))
+                elif kind != "F" and seen.get((earlier[kind], *where)) != rank:
+                    rule = f"comes before {part.stage}{earlier[kind]}{part.micro_batch} on its rank, or that is on another rank"
+                    found.append(Problem(name, rule, "What a pass keeps is on its rank: put them on one, in order."))
+                seen[(kind, *where)] = rank
+    return found
+
+
+def _missing(schedule: Schedule) -> list[Problem]:
+    num_stages, count = shape_of(schedule)
+    done = {(p.kind.value, p.stage, p.micro_batch) for row in schedule for action in row for p in action.parts}
+    found = []
+    for stage in range(num_stages):
+        for k in range(count):
+            whole = ("B", stage, k) in done
+            kinds = [kind for kind in ("F", "B" if whole else "I", "B" if whole else "W") if (kind, stage, k) not in done]
+            if kinds:
+                rule = f"micro-batch {k} never passes stage {stage}: {' and '.join(kinds)} missing"
+                found.append(Problem(f"{stage}{kinds[0]}{k}", rule, "Add it to the list of the rank that holds the stage."))
+    return found
+
+
+def _name(rank: int, position: int, action: Action) -> str:
+    return f"rank {rank}, action {position} ({action.cell})"
