@@ -3,9 +3,9 @@
     memory   weights, gradients and optimizer state of the fullest rank, as they stand when the optimizer steps; no activations
     time     FLOPs with what is computed twice, at the device's full peak, and the bubble of a perfectly even pipeline
 
-A layout is dropped if its state alone is more than the device has, or if its least time is above that of the slowest layout worth
-keeping *and* some priced layout is no slower than its least time in no more than its least memory. So neither the ranking nor the
-front of time and memory can change; `tests/plan/test_search.py` compares both with the search that prices everything.
+A layout is dropped if its state alone is more than the device has, or if its least time is above that of the slowest layout
+worth keeping *and* some priced layout is no slower than its least time in no more than its least memory. So neither the ranking
+nor the front of time and memory can change; `tests/plan/test_search.py` compares both with the search that prices everything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ultrascale.spec.layout import Layout
 
 Floats = NDArray[np.float64]
 ONE_AFTER_ANOTHER = tuple(SCHEDULES.index(name) for name in ("1f1b", "afab", "interleaved"))
-"""Schedules whose bubble is that of (pp - 1) micro-batches, over the virtual stages; the others fill it with weight gradients."""
+"""Schedules whose bubble is that of pp - 1 micro-batches, over the virtual stages; others fill it with weight gradients."""
 
 
 def memory_floor(workload: Workload, table: LayoutTable) -> Floats:

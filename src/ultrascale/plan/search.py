@@ -5,7 +5,7 @@
     plan.price   the rest in chunks, those with the least time first, so that bounds bite early
     predict      the best `exact` of them again, one by one, with their pipelines simulated
 
-Layouts closer to the fastest than the model can tell apart (`TIE`) are one group: which of them is fastest is for a measurement.
+Layouts closer to the fastest than the model can tell apart (`TIE`) are one group: which is fastest is for a measurement.
 """
 
 from __future__ import annotations

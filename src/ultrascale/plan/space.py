@@ -1,12 +1,12 @@
 """All legal layouts of N devices, as columns, and what was left out with its reason.
 
-Two levels. A *cut* divides the model and its work: (tp, cp, pp, virtual stages, schedule, ep, expert_tp), with dp what remains of N.
-There are hundreds of them, walked in plain Python; each rule that refuses one is counted. Inside a cut, (ZeRO stage, shard size,
-micro-batch, recomputation) is a product of short lists, made once per (dp, kind of pipeline) and repeated in NumPy.
+Two levels. A *cut* divides the model and its work: (tp, cp, pp, virtual stages, schedule, ep, expert_tp), with dp what remains
+of N. There are hundreds of them, walked in plain Python; each rule that refuses one is counted. Inside a cut, (ZeRO stage,
+shard size, micro-batch, recomputation) is a product of short lists, made once per (dp, kind of pipeline) and repeated in NumPy.
 
-Left out of a search, because another layout is at least as fast in no more memory: tensor parallelism without sequence parallelism
-(same traffic, more activations), AFAB (1F1B has the same bubble and holds fewer micro-batches) and DualPipe (DualPipe-V has the
-same bubble and holds the weights once). Asking for one by name brings it back.
+Left out of a search, because another layout is at least as fast in no more memory: tensor parallelism without sequence
+parallelism (same traffic, more activations), AFAB (1F1B has the same bubble and holds fewer micro-batches) and DualPipe
+(DualPipe-V has the same bubble and holds the weights once). Asking for one by name brings it back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
 
 MIN_TOKENS_PER_CP_RANK = 4096
-"""Shorter shares of a sequence leave context parallelism nothing to hide its exchange behind (Liu et al. 2023, ring attention)."""
+"""Shorter shares of a sequence leave nothing to hide the exchange behind (Liu et al. 2023, ring attention)."""
 MAX_TOKENS_PER_MICRO_BATCH = 2**17
 """Of one rank and one forward pass. Products are at their best far below it."""
 TWO_CHUNKS = ("zb-v", "dualpipe", "dualpipe-v")

@@ -1,7 +1,7 @@
 """Which layouts a trainer can run at all: the axes, ZeRO stages, schedules and ways to recompute of each stack.
 
-`spec.stack` says what a program keeps in memory and hides behind computation; this table says what it lets one ask for. A search for
-a stack stays inside it. Read off each trainer's arguments (versions of 2025 and 2026); `plan.flags` prints them.
+`spec.stack` says what a program keeps in memory and hides behind computation; this table says what it lets one ask for. A
+search for a stack stays inside it. Read off each trainer's arguments (versions of 2025 and 2026); `plan.flags` prints them.
 """
 
 from __future__ import annotations
