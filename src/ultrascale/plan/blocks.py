@@ -18,7 +18,8 @@ from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matm
 from ultrascale.plan.layouts import CP_METHODS, PRECISIONS, LayoutTable
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator
-from ultrascale.spec.work import Op, Shape, block_work, embedding_work, head_work
+from ultrascale.spec.ops import Op, Shape
+from ultrascale.spec.work import block_work, embedding_work, head_work
 
 Floats = NDArray[np.float64]
 SHAPE_FIELDS = ("micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "ep", "expert_tp")
@@ -171,7 +172,12 @@ def _traffic(
     counts = np.zeros(len(shapes))
     by_kind: dict[tuple[str, str, str], list[tuple[int, float, int, int]]] = defaultdict(list)
     for index, (shape, ops) in enumerate(zip(shapes, works, strict=True)):
-        groups = {"tp": (shape.tp, 1), "cp": (shape.cp, shape.tp), "ep": (shape.ep, shape.expert_tp)}
+        groups = {
+            "tp": (shape.tp, 1),
+            "cp": (shape.cp, shape.tp),
+            "ep": (shape.ep, shape.expert_tp),
+            "expert_tp": (shape.expert_tp, 1),
+        }
         for op in ops:
             for item in op.collectives:
                 size, stride = groups[item.axis]
@@ -180,5 +186,5 @@ def _traffic(
     for (kind, axis, when), items in by_kind.items():
         index, num_bytes, size, stride = (np.array(column) for column in zip(*items, strict=True))
         taken = collective_seconds(workload.cluster, kind, num_bytes.astype(float), size=size, stride=stride)
-        np.add.at(seconds[axis, when], index, taken)
+        np.add.at(seconds["tp" if axis == "expert_tp" else axis, when], index, taken)
     return seconds, counts
