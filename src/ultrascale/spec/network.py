@@ -40,7 +40,7 @@ KINDS = (
     ),
     NetworkKind(
         "RoCE", ("roce", "ethernet"), 0.93, 2e-6,
-        "assumed: congestion control costs some per cent over InfiniBand; NVIDIA/nccl issue 2409 shows half where it is mistuned",
+        "assumed: some per cent below InfiniBand; NVIDIA/nccl issue 2409 shows half where it is mistuned; 2026",
     ),
     NetworkKind(
         "Slingshot", ("slingshot",), 0.97, 8e-6, "NVIDIA/nccl issue 1272: 24.2 of 25 GB/s; the hop is assumed; 2024",

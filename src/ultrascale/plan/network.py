@@ -1,0 +1,155 @@
+"""What collectives need to know of a cluster, and where the ranks of a group sit in it.
+
+    stride 1, size 8    all eight ranks of a node: NVLink only
+    stride 8, size 4    one rank on each of four nodes; eight such groups share each node's cards: an eighth of them each
+    stride 2, size 16   four ranks on each of four nodes; two groups share the cards: half of them each
+
+Ranks fill nodes in order. Of a group, `min(size, max(1, gpus_per_node // stride))` ranks share a node; all groups of an axis
+run at once unless told otherwise. What Calculon calls a tier per axis cannot say the third case, and it is the usual one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ultrascale.spec.cluster import Cluster, Link
+from ultrascale.spec.network import NetworkKind, network_kind
+from ultrascale.spec.problems import Problem, SpecError
+
+GIGA = 1e9
+
+
+class Domain(NamedTuple):
+    """How one sort of link inside a node is priced: by whose measurements, and how they scale."""
+
+    word: str
+    """In the name of the link."""
+    fits: str
+    """Row of `nvlink_fits.FITS`."""
+    nominal: float
+    """Bytes per second of one direction that the row was measured on."""
+    factor: float
+    """Achieved share of the nominal rate over that of the row."""
+    in_switch: bool
+    """Whether an all-reduce can be reduced in the switch (NVLS, SHARP of NVLink 4 and 5)."""
+
+
+DOMAINS = (
+    Domain("nvlink 5", "b200_sxm", 900 * GIGA, 1.0, True),
+    Domain("nvlink 4", "h100_sxm", 450 * GIGA, 1.0, True),
+    Domain("nvlink 3", "a100_sxm", 300 * GIGA, 1.0, False),
+    # 134.5 of 150 GB/s on eight V100 (vTrain, 2024) against 230 of 300.
+    Domain("nvlink 2", "a100_sxm", 300 * GIGA, 1.17, False),
+    # 35 to 45 of 64 GB/s on eight H100 PCIe (published nccl-tests, 2026) against 371 of 450; the fabric of MI300X is assumed.
+    Domain("pcie", "h100_sxm", 450 * GIGA, 0.75, False),
+    Domain("fabric", "h100_sxm", 450 * GIGA, 0.85, False),
+)
+UNKNOWN = Domain("", "h100_sxm", 450 * GIGA, 0.85, False)
+
+
+class Fabric(NamedTuple):
+    """The numbers of a cluster that collectives depend on: hashable, so that what is worked out for one is kept."""
+
+    gpus_per_node: int
+    fits: str
+    scale: float
+    """Bandwidth inside a node over that of `fits`."""
+    in_switch: bool
+    node_bytes_per_second: float
+    """What the cards of a node reach together, one direction; 0 if it stands alone."""
+    num_cards: int
+    hop_seconds: float
+    """Of the network, above InfiniBand."""
+    network: str
+    nodes_per_leaf: int
+    """0: no spine."""
+    oversubscription: float
+
+
+class Placement(NamedTuple):
+    """Where a group sits."""
+
+    size: int
+    ranks_per_node: int
+    num_nodes: int
+    bytes_per_second: float
+    """The group's share of the cards of each of its nodes; 0 inside one node."""
+    card_bytes_per_second: float
+    """Of one card: what a single rank can use at once."""
+    crossing: float
+    """How many times slower a ring is for the spine."""
+    remote_crossing: float
+    """The same for traffic of every node with every other."""
+
+
+def fabric_of(cluster: Cluster) -> Fabric:
+    """Raises SpecError if the links inside the node are not catalogued: they must be measured."""
+    node = cluster.node
+    if node.intra_link is None:
+        rule = "has no link between its ranks in the catalogue: it is measured at run time"
+        raise SpecError([Problem(f"cluster.{node.name}", rule, "Plan for a catalogued machine, such as 8xh100.")])
+    fits, scale, in_switch = _domain(node.intra_link, cluster.accelerator.name)
+    link, spine = node.inter_link, cluster.spine
+    kind = network_kind(link) if link else None
+    return Fabric(
+        node.num_accelerators,
+        fits,
+        scale,
+        in_switch,
+        _achieved(link, kind),
+        node.num_network_cards or node.num_accelerators,
+        kind.hop_seconds if kind else 0.0,
+        kind.name if kind else "",
+        spine.nodes_per_leaf if spine else 0,
+        spine.oversubscription if spine else 1.0,
+    )
+
+
+def place(fabric: Fabric, size: int, stride: int, concurrent: float | None = None) -> Placement:
+    """The placement of a group of `size` ranks that are `stride` apart; `concurrent`: groups in a node that talk at once.
+
+    Raises SpecError if the group crosses nodes that no network joins.
+    """
+    ranks = min(size, max(1, fabric.gpus_per_node // stride))
+    nodes = -(-size // ranks)
+    if nodes == 1:
+        return Placement(size, ranks, 1, 0.0, 0.0, 1.0, 1.0)
+    if not fabric.node_bytes_per_second:
+        rule = f"{size} ranks {stride} apart are on {nodes} nodes, and no network joins them"
+        raise SpecError([Problem("cluster", rule, "Choose a machine with a network, or keep the group inside a node.")])
+    groups = concurrent or fabric.gpus_per_node / ranks
+    card = fabric.node_bytes_per_second / fabric.num_cards
+    share = min(fabric.node_bytes_per_second / max(1.0, groups), min(ranks, fabric.num_cards) * card)
+    ring, remote = _crossing(fabric, nodes, stride)
+    return Placement(size, ranks, nodes, share, card, ring, remote)
+
+
+def _crossing(fabric: Fabric, nodes: int, stride: int) -> tuple[float, float]:
+    """How much slower the spine makes a ring, and traffic of all with all.
+
+    A ring leaves a leaf once for all the nodes it visits there; of traffic with all others, only that to other leaves crosses.
+    """
+    if not fabric.nodes_per_leaf:
+        return 1.0, 1.0
+    apart = max(1, stride // fabric.gpus_per_node)
+    together = min(nodes, max(1, fabric.nodes_per_leaf // apart))
+    if together == nodes:
+        return 1.0, 1.0
+    across = (nodes - together) / (nodes - 1)
+    return max(1.0, fabric.oversubscription / together), max(1.0, fabric.oversubscription * across)
+
+
+def _domain(link: Link, accelerator: str) -> tuple[str, float, bool]:
+    name = link.name.lower()
+    found = next((domain for domain in DOMAINS if domain.word in name), UNKNOWN)
+    fits = "h200_sxm" if accelerator.startswith("h200") and found.fits == "h100_sxm" and found.in_switch else found.fits
+    return fits, link.bytes_per_second.value / found.nominal * found.factor, found.in_switch
+
+
+def _achieved(link: Link | None, kind: NetworkKind | None) -> float:
+    """Bytes per second of the cards of a node: as measured where it was, else the usual share of the nominal rate."""
+    if link is None or kind is None:
+        return 0.0
+    if link.achieved_bytes_per_second is not None:
+        return link.achieved_bytes_per_second.value
+    return link.bytes_per_second.value * kind.achieved
