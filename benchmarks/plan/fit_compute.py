@@ -165,10 +165,8 @@ def _judged(rows: Vector) -> Vector:
 
 
 def _fit_attention() -> Iterator[tuple[tuple[str, str, str], AttentionCurve]]:
-    print(
-        "\n| devices | kernel | direction | kernels | MAPE % | p90 % | bias % | held out %
-        |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("\n| devices | kernel | direction | kernels | MAPE % | p90 % | bias % | held out % |")
+    print("|---|---|---|---|---|---|---|---|")
     with (HERE / "attention_measured.csv").open() as file:
         rows = list(csv.DictReader(file))
     for (family, kernel), (devices, kernels) in ATTENTION_SETS.items():
@@ -295,11 +293,18 @@ def _mape(errors: Vector) -> str:
 def _source(matmul: dict[tuple[str, str], MatmulCurve], attention: dict[tuple[str, str, str], AttentionCurve]) -> str:
     """The constants as a Python module."""
     lines = [
-        '"""Constants of `plan.curves`, written by `benchmarks/plan/fit_compute.py`: derived numbers, not measurements.', "",
-        "Products: NVIDIA aiconfigurator's tables (TensorRT-LLM torch flow, 2026-08). Attention: FlashAttention-3's figures
-        (2024),", "cudnn-frontend's training benchmark (2026-09), SimuMax's system files (2026). Errors:
-        docs/compute-model.md.", '"""', "", "from __future__ import annotations", "", "from ultrascale.plan.curves import
-        AttentionCurve, MatmulCurve", "", "# fmt: off", "MATMUL: dict[tuple[str, str], MatmulCurve] = {",
+        '"""Constants of `plan.curves`, written by `benchmarks/plan/fit_compute.py`: derived numbers, not measurements.',
+        "",
+        "Products: NVIDIA aiconfigurator's tables (TensorRT-LLM torch flow, 2026-08). Attention: FlashAttention-3's figures",
+        "(2024), cudnn-frontend's training benchmark (2026-09), SimuMax's system files (2026). Errors: docs/compute-model.md.",
+        '"""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from ultrascale.plan.curves import AttentionCurve, MatmulCurve",
+        "",
+        "# fmt: off",
+        "MATMUL: dict[tuple[str, str], MatmulCurve] = {",
     ]
     for key, curve in matmul.items():
         names = [*(name for name in SHARES if getattr(curve, name)), *POSITIVE, "operand_bytes"]

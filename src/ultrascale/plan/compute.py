@@ -105,8 +105,8 @@ def optimizer_seconds(accelerator: Accelerator, num_bytes: Any, *, derate: float
     return elementwise_seconds(accelerator, num_bytes, derate=derate)
 
 
-@lru_cache(maxsize=1 << 17) def direction_seconds(curve: MatmulCurve, m: float, n: float, k: float, count: float, kind: Kind,
-output_bytes: float) -> float:
+@lru_cache(maxsize=1 << 17)
+def direction_seconds(curve: MatmulCurve, m: float, n: float, k: float, count: float, kind: Kind, output_bytes: float) -> float:
     """Seconds of a product or of one of its gradients under one curve."""
     if min(m, n, k, count) <= 0:
         return 0.0
@@ -150,8 +150,9 @@ def _matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
 
 
 def _attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction: str) -> AttentionCurve:
-    key = kernel + direction found = _curves.get((id(accelerator), dtype, key)) return found[1] if found else
-    _keep(accelerator, dtype, key, devices.attention_curve(accelerator, dtype, kernel, direction))
+    key = kernel + direction
+    found = _curves.get((id(accelerator), dtype, key))
+    return found[1] if found else _keep(accelerator, dtype, key, devices.attention_curve(accelerator, dtype, kernel, direction))
 
 
 def _stream(accelerator: Accelerator) -> devices.Stream:

@@ -1,7 +1,7 @@
 """Constants of `plan.curves`, written by `benchmarks/plan/fit_compute.py`: derived numbers, not measurements.
 
-Products: fitted to NVIDIA aiconfigurator's tables (TensorRT-LLM torch flow, 2026-08). Attention: FlashAttention-3's figures,
-cudnn-frontend's training benchmark (2026-09), SimuMax's system files (2026). Errors: docs/compute-model.md.
+Products: NVIDIA aiconfigurator's tables (TensorRT-LLM torch flow, 2026-08). Attention: FlashAttention-3's figures
+(2024), cudnn-frontend's training benchmark (2026-09), SimuMax's system files (2026). Errors: docs/compute-model.md.
 """
 
 from __future__ import annotations
