@@ -73,14 +73,20 @@ class Blocks:
     head: PartSeconds
 
 
-def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
-    """Work out every distinct shape of `table` once."""
+def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape], NDArray[np.intp]]:
+    """The shapes of one micro-batch on one rank that occur in `table`, and for each layout the number of its own."""
     key = np.zeros(len(table), dtype=np.int64)
     for name in SHAPE_FIELDS:
         column = getattr(table, name)
         key = key * (int(column.max(initial=0)) + 1) + column
     _, first, shape_of = np.unique(key, return_index=True, return_inverse=True)
     shapes = [_shape(workload, table, int(row)) for row in first]
+    return shapes, shape_of
+
+
+def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
+    """Work out every distinct shape of `table` once."""
+    shapes, shape_of = distinct_shapes(workload, table)
     kinds, kind_of_layer = layer_kinds(workload)
     model = workload.model
     return Blocks(
