@@ -1,8 +1,8 @@
 """A whole table of layouts priced at once: where the time of a step goes, and what memory it takes.
 
-    one micro-batch on a rank     blocks x (products, attention, element-wise work, recomputation, exposed tp, cp and ep traffic)
-    one step on a rank            micro-batches x that + gathers and reductions of data parallelism that show
-    one step                      the slowest rank + what it waits for (the bubble, sends, stragglers) + the optimizer
+    one micro-batch on a rank   blocks x (products, attention, element-wise work, recomputation, exposed traffic of tp, cp and ep)
+    one step on a rank          micro-batches x that + gathers and reductions of data parallelism that nothing hides
+    one step                    the slowest rank + what it waits for (the bubble, sends, stragglers) + the optimizer
 
 The parts of `PriceTable.waterfall` sum to `step_seconds`. `predict` prices one layout, with its pipeline simulated action by action.
 """
