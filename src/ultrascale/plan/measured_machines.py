@@ -1,0 +1,99 @@
+"""The cluster of a measured run: from the name of its GPU and what the row says of its network.
+
+A blank network is that of the GPU's usual node (`spec.machines`). A rack with one fast network inside (GB200 NVL72) counts as
+one node even where the row counts its trays of four: what matters is who shares the fast links.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from ultrascale.plan.measured_models import UnrepresentableError
+from ultrascale.plan.measured_rows import Asked
+from ultrascale.spec.cluster import Cluster, Link, Node, Sourced
+from ultrascale.spec.machines import ACCELERATORS, NODES, USUAL_NODE
+
+# The first pattern found in the name decides: the catalogue's name, and what stands in where it is not in the catalogue.
+_GPUS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"A100.*40", ("a100-40",)), (r"A100.*PCI", ("a100-pcie", "a100-80")), (r"A100", ("a100-80",)),
+    (r"A800", ("a800", "a100-80")), (r"H100.*96", ("h100-96", "h100-sxm")), (r"H100.*PCI", ("h100-pcie",)),
+    (r"H100.*NVL", ("h100-nvl", "h100-pcie")), (r"GH200", ("gh200", "h200")), (r"H100", ("h100-sxm",)),
+    (r"H800", ("h800", "h100-sxm")), (r"H200", ("h200",)), (r"H20\b", ("h20",)), (r"GB300", ("gb300", "gb200")),
+    (r"GB200", ("gb200",)), (r"B300", ("b300", "b200")), (r"B200", ("b200",)), (r"MI300X", ("mi300x",)),
+    (r"MI325X", ("mi325x", "mi300x")), (r"MI355X", ("mi355x",)), (r"V100.*16", ("v100-16", "v100-32")), (r"V100", ("v100-32",)),
+)  # fmt: skip
+_RATE = re.compile(
+    r"(?:(\d+)\s*x\s*)?(?:[A-Z]{3}\s+)?(?:InfiniBand\s+)?(\d+(?:\.\d+)?)\s*(Gb/s|Gbps|Gbit/s|GB/s)", re.IGNORECASE
+)
+_INSIDE = re.compile(r"intra-?node|in-?side|in node|within|nvlink|nvswitch|pcie", re.IGNORECASE)
+_FAST_DOMAIN = 72
+"""GPUs of a rack with NVLink inside; jobs that do not fill whole racks use 64 of each (NVIDIA's recipes: 16 trays of 4)."""
+_USED_OF_DOMAIN = 64
+
+
+def cluster_of(asked: Asked, num_gpus: int) -> tuple[Cluster, tuple[str, ...]]:
+    """The row's machines and what had to be assumed. Raises UnrepresentableError for a GPU nobody described."""
+    name, assumed = _accelerator(asked)
+    node = NODES[USUAL_NODE[name]]
+    node = replace(node, num_accelerators=_per_node(asked, node, num_gpus))
+    node, network = _with_network(asked, node)
+    return Cluster(f"{num_gpus}x{name}", node, num_gpus), (*assumed, *network)
+
+
+def _accelerator(asked: Asked) -> tuple[str, tuple[str, ...]]:
+    text = f"{asked.gpu} {asked.gpu_family}".strip()
+    if not text:
+        raise UnrepresentableError("gpu is blank")
+    for pattern, names in _GPUS:
+        if re.search(pattern, asked.gpu or asked.gpu_family, re.IGNORECASE):
+            known = [name for name in names if name in ACCELERATORS]
+            if known:
+                return known[0], () if known[0] == names[0] else (f"{known[0]} stands for {asked.gpu}",)
+    raise UnrepresentableError(f"gpu {text!r} is not in the catalogue (`ultrascale show clusters`)")
+
+
+def _per_node(asked: Asked, node: Node, num_gpus: int) -> int:
+    if node.num_accelerators == _FAST_DOMAIN:
+        return _FAST_DOMAIN if num_gpus <= _FAST_DOMAIN or num_gpus % _FAST_DOMAIN == 0 else _USED_OF_DOMAIN
+    return asked.gpus_per_node or node.num_accelerators
+
+
+def _with_network(asked: Asked, node: Node) -> tuple[Node, tuple[str, ...]]:
+    """The node with the links the row names; those of the usual node, scaled to its GPUs, where it names none."""
+    inside, between = _rates(asked.interconnect, node.num_accelerators)
+    source, year = f"the row's interconnect: {asked.interconnect}", str(asked.year or "")
+    if inside is not None:
+        node = replace(node, intra_link=Link("links inside a node", Sourced(inside, source, year)))
+    if between is not None:
+        return replace(
+            node, inter_link=Link("network between nodes", Sourced(between, source, year)), num_network_cards=None
+        ), ()
+    node = _scaled(node, NODES[USUAL_NODE[node.accelerator.name]])
+    return node, (f"network: {node.inter_link.name if node.inter_link else 'none'}",)
+
+
+def _scaled(node: Node, usual: Node) -> Node:
+    """The usual node's network for a node with another number of GPUs: as much for each of them."""
+    share = node.num_accelerators / usual.num_accelerators
+    if usual.inter_link is None or share == 1:
+        return node
+    rate = usual.inter_link.bytes_per_second
+    cards = None if usual.num_network_cards is None else max(1, round(usual.num_network_cards * share))
+    link = replace(usual.inter_link, bytes_per_second=replace(rate, value=rate.value * share))
+    return replace(node, inter_link=link, num_network_cards=cards)
+
+
+def _rates(text: str, per_node: int) -> tuple[float | None, float | None]:
+    """Bytes per second inside a node (of one GPU) and between nodes (of the node) as a text tells them; None where it does not."""
+    inside = between = None
+    for clause in re.split(r"[;,]", re.sub(r"\([^)]*\)", "", text)):
+        match = _RATE.search(clause)
+        if match is None:
+            continue
+        rate = float(match[2]) * int(match[1] or 1) * 1e9 / (1 if match[3].lower() == "gb/s" and match[3][1] == "B" else 8)
+        if _INSIDE.search(clause):
+            inside = rate
+        else:
+            between = rate * per_node if re.search(r"per (?:gpu|accelerator)", clause, re.IGNORECASE) else rate
+    return inside, between

@@ -1,0 +1,224 @@
+"""Measured runs as files tell them: reading the rows, and keeping what was measured away from who predicts it.
+
+Two forms are read, by their header: the columns of published runs (`n_gpus`, `hidden`, `tp`, ... one row a run), and those of
+the playbook's scan (`model`, `nodes`, `mbs`, `ga`, ...). Every cell goes either to `Asked`, which is all a prediction sees, or to
+`Measured`, which only scores see: that is decided here, by the column's name, before anything is predicted. Blank cells are
+None; a column that is missing is blank in every row; columns neither class knows are read by nobody.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ultrascale.spec.problems import Problem, SpecError
+
+BLANK = frozenset(("", "nan", "na", "n/a", "null", "-", "?"))
+"""What people and their tools write for an empty cell, in lower case; `none` too where it is no answer (recompute)."""
+MOST_PROBLEMS = 20
+"""Wrong cells told at once; a file of another kind has thousands."""
+PLAYBOOK_NAMES = {
+    "nodes": "nodes", "mbs": "micro_batch", "ga": "grad_accum", "gbs": "global_batch", "zero": "zero_stage",
+    "tok_s_gpu": "tokens_per_s_per_gpu", "mfu_pct": "mfu_percent", "mem_gb": "peak_mem_gib", "status": "outcome",
+}  # fmt: skip
+PLAYBOOK_FIXED = {"gpu": "H100-80GB-SXM", "gpus_per_node": "8", "framework": "nanotron", "precision": "bf16", "year": "2025"}
+"""What the playbook says of all its runs."""
+Columns = TypeVar("Columns", "Asked", "Measured")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was run: everything a prediction may look at. Names are the file's columns."""
+
+    model: str = ""
+    source: str = ""
+    source_key: str = ""
+    year: int | None = None
+    framework: str = ""
+    gpu: str = ""
+    gpu_family: str = ""
+    interconnect: str = ""
+    n_gpus: int | None = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn_hidden: int | None = None
+    vocab: int | None = None
+    head_dim: int | None = None
+    gated_mlp: bool | None = None
+    tied_embeddings: bool | None = None
+    attn_kind: str = ""
+    experts: int | None = None
+    topk: int | None = None
+    expert_ffn: int | None = None
+    shared_expert_ffn: int | None = None
+    dense_layers: int | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    grad_accum: int | None = None
+    dp: int | None = None
+    zero_stage: str = ""
+    tp: int | None = None
+    sp: bool | None = None
+    cp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    pp_schedule: str = ""
+    ep: int | None = None
+    etp: int | None = None
+    recompute: str = ""
+    recompute_detail: str = ""
+    offload: str = ""
+    precision: str = ""
+    compile: bool | None = None
+    flash_attention: bool | None = None
+    flops_def: str = ""
+    """How the source counts FLOPs: decides what its MFU would be, not how fast it is."""
+    is_playbook: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came out, and how it was measured: for scores only."""
+
+    tokens_per_s_per_gpu: float | None = None
+    step_time_s: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu_reported: float | None = None
+    mfu_percent: float | None = None
+    mfu_peak_tflops: float | None = None
+    peak_mem_gib: float | None = None
+    mem_kind: str = ""
+    mem_scope: str = ""
+    reported: str = ""
+    tier: str = ""
+    outcome: str = ""
+    n_obs: int | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """One run."""
+
+    identity: str
+    """Its `id`, or the number of its row counted from one."""
+    line: int
+    """Of the file, counted from one."""
+    asked: Asked
+    measured: Measured
+
+
+def read_rows(path: str | Path) -> list[MeasuredRow]:
+    """Every row of a CSV file of measured runs, in order.
+
+    Raises SpecError naming file, line and column of every cell that cannot be read, or what the header lacks.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise SpecError([Problem(str(file), "is not text in UTF-8", "Give a CSV file of measured runs.")]) from None
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        is_playbook = _is_playbook(file, [name.strip() for name in reader.fieldnames or []])
+        cells = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise SpecError([Problem(f"{file}:{reader.line_num}", f"is not CSV: {error}", "Repair the line.")]) from None
+    problems: list[Problem] = []
+    rows = [_row(file, number, line, row, is_playbook, problems) for number, (line, row) in enumerate(cells, 1)]
+    if problems:
+        raise SpecError(_first(file, problems))
+    if not rows:
+        raise SpecError([Problem(str(file), "has a header but no rows", "Give a file with at least one run.")])
+    return rows
+
+
+def _is_playbook(file: Path, header: list[str]) -> bool:
+    """Which of the two forms a header is. Raises SpecError when it is neither."""
+    if {"n_gpus", "dp", "tp", "pp"} & set(header) and "nodes" not in header:
+        return False
+    if {"model", "nodes", "mbs", "tp"} <= set(header):
+        return True
+    shown = ", ".join(name for name in header[:6] if name) or "empty"
+    rule = f"its first line ({shown}) has the columns of no known form"
+    remedy = "It needs model, n_gpus, tp, pp, dp, ... (published runs), or model, nodes, mbs, tp, ... (the playbook's scan)."
+    raise SpecError([Problem(f"{file}:1", rule, remedy)])
+
+
+def _row(file: Path, number: int, line: int, row: dict[Any, Any], is_playbook: bool, problems: list[Problem]) -> MeasuredRow:
+    surplus, missing = row.pop(None, None), [name for name, cell in row.items() if cell is None]
+    if surplus or missing:
+        found = len(row) - len(missing) + len(surplus or [])
+        rule = f"has {found} cells, the header has {len(row)} columns"
+        problems.append(Problem(f"{file}:{line}", rule, "Quote cells that hold commas."))
+    cells = {name.strip(): (cell or "").strip() for name, cell in row.items()}
+    identity = cells.get("id") or str(number)
+    names = dict(zip(cells, cells, strict=True))
+    if is_playbook:
+        names = {PLAYBOOK_NAMES.get(name, name): name for name in cells}
+        cells = PLAYBOOK_FIXED | {new: cells[old] for new, old in names.items()}
+    asked = _read(Asked, cells, names, f"{file}:{line}", problems)
+    return MeasuredRow(
+        identity, line, replace(asked, is_playbook=is_playbook), _read(Measured, cells, names, f"{file}:{line}", problems)
+    )
+
+
+def _read(kind: type[Columns], cells: dict[str, str], names: dict[str, str], where: str, problems: list[Problem]) -> Columns:
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        cell = cells.get(field.name, "")
+        if cell.lower() in BLANK or (cell.lower() == "none" and field.name != "recompute"):
+            continue
+        try:
+            values[field.name] = _VALUES[str(field.type)](cell)
+        except ValueError:
+            column, wanted = names.get(field.name, field.name), _WANTED[str(field.type)]
+            problems.append(
+                Problem(where, f"column {column} holds {cell!r} where {wanted} belongs", "Correct it, or leave it blank.")
+            )
+    return kind(**values)
+
+
+def _whole(cell: str) -> int:
+    number = _number(cell)
+    if number != int(number) or number < 0:
+        raise ValueError(cell)
+    return int(number)
+
+
+def _number(cell: str) -> float:
+    number = float(cell.replace(",", "").replace("_", ""))
+    if not math.isfinite(number):
+        raise ValueError(cell)
+    return number
+
+
+def _truth(cell: str) -> bool:
+    word = cell.lower()
+    if word in ("true", "yes"):
+        return True
+    if word in ("false", "no"):
+        return False
+    if _number(cell) not in (0, 1):
+        raise ValueError(cell)
+    return _number(cell) == 1
+
+
+def _first(file: Path, problems: list[Problem]) -> list[Problem]:
+    """The first of many problems, and how many more there are."""
+    if len(problems) <= MOST_PROBLEMS:
+        return problems
+    rule = f"{len(problems) - MOST_PROBLEMS} more cells cannot be read"
+    return [*problems[:MOST_PROBLEMS], Problem(str(file), rule, "Correct those above first.")]
+
+
+_VALUES = {"str": str, "int | None": _whole, "float | None": _number, "bool | None": _truth, "bool": _truth}
+_WANTED = {"int | None": "a whole number", "float | None": "a number", "bool | None": "0 or 1", "bool": "0 or 1"}

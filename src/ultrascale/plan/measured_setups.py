@@ -1,0 +1,255 @@
+"""A measured run as the planner sees it: a workload, and the layouts the row may mean.
+
+What a row leaves open becomes several layouts: micro-batches of every power of two that divides the batch, recomputation from
+none to full, chunks of a pipeline. `plan.validate` prices all of them and takes the fastest that fits, because published runs
+were tuned, and widens the interval to the others. What is taken by a rule is told with the prediction.
+
+    blank             taken instead
+    dp                n_gpus / (tp pp cp)
+    zero_stage        1 with Megatron from 2023, DeepSpeed and nanotron; 3 with FSDP; else 0
+    sp                with tp, from 2023 on
+    grad_accum        global_batch / (dp micro_batch); without both, one micro-batch per pipeline stage
+    global_batch      dp micro_batch grad_accum
+    precision         bf16, fp16 until 2021
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from itertools import product
+
+from ultrascale.plan.measured_machines import cluster_of
+from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
+from ultrascale.plan.measured_rows import Asked
+from ultrascale.plan.measured_stacks import LAST_YEAR_WITHOUT_FLASH, stack_of
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.stack import Stack
+
+MOST_CANDIDATES = 96
+"""Layouts tried for one row."""
+LARGEST_MICRO_BATCH = 64
+LAST_YEAR_OF_FP16 = 2021
+_PRECISIONS = {
+    "bf16": "bf16", "bfloat16": "bf16", "amp_bf16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32",
+    "fp8": "fp8", "amp_fp8": "fp8", "mxfp8": "fp8", "fp8-mx": "fp8", "nvfp4": "fp8", "fp4": "fp8",
+}  # fmt: skip
+_SCHEDULES = (
+    ("dualpipe-?v", "dualpipe-v"), ("dualpipe", "dualpipe"), ("zb-?v|zbv", "zb-v"), ("zb|zero.?bubble", "zb-h1"),
+    ("gpipe|afab", "afab"),
+)  # fmt: skip
+_ENDS = 2
+"""Embedding and head, which may be pipeline chunks of their own (Megatron: 128 chunks for 126 layers)."""
+_TWO_CHUNKS = ("dualpipe", "dualpipe-v", "zb-v")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a row asks to be predicted."""
+
+    workload: Workload
+    layouts: tuple[Layout, ...]
+    """All that the row may mean; one if it leaves nothing open."""
+    open_cells: tuple[str, ...]
+    """Columns that are blank and could not be inferred."""
+    assumed: tuple[str, ...]
+    asked: Asked
+    """With what was filled in before anything else: the playbook's dimensions."""
+
+
+def setup_of(asked: Asked) -> Setup:
+    """The workload and layouts of a row. Raises UnrepresentableError, whose text says why there are none."""
+    asked, filled = fill_playbook(asked)
+    assumed = list(filled)
+    model, of_model = model_of(asked)
+    stack, of_stack = stack_of(asked)
+    cut = _cut(asked, assumed)
+    cluster, of_machines = cluster_of(asked, cut.world_size)
+    if asked.seq_len is None:
+        raise UnrepresentableError("seq_len is blank")
+    choices = _choices(asked, model, stack, cut, assumed)
+    sequences = _sequences(asked, cut, choices, assumed)
+    layouts = tuple(_layouts(cut, choices, model, sequences))[:MOST_CANDIDATES]
+    if not layouts:
+        rule = f"no micro-batch of {choices['micro_batch_size']} divides a global batch of {sequences} over dp = {cut.dp}"
+        raise UnrepresentableError(rule)
+    open_cells = tuple(_COLUMN_OF[key] for key, values in choices.items() if len(values) > 1)
+    workload = Workload(model, cluster, asked.seq_len, sequences, stack)
+    return Setup(workload, layouts, open_cells, (*assumed, *of_model, *of_stack, *of_machines), asked)
+
+
+_COLUMN_OF = {
+    "micro_batch_size": "micro_batch", "recompute": "recompute", "virtual_stages": "vpp",
+}  # fmt: skip
+
+
+def _cut(asked: Asked, assumed: list[str]) -> Layout:
+    """What is cut how: everything about the layout that a row never leaves open."""
+    tp, cp, pp = asked.tp or 1, asked.cp or 1, asked.pp or 1
+    gpus = asked.n_gpus or (asked.nodes * (asked.gpus_per_node or 8) if asked.nodes else None)
+    dp = _data_parallel(asked, gpus, tp * cp * pp, assumed)
+    zero, shard = _zero(asked, dp, assumed)
+    ep, expert_tp = _experts(asked, tp * cp * dp, assumed)
+    return Layout(
+        dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp,
+        sequence_parallel=_sequence_parallel(asked, tp, assumed), precision=_precision(asked, assumed),
+        offload_activations=bool(re.search("activation", asked.offload, re.IGNORECASE)),
+        offload_optimizer=bool(re.search("optim", asked.offload, re.IGNORECASE)),
+    )  # fmt: skip
+
+
+def _data_parallel(asked: Asked, gpus: int | None, rest: int, assumed: list[str]) -> int:
+    if gpus is None:
+        if asked.dp is None:
+            raise UnrepresentableError("n_gpus and dp are blank")
+        return asked.dp
+    if gpus % rest:
+        raise UnrepresentableError(f"tp x cp x pp = {rest} does not divide n_gpus = {gpus}")
+    dp = gpus // rest
+    if asked.dp is not None and asked.dp != dp:
+        if asked.dp * (asked.ep or 1) != dp:
+            raise UnrepresentableError(f"n_gpus = {gpus} is not dp x tp x cp x pp = {asked.dp * rest}")
+        assumed.append(f"dp = {dp}: ep is an axis of its own in this row")
+    return dp
+
+
+def _zero(asked: Asked, dp: int, assumed: list[str]):
+    text = asked.zero_stage.lower().removesuffix(".0")
+    if match := re.fullmatch(r"hsdp\s*-?(\d+)", text):
+        shard = min(int(match[1]), dp)
+        return 3, shard if dp % shard == 0 else None
+    if text in ("0", "1", "2", "3"):
+        return int(text), None
+    if text:
+        raise UnrepresentableError(f"zero_stage {asked.zero_stage!r} is not 0, 1, 2, 3 or hsdpK")
+    words = asked.framework.lower()
+    stage = 3 if re.search("fsdp|torchtitan|foundry|maxtext|automodel|zero-3", words) else 0
+    if (
+        not stage
+        and (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH
+        and re.search("megatron|nemo|mcore|nanotron|deepspeed", words)
+    ):
+        stage = 1 if "vtrain" not in words else 0
+    assumed.append(f"ZeRO stage {stage}")
+    return stage, None
+
+
+def _experts(asked: Asked, ranks: int, assumed: list[str]) -> tuple[int, int]:
+    if not asked.experts:
+        return 1, 1
+    ep = asked.ep or 1
+    # Megatron cuts experts as tp does unless told otherwise.
+    wanted = asked.etp or (asked.tp or 1 if re.search("megatron|nemo", asked.framework, re.IGNORECASE) else 1)
+    for expert_tp in (wanted, 1):
+        if ranks % (ep * expert_tp) == 0 and asked.experts % ep == 0:
+            if asked.etp is None and expert_tp > 1:
+                assumed.append(f"experts cut by tp = {expert_tp}")
+            return ep, expert_tp
+    raise UnrepresentableError(f"ep = {ep} does not divide {asked.experts} experts and tp x cp x dp = {ranks}")
+
+
+def _sequence_parallel(asked: Asked, tp: int, assumed: list[str]) -> bool:
+    if asked.sp is not None or tp == 1:
+        return bool(asked.sp)
+    used = (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH and "vtrain" not in asked.framework.lower()
+    assumed.append(f"{'with' if used else 'without'} sequence parallelism")
+    return used
+
+
+def _precision(asked: Asked, assumed: list[str]):
+    text = asked.precision.lower()
+    if not text:
+        value = "fp16" if (asked.year or 9999) <= LAST_YEAR_OF_FP16 else "bf16"
+        assumed.append(f"precision {value}")
+        return value
+    known = _PRECISIONS.get(text) or next((value for name, value in _PRECISIONS.items() if name in text), None)
+    if known is None:
+        raise UnrepresentableError(f"precision {asked.precision!r} is not one of {', '.join(_PRECISIONS)}")
+    if text in ("nvfp4", "fp4"):
+        assumed.append(f"fp8 stands for {asked.precision}")
+    return known
+
+
+def _choices(asked: Asked, model: Model, stack: Stack, cut: Layout, assumed: list[str]) -> dict[str, tuple]:
+    """What a row may leave open, each with its possible values."""
+    schedule, chunks = _pipeline(asked, model, stack, cut.pp, assumed)
+    return {
+        "micro_batch_size": _micro_batches(asked, cut, assumed),
+        "recompute": _recompute(asked, stack),
+        "virtual_stages": chunks,
+        "schedule": (schedule,),
+    }
+
+
+def _pipeline(asked: Asked, model: Model, stack: Stack, pp: int, assumed: list[str]) -> tuple[str, tuple[int, ...]]:
+    layers = model.num_hidden_layers + model.num_nextn_predict_layers
+    if pp == 1:
+        return "1f1b", (1,)
+    if pp > layers + _ENDS:
+        raise UnrunnableError(f"pp = {pp} is more than the {layers} layers, embedding and head")
+    text = asked.pp_schedule.lower()
+    for pattern, schedule in _SCHEDULES:
+        if re.search(pattern, text):
+            return schedule, (2 if schedule in _TWO_CHUNKS else 1,)
+    most = (layers + _ENDS) // pp
+    if asked.vpp is not None:
+        if asked.vpp > most:
+            assumed.append(f"{most} chunks a rank: there are {layers} layers for {asked.vpp} x {pp}")
+        chunks = max(1, min(asked.vpp, most))
+        return ("interleaved" if chunks > 1 else "1f1b"), (chunks,)
+    if "interleaved" in text and "not stated" not in text or not text and stack.name == "megatron":
+        divisors = tuple(n for n in range(2, most + 1) if layers % (pp * n) == 0)
+        if divisors:
+            return "interleaved", divisors
+    return "1f1b", (1,)
+
+
+def _micro_batches(asked: Asked, cut: Layout, assumed: list[str]) -> tuple[int, ...]:
+    if asked.micro_batch:
+        return (asked.micro_batch,)
+    if asked.global_batch and asked.grad_accum and asked.global_batch % (cut.dp * asked.grad_accum) == 0:
+        size = asked.global_batch // (cut.dp * asked.grad_accum)
+        if size:
+            assumed.append(f"micro_batch = {size}")
+            return (size,)
+    if not asked.global_batch:
+        assumed.append("micro_batch = 1")
+        return (1,)
+    own = asked.global_batch // cut.dp
+    sizes = [2**k for k in range(LARGEST_MICRO_BATCH.bit_length()) if own % 2**k == 0]
+    return tuple(size for size in sizes if size <= LARGEST_MICRO_BATCH)
+
+
+def _recompute(asked: Asked, stack: Stack) -> tuple[str, ...]:
+    text = asked.recompute.lower()
+    if "every second" in asked.recompute_detail.lower() and "block" in asked.recompute_detail.lower():
+        return ("every-k",)
+    if text == "selective" and stack.selective == "attention" and stack.kernels.attention == "flash":
+        # Flash attention has nothing left to recompute but itself, and Megatron's recipes then leave it.
+        return ("none",) if "core" not in asked.recompute_detail.lower() else ("selective",)
+    if text in ("none", "full", "selective"):
+        return (text,)
+    if text in ("op", "partial") or text:
+        return ("selective",)
+    return ("none", "selective", "full") if stack.kernels.attention == "math" else ("none", "full")
+
+
+def _sequences(asked: Asked, cut: Layout, choices: dict[str, tuple], assumed: list[str]) -> int:
+    if asked.global_batch:
+        if asked.global_batch < cut.dp:
+            raise UnrepresentableError(f"global_batch = {asked.global_batch} is less than dp = {cut.dp}")
+        return asked.global_batch
+    rounds = asked.grad_accum or cut.pp
+    sequences = cut.dp * choices["micro_batch_size"][0] * rounds
+    if not (asked.micro_batch and asked.grad_accum):
+        assumed.append(f"global_batch = {sequences}")
+    return sequences
+
+
+def _layouts(cut: Layout, choices: dict[str, tuple], model: Model, sequences: int):
+    for values in product(*choices.values()):
+        layout = replace(cut, **dict(zip(choices, values, strict=True)))
+        if sequences % (layout.dp * layout.micro_batch_size) == 0:
+            yield layout

@@ -1,0 +1,89 @@
+"""The trainer of a measured run: which of the known stacks is closest to what the row calls its framework, and how the row changes it.
+
+The first word found decides. Where the match is a likeness and not the trainer itself, the prediction says so.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from ultrascale.plan.measured_rows import Asked
+from ultrascale.spec.stack import STACKS, Stack
+
+
+@dataclass(frozen=True)
+class _Likeness:
+    """What a word in a framework's name means."""
+
+    pattern: str
+    stack: str
+    is_exact: bool
+    changes: dict
+
+
+_NO_OVERLAP = {"overlaps_data_parallel": False, "overlaps_tensor_parallel": False}
+_PLAIN_MEGATRON = {"overlaps_tensor_parallel": False}
+"""Megatron-LM overlaps TP only through Transformer Engine's user buffers, which NeMo's recipes switch on."""
+_LIKENESSES = (
+    _Likeness(r"torchtitan", "torchtitan", True, {}),
+    _Likeness(r"nanotron|picotron", "nanotron", True, {}),
+    _Likeness(r"llm-foundry|composer|mosaic", "llm-foundry", True, {}),
+    _Likeness(r"megatron-deepspeed|bigscience", "deepspeed", False, _NO_OVERLAP),
+    _Likeness(r"vtrain", "megatron", False, _NO_OVERLAP),  # its paper: gradients are reduced after the backward pass
+    _Likeness(r"nemo.*automodel|automodel", "torchtitan", False, {}),
+    _Likeness(r"nemo|megatron-bridge", "megatron", True, {}),
+    _Likeness(r"megatron|mcore", "megatron", True, _PLAIN_MEGATRON),
+    _Likeness(r"deepspeed", "deepspeed", True, {}),
+    _Likeness(r"maxtext|paxml|jax|xla", "torchtitan", False, {}),
+    _Likeness(r"fsdp|kempner|olmo|lingua|accelerate", "torchtitan", False, {}),
+    _Likeness(r"nanogpt|nanochat|lit-?gpt", "torchtitan", False, {}),
+    _Likeness(r"aleph|aa-scaling|neox|internevo|internlm|colossal", "megatron", False, _PLAIN_MEGATRON),
+    _Likeness(r"hai-llm|megascale", "megatron", False, {}),
+)  # fmt: skip
+LAST_YEAR_WITHOUT_FLASH = 2022
+"""Megatron-LM took flash attention, and overlapped gradient reduction, in 2023; blank cells of older rows mean neither."""
+
+
+def stack_of(asked: Asked) -> tuple[Stack, tuple[str, ...]]:
+    """The row's stack and what had to be assumed."""
+    assumed: list[str] = []
+    stack = _refined(_closest(asked, assumed), asked)
+    return replace(stack, kernels=_kernels(stack, asked, assumed)), tuple(assumed)
+
+
+def _closest(asked: Asked, assumed: list[str]) -> Stack:
+    text = asked.framework or f"{asked.source_key} {asked.source}"
+    for likeness in _LIKENESSES:
+        if re.search(likeness.pattern, text, re.IGNORECASE):
+            if not likeness.is_exact:
+                assumed.append(f"stack {likeness.stack}, the closest to {asked.framework or 'this source'}")
+            return replace(STACKS[likeness.stack], **likeness.changes)
+    cut = (asked.tp or 1) > 1 or (asked.pp or 1) > 1
+    name = "megatron" if cut else "torchtitan"
+    assumed.append(f"stack {name}, as {'tp or pp is used' if cut else 'only data parallelism is used'}")
+    return replace(STACKS[name], **(_PLAIN_MEGATRON if cut else {}))
+
+
+def _refined(stack: Stack, asked: Asked) -> Stack:
+    if stack.name == "megatron" and (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH:
+        stack = replace(stack, **_NO_OVERLAP)
+    detail = asked.recompute_detail.lower()
+    if re.search(r"layernorm|moe_act|mla_up_proj|rmsnorm|maxtext|save_dot", detail):
+        return replace(stack, selective="elementwise")
+    if "core" in detail:
+        return replace(stack, selective="attention")
+    return stack
+
+
+def _kernels(stack: Stack, asked: Asked, assumed: list[str]):
+    kernels, old = stack.kernels, (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH
+    if asked.compile is not None:
+        kernels = replace(kernels, compiled=asked.compile)
+    if asked.flash_attention is False or (asked.flash_attention is None and old):
+        kernels = replace(kernels, attention="math")
+        if asked.flash_attention is None:
+            assumed.append(f"no flash attention in {asked.year}")
+    if old and stack.name in ("megatron", "deepspeed"):  # GPT of those years trained with dropout
+        kernels = replace(kernels, dropout=True)
+    return kernels
