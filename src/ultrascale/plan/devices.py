@@ -99,7 +99,8 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
     law = ATTENTION.get((family, kernel, direction)) or ATTENTION[family, "flash-2" if family == "a100" else "flash", direction]
     fp8 = dtype.startswith("fp8")
     scale = _scale(accelerator, relative) * (FP8_ATTENTION[family][direction == "backward"] if fp8 else 1.0)
-    shares = tuple(min(1.0, share * scale) for share in law.efficiency)
+    most = 2.0 if fp8 else 1.0  # of the bf16 peak
+    shares = tuple(min(most, share * scale) for share in law.efficiency)
     return replace(
         law,
         efficiency=shares,  # pyright: ignore[reportArgumentType]
