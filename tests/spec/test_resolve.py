@@ -8,6 +8,7 @@ from ultrascale.spec.model_presets import PRESETS
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve, run_from_toml, sequences_for_tokens
 from ultrascale.spec.run import RampStage, Source
+from ultrascale.spec.run_toml import to_toml
 from ultrascale.spec.schema import leaves
 from ultrascale.spec.units import UnitError
 
@@ -145,7 +146,7 @@ def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path):
         [model]
         preset = "tiny-lama"
         [layout]
-        tp = 4
+        tpp = 4
         zero_stage = "3"
         [optimizer]
         warmup_steps = "10"
@@ -158,7 +159,7 @@ def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path):
     """)  # fmt: skip
     found = problems(path, ["--dp", "4", "extra", "--steps"])
     lines = {
-        "stpes": 1, "seed": 2, "model.preset": 4, "layout.tp": 6, "layout.zero_stage": 7, "optimizer.warmup_steps": 9,
+        "stpes": 1, "seed": 2, "model.preset": 4, "layout.tpp": 6, "layout.zero_stage": 7, "optimizer.warmup_steps": 9,
         "optimizer.learning_rate": 10, "optimizer.schedule": 11, "data.sources[0].wieght": 13, "data.sources[1].path": 13,
         "loging": 14,
     }  # fmt: skip
@@ -174,8 +175,8 @@ def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path):
         ("stepz", "steps"), ("layout.zero_stag", "layout.zero_stage"), ("dp", "layout.dp"),
         ("learning_rate", "optimizer.learning_rate"),
         ("layout.learning_rate", "optimizer.learning_rate"), ("optimiser.beta1", "optimizer.beta1"),
-        ("tp", "zero_stage = 3"),
-        ("layout.pp", "zero_stage = 3"), ("layout.cp", "micro_batch_size = 1"), ("layout.ep", "no experts"),
+        ("tp", "layout.tp"), ("layout.tensor_parallel", "layout.tp"), ("layout.sp", "layout.sequence_parallel"),
+        ("model.n_routed_experts", "model.num_experts"),
         ("model.rope_scaling.facto", "model.rope_scaling.factor"),
         ("layout.xyz", "Keys of [layout] are dp, zero_stage"), ("lyout", "layout"), ("loging", "log"),
     ],
@@ -190,7 +191,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_thing_that_works(key, answe
         ("steps", 2.0), ("steps", True), ("steps", "ten"), ("steps", []), ("optimizer.learning_rate", float("inf")),
         ("optimizer.learning_rate", False), ("optimizer.learning_rate", 10**400), ("compile", 1), ("name", 3),
         ("layout.zero_stage", 4),
-        ("layout.zero_stage", True), ("layout.precision", "fp16"), ("data.sources", 3), ("log.sinks", ["mlflow"]),
+        ("layout.zero_stage", True), ("layout.precision", "fp4"), ("layout.layers_per_stage", ["x"]),
+        ("data.sources", 3), ("log.sinks", ["mlflow"]),
         ("model.norm", None),
         ("batch.ramp", [{"until_tokens": "soon", "sequences_per_batch": 1}]), ("layout", 3), ("batch.tokens_per_batch", -4),
         ("batch.tokens_per_batch", "many"), ("model.rope_scaling.factor", "x"),
@@ -247,3 +249,10 @@ def test_resolving_imports_neither_torch_nor_numpy():
     heavy = "torch", "numpy", "transformers", "rich", "tyro"
     code = f"import sys, ultrascale.spec.resolve; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("words", [["--layout.layers-per-stage", "1,1"], ["--layout.layers_per_stage=[1, 1]"]])
+def test_layers_of_stages_are_given_as_a_list_and_written_back(words):
+    run = resolve(None, ["--model.preset", "tiny-llama", "--batch.sequence_length", "64", "--layout.pp", "2", *words]).run
+    assert run.layout.layers_per_stage == (1, 1)
+    assert run_from_toml(to_toml(run)) == run

@@ -2,7 +2,7 @@
 
 Reading follows what transformers 4.56 to 5 would build, defaults included; a key that would change the computation in a way
 `Model` cannot say is refused by name. Keys that change nothing here (token ids, caches, dropout, which pretraining leaves off)
-are listed below, and only those are passed over.
+are listed in `spec.config_reader`, and only those are passed over.
 """
 
 from __future__ import annotations
@@ -11,45 +11,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ultrascale.spec.families import export_problems, family
+from ultrascale.spec.config_defaults import DEFAULTS, FAMILY_DEFAULTS
+from ultrascale.spec.config_reader import Reader
+from ultrascale.spec.expert_config import read_experts, write_experts
+from ultrascale.spec.families import WITH_EXPERTS, export_problems, family
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.rope_config import read_rope, write_rope
+from ultrascale.spec.rope_config import Rope, read_rope, write_rope
 
-_HARMLESS = {
-    "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "_attn_implementation",
-    "attn_implementation", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
-    "task_specific_params", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "tokenizer_class",
-    "prefix", "chunk_size_feed_forward", "is_llama_config", "pretraining_tp", "attention_dropout", "resid_pdrop",
-    "embd_pdrop", "attn_pdrop", "hidden_dropout", "summary_type", "summary_use_proj", "summary_activation",
-    "summary_proj_to_labels", "summary_first_dropout", "n_ctx", "return_dict", "output_hidden_states", "output_attentions",
-    "model_type", "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "gradient_checkpointing",
-    "transformers.js_config",
-}  # fmt: skip
-# transformers' own defaults, where a key may be missing from the file; families differ only where named.
-_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False,
-    "attention_bias": False, "mlp_bias": False,
-}  # fmt: skip
-_QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32}
-_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-    },
-    "llama": {},
-    "mistral": {
-        "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
-    },
-    "qwen2": _QWEN | {"sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": _QWEN | {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
-    "smollm3": {
-        "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
-        "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True,
-        "no_rope_layer_interval": 4,
-    },
-}  # fmt: skip
+_SAME_AS = {"kimi_k2": "deepseek_v3"}  # another name for the same computation
 # n_embd and friends are GPT-2's own words for the same things; transformers accepts both.
 _GPT2_NAMES = {
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
@@ -81,10 +51,11 @@ def from_hf(path: str | Path) -> Model:
 def model_from_config(config: dict[str, Any], *, where: str = "config.json", name: str = "") -> Model:
     """The model a `config.json` dictionary describes. Raises SpecError with every key that cannot be represented."""
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _FAMILY_DEFAULTS:
-        rule = f"{kind!r} is not supported; supported are {', '.join(_FAMILY_DEFAULTS)}"
+    kind = _SAME_AS.get(kind, kind) if isinstance(kind, str) else kind
+    if not isinstance(kind, str) or kind not in FAMILY_DEFAULTS:
+        rule = f"{kind!r} is not supported; supported are {', '.join(FAMILY_DEFAULTS)}"
         raise SpecError([Problem("model_type", rule, "Choose a model of one of these families.", where)])
-    reader = _Reader(config, _DEFAULTS | _FAMILY_DEFAULTS[kind], where)
+    reader = Reader(config | {"model_type": kind}, DEFAULTS | FAMILY_DEFAULTS[kind], where)
     fields: dict[str, Any] = dict(family(kind).fixed) | {"model_type": kind, "name": name}
     fields |= _read_gpt2(reader) if kind == "gpt2" else _read_llama_like(reader, kind)
     model = None
@@ -114,45 +85,7 @@ def to_hf(model: Model) -> dict[str, Any]:
     return config | (_gpt2_config(model) if model.model_type == "gpt2" else _llama_like_config(model))
 
 
-class _Reader:
-    """Takes keys out of a config, remembering which were read and what was wrong."""
-
-    def __init__(self, config: dict[str, Any], defaults: dict[str, Any], where: str):
-        self.config, self.defaults, self.where = config, defaults, where
-        self.read: set[str] = set(_HARMLESS)
-        self.problems: list[Problem] = []
-
-    def take(self, key: str, kind: type, *, optional: bool = False) -> Any:
-        """The value of `key`, else the default; a wrong type is a problem."""
-        self.read.add(key)
-        value: Any = self.config.get(key, self.defaults.get(key))
-        if value is None and optional:
-            return None
-        wanted = (int, float) if kind is float else kind
-        if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-            self.problem(key, f"must be of type {kind.__name__}, is {value!r}", "Repair the file.")
-            return {int: 1, float: 1.0, bool: False, list: []}[kind]
-        return float(value or 0) if kind is float else value
-
-    def must_be(self, key: str, allowed: tuple[Any, ...], reason: str) -> None:
-        """Refuses `key` unless it is missing or one of `allowed`."""
-        self.read.add(key)
-        if key in self.config and self.config[key] not in allowed:
-            rule = f"{self.config[key]!r} is not supported: {reason}"
-            self.problem(key, rule, f"Only {' or '.join(repr(a) for a in allowed)} can be trained here.")
-
-    def problem(self, key: str, rule: str, remedy: str) -> None:
-        self.problems.append(Problem(key, rule, remedy, self.where))
-
-    def refuse_unread(self) -> None:
-        """Keys nobody read are refused, unless they are switched off."""
-        for key in sorted(set(self.config) - self.read):
-            if self.config[key] not in (None, False, [], {}, ""):
-                rule = f"is not known for model_type {self.config['model_type']!r}, so its effect would be lost"
-                self.problem(key, rule, "Remove it from the file if it changes nothing.")
-
-
-def _read_gpt2(reader: _Reader) -> dict[str, Any]:
+def _read_gpt2(reader: Reader) -> dict[str, Any]:
     reader.must_be("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "the feed-forward layer uses GELU in tanh form")
     reader.must_be("scale_attn_weights", (True,), "attention is scaled by 1/sqrt(head_dim)")
     take = reader.take
@@ -173,8 +106,11 @@ def _read_gpt2(reader: _Reader) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _read_llama_like(reader: _Reader, kind: str) -> dict[str, Any]:
-    reader.must_be("hidden_act", ("silu",), "the feed-forward layer is SwiGLU")
+def _read_llama_like(reader: Reader, kind: str) -> dict[str, Any]:
+    if kind == "nemotron":
+        reader.must_be("hidden_act", ("relu2",), "the feed-forward layer has a squared ReLU")
+    else:
+        reader.must_be("hidden_act", ("silu",), "the feed-forward layer is SwiGLU")
     take = reader.take
     hidden, heads, layers = (take(k, int) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     if not 1 <= layers <= 10_000:  # said here, before lists of this length are made
@@ -186,26 +122,40 @@ def _read_llama_like(reader: _Reader, kind: str) -> dict[str, Any]:
         "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": take("num_key_value_heads", int, optional=True) or heads,
         "head_dim": take("head_dim", int, optional=True) or hidden // max(1, heads),
-        "max_position_embeddings": positions, "norm_eps": take("rms_norm_eps", float),
+        "max_position_embeddings": positions, "norm_eps": take("norm_eps" if kind == "nemotron" else "rms_norm_eps", float),
         "initializer_range": take("initializer_range", float), "tie_word_embeddings": take("tie_word_embeddings", bool),
     }  # fmt: skip
-    if kind in ("llama", "qwen3", "smollm3"):
+    if kind not in ("mistral", "qwen2", "mixtral"):
         fields["qkv_bias"] = fields["attention_output_bias"] = take("attention_bias", bool)
-    if kind in ("llama", "smollm3"):
+    if kind in ("llama", "smollm3", "nemotron"):
         fields["mlp_bias"] = take("mlp_bias", bool)
     if kind == "smollm3":
         fields["no_rope_layer_interval"] = _read_no_rope_interval(reader, layers)
-    theta, scaling, problems = read_rope(reader.config, reader.defaults.get("rope_theta", 1e4), positions, reader.where)
+    rope = _read_rope(reader, kind, positions)
+    fields |= {"rope_theta": rope.theta, "rope_scaling": rope.scaling, "partial_rotary_factor": rope.partial_factor}
+    fields |= _read_window(reader, kind, layers)
+    return fields | read_experts(reader, kind, fields) if kind in WITH_EXPERTS else fields
+
+
+def _read_rope(reader: Reader, kind: str, positions: int) -> Rope:
+    config = reader.config
+    if not config.get("rope_scaling") and not config.get("rope_parameters"):
+        config = config | {key: value for key, value in reader.defaults.items() if key == "rope_parameters"}
+    rope = read_rope(config, reader.defaults.get("rope_theta", 1e4), positions, reader.where)
     reader.read |= {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+    if kind in ("deepseek_v2", "deepseek_v3"):
+        reader.must_be("rope_interleave", (True, None), "rotary dimensions are neighbours")
     reader.must_be("rope_interleaved", (False, None), "rotary dimensions are paired by halves")
-    reader.problems += problems
-    return fields | {"rope_theta": theta, "rope_scaling": scaling} | _read_window(reader, kind, layers)
+    reader.problems += rope.problems
+    return rope
 
 
-def _read_window(reader: _Reader, kind: str, layers: int) -> dict[str, Any]:
+def _read_window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
     """The sliding window: Mistral's is on all layers; Qwen's on those from `max_window_layers` on, when it is switched on."""
     types = reader.take("layer_types", list, optional=True) if kind != "llama" else None
-    if kind in ("llama", "smollm3"):
+    if kind == "gpt_oss":
+        return _read_alternating_window(reader, types, layers)
+    if kind not in ("mistral", "mixtral", "qwen2", "qwen3"):
         reader.must_be("use_sliding_window", (False, None), "this family has no sliding window here")
         reader.read.add("sliding_window")
         reader.read.add("max_window_layers")
@@ -226,7 +176,16 @@ def _read_window(reader: _Reader, kind: str, layers: int) -> dict[str, Any]:
     return {"sliding_window": window, "max_window_layers": first} if window and first < layers else {}
 
 
-def _read_no_rope_interval(reader: _Reader, layers: int) -> int | None:
+def _read_alternating_window(reader: Reader, types: list[Any] | None, layers: int) -> dict[str, Any]:
+    """GPT-OSS: windowed and full layers by turns."""
+    expected = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
+    if types not in (None, expected):
+        rule = "must be sliding_attention and full_attention by turns, sliding first"
+        reader.problem("layer_types", rule, "Such a pattern cannot be planned here.")
+    return {"sliding_window": reader.take("sliding_window", int), "sliding_window_interval": 2}
+
+
+def _read_no_rope_interval(reader: Reader, layers: int) -> int | None:
     """SmolLM 3: a list of 1 (rotary) and 0 (none) per layer; only "every n-th has none" can be said."""
     interval = reader.take("no_rope_layer_interval", int, optional=True)
     rotary = reader.take("no_rope_layers", list, optional=True)
@@ -256,15 +215,22 @@ def _llama_like_config(model: Model) -> dict[str, Any]:
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
         "max_position_embeddings",
     )  # fmt: skip
+    kind, layers = model.model_type, model.num_hidden_layers
     config: dict[str, Any] = {name: getattr(model, name) for name in names}
     config |= {"rms_norm_eps": model.norm_eps, "hidden_act": "silu", "attention_dropout": 0.0} | write_rope(model)
-    kind, layers = model.model_type, model.num_hidden_layers
-    if kind in ("llama", "qwen3", "smollm3"):
+    if kind == "nemotron":
+        config |= {"norm_eps": config.pop("rms_norm_eps"), "hidden_act": "relu2"}
+        config["partial_rotary_factor"] = model.partial_rotary_factor
+    if kind not in ("mistral", "qwen2", "mixtral"):
         config["attention_bias"] = model.qkv_bias
-    if kind in ("llama", "smollm3"):
+    if kind in ("llama", "smollm3", "nemotron"):
         config["mlp_bias"] = model.mlp_bias
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral", "gpt_oss"):
         config["sliding_window"] = model.sliding_window
+    if kind == "gpt_oss":
+        config["layer_types"] = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    if kind in WITH_EXPERTS:
+        config |= write_experts(model)
     if kind in ("qwen2", "qwen3"):
         windowed = model.sliding_window is not None
         config |= {"use_sliding_window": windowed, "sliding_window": model.sliding_window}

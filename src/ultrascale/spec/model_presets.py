@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from difflib import get_close_matches
 
+from ultrascale.spec.expert_presets import EXPERT_PRESETS
 from ultrascale.spec.model import Model, RopeScaling
 from ultrascale.spec.problems import Problem, SpecError
 
@@ -107,7 +108,8 @@ _DIFFERENCES: list[tuple[str, dict]] = [
 ]
 
 # Short names that people use.
-ALIASES = {"gpt2": "gpt2-small", "gpt3-175b": "gpt-3-175b", "mistral-7b": "mistral-7b-v0.3"}
+ALIASES = {"gpt2": "gpt2-small", "gpt3-175b": "gpt-3-175b", "mistral-7b": "mistral-7b-v0.3",
+           "olmoe": "olmoe-1b-7b", "kimi-k2-1t": "kimi-k2", "grok-1-314b": "grok-1"}  # fmt: skip
 
 
 def preset(name: str) -> Model:
@@ -158,3 +160,4 @@ def _table(text: str) -> list[list[str]]:
 
 PRESETS: dict[str, Model] = {row[0]: _gpt2(*row) for row in _table(_GPT2_SIZES)}
 PRESETS |= {row[0]: _llama(*row) for row in _table(_LLAMA_SIZES)}
+PRESETS |= EXPERT_PRESETS

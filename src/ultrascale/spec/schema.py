@@ -194,8 +194,9 @@ def _str(value: Any, at: At) -> Any:
 
 
 def _tuple(value: Any, kind: Any, at: At) -> Any:
+    words = at.text and isinstance(value, str) and not value.lstrip().startswith("[")
     if at.text and isinstance(value, str):
-        if not value.lstrip().startswith("["):
+        if words:
             value = [part.strip() for part in value.split(",") if part.strip()]
         else:
             try:
@@ -204,7 +205,7 @@ def _tuple(value: Any, kind: Any, at: At) -> Any:
                 return at.wrong(f"is not a list in TOML: {error}", 'Write [{path = "x", weight = 2.0}], or x,y.')
     if not isinstance(value, list | tuple):
         return at.wrong(f"must be a list, is {_described(value)}", "Put it in [brackets].")
-    items = [convert(item, kind, at.child(f"[{index}]")) for index, item in enumerate(value)]
+    items = [convert(item, kind, replace(at.child(f"[{index}]"), text=words)) for index, item in enumerate(value)]
     return BAD if any(item is BAD for item in items) else tuple(items)
 
 
