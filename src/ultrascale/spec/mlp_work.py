@@ -64,11 +64,11 @@ def _activate(
     product = Activation(make, elements * a)
     fused_name = f"{block}.swiglu" if model.gated_mlp else f"{block}.gelu"
     if not model.gated_mlp:
-        return [Op(fused_name, "elementwise", reads, (product,), (*reads, *extra), moved_bytes=2 * elements * a,
+        return [Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra), moved_bytes=2 * elements * a,
                    backward_moved_bytes=3 * elements * a)]  # fmt: skip
     if shape.kernels.swiglu or len(reads) == 1:
         return [
-            Op(fused_name, "elementwise", reads, (product,), (*reads, *extra), backward_scratch_bytes=product.num_bytes,
+            Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra), backward_scratch_bytes=product.num_bytes,
                moved_bytes=3 * elements * a, backward_moved_bytes=5 * elements * a)
         ]  # fmt: skip
     activated = Activation(f"{make}_activated", elements * a)
@@ -76,7 +76,7 @@ def _activate(
     return [
         Op(f"{block}.silu", "elementwise", (gate,), (activated,), (gate,), moved_bytes=2 * elements * a,
            backward_moved_bytes=3 * elements * a),
-        Op(f"{block}.multiply", "elementwise", (activated.name, up), (product,), (activated.name, up, *extra),
+        Op(f"{block}.multiply", "elementwise", (activated.name, up, *extra), (product,), (activated.name, up, *extra),
            moved_bytes=3 * elements * a, backward_moved_bytes=6 * elements * a),
     ]  # fmt: skip
 
@@ -179,7 +179,7 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
     made = Activation(f"{make}_cut" if cut_over_tp else make, summed)
     saves = ("permuted_rows",) if weighed else (name, "scores", "permuted_rows")
     ops.append(
-        Op("mlp.unpermute", "permute", (name,), (made,), saves, moved_bytes=returned + summed,
+        Op("mlp.unpermute", "permute", (name,) if weighed else (name, "scores"), (made,), saves, moved_bytes=returned + summed,
            backward_moved_bytes=2 * returned + summed)
     )  # fmt: skip
     if cut_over_tp:

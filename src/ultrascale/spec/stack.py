@@ -70,6 +70,10 @@ class Stack:
     kernels: Kernels = KERNELS
     reduce_bytes: int = 4
     """Of one gradient element on the network."""
+    optimizer_temporary_bytes: int = 0
+    """Per parameter it updates, what the optimizer makes and drops: 4 for a multi-tensor Adam that is not one kernel."""
+    fuses_gradient_accumulation: bool = False
+    """Products add to the summed gradient themselves: no gradient of a micro-batch exists. Read only if gathers = "whole"."""
     overlaps_data_parallel: bool = True
     """Gathers and reductions of data parallelism run beside computation."""
     overlaps_tensor_parallel: bool = False
@@ -90,7 +94,7 @@ STACKS: dict[str, Stack] = {
         Stack("torchtitan", 0, 4, 0, kernels=Kernels("unfused", compiled=True), selective="alternate-products"),
         Stack(
             "megatron", 2, 4, 0, gathers="whole", kernels=Kernels("fused"), overlaps_tensor_parallel=True,
-            bucket_bytes=40_000_000 * 4, pads_vocab_to=128, selective="attention",
+            bucket_bytes=40_000_000 * 4, pads_vocab_to=128, selective="attention", fuses_gradient_accumulation=True,
         ),
         Stack("nanotron", 2, 4, 2, gathers="whole", kernels=Kernels("unfused", swiglu=False, rotary=False)),
         Stack("llm-foundry", 0, 4, 0, kernels=Kernels("unfused", norm=False)),

@@ -1,0 +1,310 @@
+"""Memory of one part of the model (a block, the embedding, the head) on one rank for one micro-batch, by playing its operations.
+
+    forward     every operation takes its results; what autograd saves stays, the rest goes after its last reader
+    backward    last operation first: take the gradients of what it read and of its weights, let go of what it saved
+    recomputed  a part that keeps little runs forward again before, or in the middle of, its backward pass
+
+The same moves as `plan.memory`, which replays a whole step of our own trainer; here for any shape and any stack, once per
+distinct shape: `plan.footprint` builds whole ranks out of it. A part owns what it reads (`hidden`), not what it hands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from ultrascale.spec.model import Model
+from ultrascale.spec.stack import Stack
+from ultrascale.spec.weights import layer_weights, weights_outside_layers
+from ultrascale.spec.work import Op, Shape, block_work, embedding_work, head_work, shared_work
+
+Recompute = Literal["none", "selective", "full"]
+WeightGradients = Literal["held", "momentary", "in place"]
+"""What becomes of the gradient of a weight: it stays until the block is done (FSDP), is added to the one that is there and
+goes, or the product adds to that one itself (Megatron's gradient accumulation fusion)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMemory:
+    """Bytes. Peaks include what the part itself saves, and nothing that was there before but its input."""
+
+    saved_bytes: int
+    """From its forward to its backward pass."""
+    saved_by_kind: dict[str, int]
+    """The same by kind of operation that made it; `residual` is the residual stream."""
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    """With the gradient of its result and, if they are held, those of its weights."""
+    weight_gradient_bytes: int
+    """Of all its weights, as autograd makes them."""
+
+
+@lru_cache(maxsize=8192)
+def block_memory(model: Model, layer: int, shape: Shape, *, recompute: Recompute = "none", stack: Stack) -> BlockMemory:
+    """Decoder block `layer`. `shape.kernels` are those of `stack`; `recompute` as in `Layout`, without every-k."""
+    ops = block_work(model, layer, shape)
+    sizes = local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp)
+    hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
+    part = _Part(ops, {"hidden": hidden}, "hidden_out", hidden, sizes, shape.itemsize, weight_gradients(stack))
+    return part.measure(recompute, stack.selective)
+
+
+@lru_cache(maxsize=4096)
+def head_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
+    """The final norm, the head and its loss."""
+    hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
+    sizes = _outside_weights(model, shape.tp)
+    part = _Part(head_work(model, shape), {"hidden": hidden}, "loss", 0, sizes, shape.itemsize, weight_gradients(stack))
+    return part.measure("none", stack.selective)
+
+
+@lru_cache(maxsize=4096)
+def embedding_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
+    """The embedding, and what all blocks share: angles and masks."""
+    hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
+    shared = sum(made.num_bytes for op in shared_work(model, shape) for made in op.makes)
+    sizes = _outside_weights(model, shape.tp)
+    ops = embedding_work(model, shape)
+    part = _Part(ops, {"shared": shared}, "hidden", hidden, sizes, shape.itemsize, weight_gradients(stack))
+    return part.measure("none", stack.selective)
+
+
+def weight_gradients(stack: Stack) -> WeightGradients:
+    """What `stack` does with the gradient of a weight."""
+    if stack.gathers == "buckets":
+        return "held"
+    return "in place" if stack.fuses_gradient_accumulation else "momentary"
+
+
+@lru_cache(maxsize=1024)
+def local_weights(model: Model, layer: int, tp: int, ep: int, expert_tp: int) -> dict[str, int]:
+    """Elements of each weight of a block on one rank; names without the block's."""
+    prefix = len(f"layers.{layer}.")
+    rows = layer_weights(model, layer)
+    return {w.name[prefix:]: w.local_numel(tp=tp, ep=ep, expert_tp=expert_tp) for w in rows}
+
+
+@lru_cache(maxsize=256)
+def _outside_weights(model: Model, tp: int) -> dict[str, int]:
+    return {w.name: w.local_numel(tp=tp) for w in weights_outside_layers(model)}
+
+
+class _Books:
+    """Bytes by name, each with its number of holders, and the highest total."""
+
+    __slots__ = ("holders", "peak", "sizes", "total")
+
+    def __init__(self) -> None:
+        self.total = self.peak = 0
+        self.sizes: dict[str, int] = {}
+        self.holders: dict[str, int] = {}
+
+    def take(self, name: str, num_bytes: int) -> None:
+        self.sizes[name], self.holders[name] = num_bytes, 1
+        self.total += num_bytes
+        if self.total > self.peak:
+            self.peak = self.total
+
+    def hold(self, name: str) -> None:
+        self.holders[name] += 1
+
+    def drop(self, name: str) -> None:
+        left = self.holders[name] - 1
+        self.holders[name] = left
+        if not left:
+            self.total -= self.sizes.pop(name)
+            del self.holders[name]
+
+    def touch(self, num_bytes: int) -> None:
+        if self.total + num_bytes > self.peak:
+            self.peak = self.total + num_bytes
+
+
+class _Part:
+    """Operations with an end each, and the passes over them."""
+
+    def __init__(
+        self,
+        ops: tuple[Op, ...],
+        given: dict[str, int],
+        result: str,
+        result_bytes: int,
+        weights: dict[str, int],
+        itemsize: int,
+        gradients: WeightGradients,
+    ):
+        self.ops, self.given, self.result, self.result_bytes = ops, given, result, result_bytes
+        self.weights, self.itemsize, self.gradients = weights, itemsize, gradients
+        self.made = given | {one.name: one.num_bytes for op in ops for one in op.makes}
+        self.books = _Books()
+        for name, num_bytes in given.items():
+            self.books.take(name, num_bytes)
+
+    def measure(self, recompute: Recompute, selective: str) -> BlockMemory:
+        """Play both passes."""
+        again, kept = self._recomputed(recompute, selective)
+        checkpoints = recompute == "full" or (recompute == "selective" and selective != "attention")
+        if checkpoints:
+            self._hold_given()
+        tape = self._forward(self.ops, saves=not checkpoints, keep=kept, again=again)
+        forward_peak = self.books.peak
+        saved = {name: n for name, n in self.books.sizes.items() if name != self.result}
+        if self.result in self.books.sizes:
+            self.books.drop(self.result)
+        self.books.peak = 0
+        self.books.take(f"d {self.result}", self.result_bytes)
+        if checkpoints:
+            tape = self._again(kept)
+        self._backward(tape, again)
+        return BlockMemory(
+            sum(saved.values()), self._by_kind(saved), forward_peak, self.books.peak, self._weight_bytes(self.weights_named())
+        )
+
+    def weights_named(self) -> list[str]:
+        """The weights of the part's operations, each once."""
+        return list(dict.fromkeys(name for op in self.ops for name in op.weights))
+
+    def _hold_given(self) -> None:
+        for name in self.given:
+            self.books.hold(name)
+
+    def _recomputed(self, recompute: Recompute, selective: str) -> tuple[frozenset[str], frozenset[str]]:
+        """What only attention's core makes and needs, if it is computed again; and results kept of a block that is."""
+        if recompute != "selective":
+            return frozenset(), frozenset()
+        if selective == "attention":
+            elsewhere = {name for op in self.ops if op.kind != "attention" for name in op.saves}
+            inside = {one.name for op in self.ops if op.kind == "attention" for one in op.makes}
+            return frozenset(inside - elsewhere), frozenset()
+        ops = [op for op in self.ops if op.kept_by_selective]
+        if selective == "alternate-products":
+            products = [op for op in ops if op.kind == "matmul"]
+            ops = [op for op in ops if op.kind != "matmul" or products.index(op) % 2 == 0]
+        return frozenset(), frozenset(one.name for op in ops for one in op.makes)
+
+    def _forward(
+        self,
+        ops: tuple[Op, ...],
+        *,
+        saves: bool,
+        keep: Collection[str] = (),
+        again: Collection[str] = (),
+        kept: Collection[str] = (),
+        leaves: Collection[str] | None = None,
+    ) -> list[tuple[Op, list[str]]]:
+        """Run forward. `keep`: results to hold; `kept`: those of the first run, there already; `again`: not saved now."""
+        books = self.books
+        leaves = (self.result,) if leaves is None else leaves
+        last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves)}
+        live = set(self.given)
+        tape: list[tuple[Op, list[str]]] = []
+        for index, op in enumerate(ops):
+            for one in op.makes:
+                if one.name not in kept:
+                    books.take(one.name, one.num_bytes)
+                live.add(one.name)
+                if one.name in keep:
+                    books.hold(one.name)
+            books.touch(op.scratch_bytes)
+            if saves:
+                tape.append((op, self._save(op, again)))
+            gone = [name for name in live if name not in leaves and last_reader.get(name, -1) <= index]
+            for name in gone:
+                live.remove(name)
+                books.drop(name)
+        return tape
+
+    def _save(self, op: Op, again: Collection[str]) -> list[str]:
+        """Hold what `op` saves. What blocks share is nobody's here."""
+        names = [name for name in op.saves if name in self.books.sizes and name not in again]
+        for name in names:
+            self.books.hold(name)
+        return names
+
+    def _again(self, kept: frozenset[str]) -> list[tuple[Op, list[str]]]:
+        """Run forward again up to the last operation that saves something, as torch does."""
+        last = max((index for index, op in enumerate(self.ops) if op.saves), default=0)
+        self._hold_given()
+        leaves = set(self.ops[last].saves)
+        tape = self._forward(self.ops[:last], saves=True, kept=kept, leaves=leaves)
+        final = self.ops[last]
+        tape.append((final, self._save(final, ())))
+        for name in leaves:
+            if name in self.books.sizes:
+                self.books.drop(name)
+        return [*tape, *((op, []) for op in self.ops[last + 1 :])]
+
+    def _backward(self, tape: list[tuple[Op, list[str]]], again: frozenset[str]) -> None:
+        books, gradients = self.books, {self.result: f"d {self.result}"}
+        waits = bool(again)
+        for op, saved in reversed(tape):
+            if waits and op.kind == "attention":
+                self._attention_again(tape, again)
+                waits = False
+            arriving = list(dict.fromkeys(gradients.pop(one.name) for one in op.makes if one.name in gradients))
+            if arriving or op.hands_on_saved:
+                self._one_backward(op, saved, arriving, gradients)
+            for name in (*arriving, *saved):
+                books.drop(name)
+
+    def _one_backward(self, op: Op, saved: list[str], arriving: list[str], gradients: dict[str, str]) -> None:
+        books = self.books
+        leaving: dict[str, str] = {}
+        for name in op.reads:
+            if op.hands_on_saved:
+                leaving[name] = saved[0]
+                books.hold(saved[0])
+            elif op.passes_gradient:
+                leaving[name] = arriving[0]
+                books.hold(arriving[0])
+            else:
+                leaving[name] = f"d {name} of {op.name}"
+                books.take(leaving[name], self.made[name])
+        self._make_weight_gradients(op, saved)
+        books.touch(op.backward_scratch_bytes)
+        for name, gradient in leaving.items():
+            if name in gradients:  # autograd adds to the one that is there
+                books.drop(gradient)
+            else:
+                gradients[name] = gradient
+
+    def _make_weight_gradients(self, op: Op, saved: list[str]) -> None:
+        if not op.weights or self.gradients == "in place":
+            return
+        if op.hands_on_saved:
+            if self.gradients == "held":
+                self.books.hold(saved[1])
+            return
+        num_bytes = self._weight_bytes(op.weights)
+        if self.gradients == "held":
+            self.books.take(f"weights of {op.name}", num_bytes)
+        else:
+            self.books.touch(num_bytes)
+
+    def _attention_again(self, tape: list[tuple[Op, list[str]]], again: frozenset[str]) -> None:
+        """Make attention's core again, and hold what its operations save of it."""
+        for op, saved in tape:
+            if op.kind == "attention":
+                for one in op.makes:
+                    if one.name in again:
+                        self.books.take(one.name, one.num_bytes)
+                for name in op.saves:
+                    if name in again and name in self.books.sizes:
+                        self.books.hold(name)
+                        saved.append(name)
+        for name in again:
+            if name in self.books.sizes:
+                self.books.drop(name)
+
+    def _weight_bytes(self, names: Iterable[str]) -> int:
+        return sum(self.weights.get(name, 0) for name in names) * self.itemsize
+
+    def _by_kind(self, saved: dict[str, int]) -> dict[str, int]:
+        kinds = {one.name: op.kind for op in self.ops for one in op.makes}
+        found: dict[str, int] = {}
+        for name, num_bytes in saved.items():
+            kind = "residual" if name in self.given or name == "hidden_mid" else kinds[name]
+            found[kind] = found.get(kind, 0) + num_bytes
+        return found

@@ -1,0 +1,128 @@
+"""Memory of every layout of a table, per pipeline rank and category: does it fit, and what fills it.
+
+    state        weights, gradients, optimizer: `plan.rank_state`
+    activations  blocks replayed once per distinct shape: `plan.block_memory`, put together by `plan.rank_activations`
+    moments      where in a step the sum is highest: `plan.rank_moments`
+    allocator    what is reserved for it, and what lies outside: `plan.allocator`
+
+Whole columns in NumPy; a single layout takes about a millisecond. For our own trainer without pipeline or tensor parallelism `plan.memory` is the exact
+replay; tests hold this to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.allocator import outside_bytes, reserved_bytes
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.rank_activations import rank_activations
+from ultrascale.plan.rank_moments import MOMENTS, rank_moments
+from ultrascale.plan.rank_state import rank_state
+from ultrascale.plan.stages import Stages, cut_stages
+from ultrascale.plan.workload import Workload
+
+Floats = NDArray[np.float64]
+CATEGORIES = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
+MARGIN = 0.0
+"""Of the device's memory, kept free."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Columns of bytes: of the rank that needs most, at its highest moment; or the same of one layout."""
+
+    categories: dict[str, Floats]
+    """`CATEGORIES`; they sum to `allocated`."""
+    allocated: Floats
+    """Highest sum of live tensors: `torch.cuda.max_memory_allocated`."""
+    reserved: Floats
+    """`torch.cuda.max_memory_reserved`."""
+    outside: Floats
+    """CUDA's context, NCCL, workspaces: what `nvidia-smi` shows beyond `reserved`."""
+    capacity: Floats
+    """Memory of the device."""
+    by_rank: Floats
+    """Allocated by the first, a middle and the last rank of the pipeline, [3, layouts]; a sort that does not exist has 0."""
+    worst_rank: NDArray[np.int64]
+    """Which of the three needs most."""
+    moment: NDArray[np.int64]
+    """When, an index into `plan.rank_moments.MOMENTS`."""
+
+    @property
+    def usable(self) -> Floats:
+        """What torch's allocator may reserve."""
+        return self.capacity * (1 - MARGIN) - self.outside
+
+    @property
+    def fits(self) -> NDArray[np.bool_]:
+        return self.reserved <= self.usable
+
+    def row(self, index: int) -> Footprint:
+        """One layout's."""
+        return Footprint(
+            {name: column[index] for name, column in self.categories.items()},
+            self.allocated[index],
+            self.reserved[index],
+            self.outside[index],
+            self.capacity[index],
+            self.by_rank[:, index],
+            self.worst_rank[index],
+            self.moment[index],
+        )
+
+    @property
+    def phase(self) -> str:
+        """Name of the highest moment, of one layout."""
+        return MOMENTS[int(self.moment)]
+
+
+def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None = None) -> Footprint:
+    """The footprint of every layout of `table`. `stages`: if the caller has cut them already."""
+    stages = stages or cut_stages(workload, table)
+    micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
+    state = rank_state(workload, table, stages, micro_batches)
+    parts = rank_activations(workload, table, stages, micro_batches)
+    moments = rank_moments(workload, table, state, parts, micro_batches)
+
+    exists = stages.exists > 0
+    always = state.weights + state.optimizer + _batch_bytes(workload, table)
+    shape = (3, len(table))
+    sums = np.stack([np.broadcast_to(sum(one), shape) for one in moments]) + always
+    sums = np.where(exists, sums, 0.0)
+    moment = sums.argmax(axis=0)
+    by_rank = np.take_along_axis(sums, moment[None], axis=0)[0]
+    worst = by_rank.argmax(axis=0)
+    when = moment[worst, np.arange(len(table))]
+
+    def at(columns: list[Floats]) -> Floats:
+        return np.stack([np.broadcast_to(c, shape) for c in columns])[when, worst, np.arange(len(table))]
+
+    def of_worst(column: Floats) -> Floats:
+        return np.broadcast_to(column, shape)[worst, np.arange(len(table))]
+
+    categories = {
+        "weights": of_worst(state.weights),
+        "gathered": at([one.gathered for one in moments]),
+        "gradients": at([one.gradients for one in moments]),
+        "optimizer": of_worst(state.optimizer),
+        "activations": at([one.activations for one in moments]),
+        "buffers": at([one.buffers for one in moments]) + of_worst(_batch_bytes(workload, table) * np.ones((3, 1))),
+    }
+    allocated = by_rank.max(axis=0)
+    capacity = np.full(len(table), workload.cluster.accelerator.memory_bytes.value)
+    return Footprint(
+        categories, allocated, reserved_bytes(allocated), outside_bytes(table), capacity, by_rank, worst, when
+    )  # fmt: skip
+
+
+INDEX_BYTES = 8
+"""Of a token or a target: int64."""
+
+
+def _batch_bytes(workload: Workload, table: LayoutTable) -> Floats:
+    """Tokens and targets of a rank's whole step, and with documents their positions and numbers."""
+    per_rank = workload.sequences_per_batch // table.dp * (workload.sequence_length // table.cp)
+    return per_rank * INDEX_BYTES * (4.0 if workload.documents else 2.0)

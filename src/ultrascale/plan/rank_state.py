@@ -1,0 +1,115 @@
+"""What a rank holds between passes, for whole tables of layouts: weights, gradients, optimizer state; and what FSDP adds in passes.
+
+Columns are [3, layouts]: the first, a middle and the last rank of the pipeline. P are a rank's parameters, n the ranks that hold
+one copy of the training state together (dense weights: dp_shard x cp; experts: their own, smaller group).
+
+    stack     weights        gradients                    master and moments
+    buckets   -              4 P/n, 4 P if accumulated    12 P/n
+    whole     2 P            4 P                          12 P/n           (ZeRO 1, "distributed optimizer")
+
+Rajbhandari et al. 2020; playbook, "ZeRO".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.layouts import PRECISIONS, LayoutTable
+from ultrascale.plan.stages import Stages, parameters_by_kind
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import DTYPE_BYTES
+
+Floats = NDArray[np.float64]
+MASTER_BYTES = {"fp64": 8}
+"""Of one master parameter by precision; 4 for all others."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Bytes per rank. A `Floats` is [3, layouts] or broadcasts to it."""
+
+    weights: Floats
+    """Copies that stay between steps, and masters where those are what is gathered."""
+    gradients: Floats
+    """Summed gradients while micro-batches are accumulated, as they stay through all passes."""
+    late_gradients: Floats
+    """Summed gradients at the end of a step, when the optimizer reads them."""
+    optimizer: Floats
+    """Moments, and masters where weights are kept beside them."""
+    compute_itemsize: Floats
+    block: Floats
+    """Parameters that are gathered, and whose gradients are reduced, together: of one bucket."""
+    blocks: Floats
+    """Parameters of all blocks of a rank."""
+    root: Floats
+    """Parameters outside the blocks."""
+    shard: Floats
+    """n, of dense parameters."""
+    gathers: NDArray[np.bool_]
+    """Whether parameters are gathered bucket by bucket, [layouts]."""
+    keeps: NDArray[np.bool_]
+    """Whether gathered parameters stay whole over a step."""
+    alone: NDArray[np.bool_]
+    """One process, no collectives of data parallelism."""
+    reduce_itemsize: Floats
+
+
+def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64]) -> RankState:
+    """The state of every layout of `table`."""
+    stack = workload.stack
+    compute = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)[table.precision]
+    master = np.array([MASTER_BYTES.get(name, 4) for name in PRECISIONS], dtype=float)[table.precision]
+    wide = compute >= master
+    dense, expert, shard, expert_shard = _shards(table, stages)
+    total, cut = dense + expert, dense / shard + expert / expert_shard
+    gathers = np.full(len(table), stack.gathers == "buckets") | (table.zero_stage == 3)
+    alone = table.dp * table.cp == 1
+    moments = stack.moment_bytes / 4 * master * cut
+
+    grows = table.zero_stage < 2
+    accumulated = np.where((micro_batches > 1) & grows, total, np.where(micro_batches > 1, cut, 0.0))
+    cut_gradients = np.where(grows & ~gathers, total, cut)
+    whole_gradients = np.where(table.zero_stage >= stack.shards_gradients_from, cut, total)
+    summed = np.where(wide, compute, stack.gradient_bytes)
+    autograd = np.where(wide, 0.0, stack.autograd_gradient_bytes) * total
+    weights = np.where(
+        gathers,
+        np.where(stack.gathers == "buckets", master, 0.0) * cut,
+        np.where(wide, compute, stack.weight_bytes) * total,
+    )
+    masters = np.where(wide, 0.0, stack.master_bytes) * cut
+    in_host = table.offload_optimizer > 0
+    optimizer = np.where(in_host, 0.0, moments + np.where(gathers & (stack.gathers == "buckets"), 0.0, masters))
+    return RankState(
+        weights=np.where(in_host & gathers, 0.0, weights),
+        gradients=np.where(gathers, master * accumulated, summed * whole_gradients + autograd),
+        late_gradients=np.where(gathers, master * cut_gradients, summed * whole_gradients + autograd),
+        optimizer=optimizer,
+        compute_itemsize=compute,
+        block=_largest_block(workload, table) * np.ones((3, 1)),
+        blocks=total - stages.root_parameters,
+        root=stages.root_parameters,
+        shard=shard,
+        gathers=gathers,
+        keeps=table.zero_stage < 3,
+        alone=alone,
+        reduce_itemsize=table.reduce_itemsize.astype(float),
+    )
+
+
+def _shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, Floats]:
+    """Dense and expert parameters of a rank, and over how many ranks each is cut."""
+    cuts = table.zero_stage > 0
+    shard = np.where(cuts, table.dp_shard * table.cp, 1).astype(float)
+    copies = table.tp * table.cp * table.dp // (table.ep * table.expert_tp)
+    expert_shard = np.where(cuts, np.maximum(1, np.minimum(copies, shard)), 1.0)
+    return stages.dense_parameters, stages.expert_parameters, shard, expert_shard
+
+
+def _largest_block(workload: Workload, table: LayoutTable) -> Floats:
+    """Parameters of the largest kind of block on one rank."""
+    dense, expert = parameters_by_kind(workload, table)
+    return (dense + expert[:, None] / (table.ep * table.expert_tp)).max(axis=0)
