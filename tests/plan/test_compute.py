@@ -174,7 +174,9 @@ def test_more_attention_is_never_cheaper(device, batch, num_heads, queries, keys
         "share": share,
     }
     name = list(base)[grown]
-    more: dict[str, Any] = base | {name: min(1.0, base[name] * factor) if name == "share" else int(np.ceil(base[name] * factor))}
+    more: dict[str, Any] = base | {
+        name: min(1.0, base[name] * factor) if name == "share" else int(np.ceil(base[name] * factor))
+    }
     seconds = [attention_seconds(device, **x, key_value_heads=1, backward=backward) for x in (base, more)]
     assert seconds[1] >= seconds[0] * (1 - 1e-12)
 
