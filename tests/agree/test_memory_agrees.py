@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from agree.small_models import DEMO, FAMILIES, measured_peak
 from ranks import run_ranks
@@ -34,6 +36,16 @@ def difference_percent(model, layout: Layout, length: int, num_micro_batches: in
 def test_the_planned_peak_of_one_process_is_the_measured_one(precision, recompute) -> None:
     layout = Layout(micro_batch_size=2, precision=precision, recompute=recompute)
     assert abs(difference_percent(DEMO, layout, 128, 2)) < 0.05
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_where_gradients_weigh_more_than_activations_the_planned_peak_is_the_measured_one_too(recompute) -> None:
+    """The peak is then in the last micro-batch's backward pass, where gradients are cast block by block and summed."""
+    model = replace(
+        DEMO, vocab_size=1000, hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=8
+    )
+    layout = Layout(micro_batch_size=2, precision="bf16", recompute=recompute, layers_per_bucket=2)
+    assert abs(difference_percent(model, layout, 16, 3)) < 0.05
 
 
 @pytest.mark.parametrize(("zero_stage", "recompute"), [(0, "none"), (1, "every-k"), (2, "full"), (3, "selective")])

@@ -36,7 +36,7 @@ def export(
         json: Print one JSON object.
     """
     from ultrascale.models.huggingface import export_folder
-    from ultrascale.parallel.data import TORCH_DTYPE
+    from ultrascale.parallel.precision import TORCH_DTYPE
     from ultrascale.spec.problems import Problem, SpecError
     from ultrascale.spec.weights import num_parameters
 

@@ -57,7 +57,7 @@ def generate(
 
     from ultrascale.models.generate import Sampling, prompt_problems
     from ultrascale.models.generate import generate as continue_text
-    from ultrascale.parallel.data import TORCH_DTYPE
+    from ultrascale.parallel.precision import TORCH_DTYPE
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
     _expect_none([*sampling.problems(), *_text_problems(prompt), *_device_problems(device)])

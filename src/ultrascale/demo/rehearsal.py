@@ -15,7 +15,7 @@ import torch
 from ultrascale.launch.forked import run_forked
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
-from ultrascale.parallel.data import TORCH_DTYPE
+from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.plan.time import hardware_flops_per_token
 from ultrascale.spec.layout import Precision
 from ultrascale.spec.run import Run

@@ -99,36 +99,43 @@ def _sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor 
 
 
 def _compiled_sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor, grad_weight: Tensor) -> Tensor:
-    """The same, with one pass over each chunk's logits between its matrix products."""
+    """The same, with one pass over each chunk's logits between its matrix products, and memory for one chunk taken once."""
     loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
-    rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device.type) * 4 // hidden.itemsize
-    softmax_gradient = _compiled_softmax_gradient()
+    rows = min(len(hidden), chunk_rows(hidden.shape[0], weight.shape[0], hidden.device.type) * 4 // hidden.itemsize)
+    room = hidden.new_empty(rows, weight.shape[0])
+    product = torch.empty_like(weight) if weight.dtype != grad_weight.dtype else None
+    to_gradient, add = _compiled(_to_gradient), _compiled(_add)
     for start in range(0, hidden.shape[0], rows):
-        part = slice(start, start + rows)
-        row_losses, grad = softmax_gradient(hidden[part] @ weight.t(), targets[part].unsqueeze(1))
-        loss += row_losses.sum()
-        torch.mm(grad, weight, out=grad_hidden[part])
-        if grad_weight.dtype == grad.dtype:
-            grad_weight.addmm_(grad.t(), hidden[part])
+        part = hidden[start : start + rows]
+        logits = torch.mm(part, weight.t(), out=room[: len(part)])
+        loss += to_gradient(logits, targets[start : start + rows].unsqueeze(1)).sum()
+        torch.mm(logits, weight, out=grad_hidden[start : start + rows])
+        if product is None:
+            grad_weight.addmm_(logits.t(), part)
         else:
-            grad_weight.add_(grad.t() @ hidden[part])
+            add(grad_weight, torch.mm(logits.t(), part, out=product))
     return loss
 
 
 @cache
-def _compiled_softmax_gradient() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Not at import: loading the compiler takes a second and 100 MB.
-    return torch.compile(_softmax_gradient, dynamic=False)
+    return torch.compile(function, dynamic=False)
 
 
-def _softmax_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """-log softmax(logits)[target] [rows, 1] and its gradient [rows, V], in the dtype of the logits; zero where ignored."""
+def _to_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    """-log softmax(logits)[target] [rows, 1]; `logits` become its gradient. Both are zero where ignored."""
     wide, is_valid = logits.to(_wide(logits)), targets != IGNORED
     normalizer = torch.logsumexp(wide, dim=-1, keepdim=True)
     row_losses = normalizer - wide.gather(1, targets.masked_fill(~is_valid, 0))
     is_target = torch.arange(wide.shape[1], device=wide.device) == targets
-    grad = (torch.exp(wide - normalizer) - is_target.to(wide.dtype)) * is_valid
-    return row_losses * is_valid, grad.to(logits.dtype)
+    logits.copy_((torch.exp(wide - normalizer) - is_target.to(wide.dtype)) * is_valid)
+    return row_losses * is_valid
+
+
+def _add(total: Tensor, narrow: Tensor) -> None:
+    """total += narrow, without the wide copy of `narrow` that the CPU makes for `add_`."""
+    total += narrow
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, room: _Room) -> Tensor:

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from ultrascale.parallel.data import TORCH_DTYPE
+from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.spec.cluster import Accelerator, parse_cluster
 from ultrascale.spec.layout import Precision
 from ultrascale.spec.machines import ACCELERATORS

@@ -12,7 +12,7 @@ counted when first seen and, through a weak reference, discounted when it dies. 
 their storage to nothing, so `resize_` is watched too. Which category a storage belongs to is decided by who made it:
 
     parameters     the master parameters, or this rank's share of them
-    gathered       whole copies of parameters that the computation uses (FSDP2's all-gather results)
+    gathered       whole copies of parameters that the computation uses (FSDP2's all-gather results; on one rank, in bf16)
     gradients      of parameters, whole or cut
     optimizer      everything made inside `optimizer.step()`
     activations    everything made in a forward pass
@@ -39,6 +39,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ultrascale.parallel.precision import computing_copies
 
 CATEGORIES = (
     "parameters", "gathered", "gradients", "optimizer", "activations", "temporary", "communication", "other",
@@ -182,6 +184,8 @@ class LiveMemory(TorchDispatchMode):
             self._count(parameter, "parameters")
             if parameter.grad is not None:
                 self._count(parameter.grad, "gradients")
+        for copy in computing_copies(self.model):
+            self._count(copy, "gathered")
         for buffer in self.model.buffers():
             self._count(buffer, "other")
         self._count_optimizer_state()

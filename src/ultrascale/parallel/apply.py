@@ -10,11 +10,13 @@ from torch import nn
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
-from ultrascale.parallel.data import TORCH_DTYPE, apply_data_parallel
-from ultrascale.parallel.mesh import build_mesh, needs_sharding
+from ultrascale.parallel.data import apply_data_parallel
+from ultrascale.parallel.mesh import build_mesh
+from ultrascale.parallel.precision import TORCH_DTYPE, apply_mixed_precision
 from ultrascale.parallel.recompute import apply_recompute
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
+from ultrascale.spec.trainable import expect_trainable
 
 
 def build_decoder(
@@ -22,8 +24,10 @@ def build_decoder(
 ) -> Decoder:
     """The decoder of this rank: cut as `layout` says, on `device`, with the initial weights of `seed`.
 
-    Weights are the same bits for every layout. A process group must be up if `parallel.mesh.needs_sharding`.
+    Weights are the same bits for every layout. A process group of `layout.dp` ranks must be up unless that is one. Raises
+    SpecError for what can be planned but not run.
     """
+    expect_trainable(model, layout)
     # 1. Shapes only: no rank ever holds the whole model on its way to a part of it.
     with torch.device("meta"):
         decoder = Decoder(model).to(TORCH_DTYPE[layout.master_dtype])
@@ -34,10 +38,13 @@ def build_decoder(
         for block in cast(nn.ModuleList, decoder.layers):
             block.forward = torch.compile(block.forward)
         decoder.loss = partial(decoder.loss, compiled=True)
-    # 4. Data parallelism.
-    if needs_sharding(layout):
+    # 4. Data parallelism, and with it mixed precision.
+    if layout.dp > 1:
         apply_data_parallel(decoder, layout, build_mesh(layout, device))
     # 5. Memory, then values.
     decoder.to_empty(device=device)
     initialise(decoder, model, seed, draw_on_device=draw_on_device)
+    # 6. On one rank mixed precision is copies of the values.
+    if layout.dp == 1 and layout.precision != layout.master_dtype:
+        apply_mixed_precision(decoder, TORCH_DTYPE[layout.precision])
     return decoder

@@ -23,10 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.schedules.actions import Action
-from ultrascale.spec.layout import Layout, Precision
-
-TORCH_DTYPE: dict[Precision, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+from ultrascale.spec.layout import Layout
 
 
 def apply_data_parallel(decoder: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
@@ -42,8 +41,7 @@ def apply_data_parallel(decoder: nn.Module, layout: Layout, mesh: DeviceMesh) ->
     fully_shard(decoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in sharded_modules(decoder):
         module.set_force_sum_reduction_for_comms(True)
-        if layout.dp > 1:  # alone there is nothing to divide by, and the factor would cost a copy of the gradients
-            module.set_gradient_divide_factor(1.0)
+        module.set_gradient_divide_factor(1.0)
         if layout.shard_size == 1:
             module.set_custom_reduce_scatter(NothingToScatter())
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous as meet
 
@@ -93,12 +93,12 @@ def process_group(
     here = choose_device(device)
     if here.type == "cuda":
         torch.cuda.set_device(here)
-    if world == 1 and not needs_sharding(layout):
+    if world == 1:
         yield Ranks(0, 1, here)
         return
-    _join(here, world, timedelta(seconds=timeout_seconds), rendezvous)
+    _join(here, timedelta(seconds=timeout_seconds), rendezvous)
     try:
-        yield Ranks(dist.get_rank(), world, here, _host_group(here, timeout_seconds))
+        yield Ranks(dist.get_rank(), world, here, _host_group(timeout_seconds))
     finally:
         dist.destroy_process_group()
 
@@ -118,22 +118,14 @@ def _world_size(rendezvous: str) -> int:
     return int(text)
 
 
-def needs_sharding(layout: Layout) -> bool:
-    """Whether FSDP2 is applied: several ranks, or parameters whose compute dtype is not their own."""
-    return layout.dp > 1 or layout.precision != layout.master_dtype
-
-
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """The ranks as a grid, dp_replicate x dp_shard: neighbours share one copy of the state."""
     return init_device_mesh(device.type, (layout.dp_replicate, layout.shard_size), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def _join(device: torch.device, world: int, timeout: timedelta, rendezvous: str) -> None:
+def _join(device: torch.device, timeout: timedelta, rendezvous: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if world == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    rank = int(os.environ["RANK"])
+    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     store, rank, world = next(iter(meet(rendezvous, rank, world, timeout=timeout)))
     # torchrun keeps its store over restarts, and a new worker then meets the addresses of dead ones: each attempt writes
     # under its own prefix, unless the launcher already gives each a store of its own (pytorch#135712).
@@ -142,9 +134,7 @@ def _join(device: torch.device, world: int, timeout: timedelta, rendezvous: str)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-def _host_group(device: torch.device, timeout_seconds: float) -> dist.ProcessGroup | None:
-    if dist.get_world_size() == 1:
-        return None
+def _host_group(timeout_seconds: float) -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -117,11 +117,6 @@ def num_micro_batches(layout: Layout, sequences_per_batch: int) -> int:
     return sequences_per_batch // together
 
 
-def is_sharded(layout: Layout) -> bool:
-    """Whether FSDP2 is at work: `parallel.mesh.needs_sharding`."""
-    return layout.dp > 1 or layout.precision != layout.master_dtype
-
-
 @dataclass
 class _Tape:
     """What autograd remembers of operations of one pass: each with the bytes it saved."""
@@ -146,12 +141,13 @@ class _Replay:
         by_layer = [list(layer_weights(model, layer)) for layer in range(model.num_hidden_layers)]
         self.by_name: dict[str, tuple[Bucket, Weight]] = {}
         buckets = [Bucket(outside, "outside the blocks")]
-        for first in range(0, model.num_hidden_layers, layout.layers_per_bucket):
-            members = by_layer[first : first + layout.layers_per_bucket]
+        self.per_bucket = layout.layers_per_bucket if layout.dp > 1 else 1
+        for first in range(0, model.num_hidden_layers, self.per_bucket):
+            members = by_layer[first : first + self.per_bucket]
             buckets.append(Bucket([w for ws in members for w in ws], "blocks"))
         for bucket in buckets:
             self.by_name |= {weight.name: (bucket, weight) for weight in bucket.weights}
-        self.shards = Shards(ledger, layout, buckets, sharded=is_sharded(layout), copies_input=shape.device == "cpu")
+        self.shards = Shards(ledger, layout, buckets, copies_input=shape.device == "cpu")
         self.uses = Counter(name for op in (*embedding_work(model, shape), *head_work(model, shape)) for name in op.weights)
         self.pending: dict[str, Held] = {}
         self.tapes: list[_Tape | _Checkpoint] = []
@@ -321,13 +317,13 @@ class _Replay:
         self.shards.add_gradient(bucket, weight, gradient)
 
     def _bucket(self, layer: int) -> Bucket:
-        return self.shards.buckets[1 + layer // self.layout.layers_per_bucket]
+        return self.shards.buckets[1 + layer // self.per_bucket]
 
     def _is_first(self, layer: int) -> bool:
-        return layer % self.layout.layers_per_bucket == 0
+        return layer % self.per_bucket == 0
 
     def _is_last(self, layer: int) -> bool:
-        return (layer + 1) % self.layout.layers_per_bucket == 0 or layer + 1 == self.model.num_hidden_layers
+        return (layer + 1) % self.per_bucket == 0 or layer + 1 == self.model.num_hidden_layers
 
     def _drop_all(self, held: Iterable[Held]) -> None:
         for one in held:

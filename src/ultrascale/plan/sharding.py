@@ -7,9 +7,11 @@ For one bucket of U elements (its parameters, each padded to a multiple of n row
     backward    stage 3 gathers again, one bucket ahead: its flat U is there while the bucket after it computes
                 gradients U  ->  take flat U in the reduction's dtype, let go of the gradients, take U/n: the cut gradient
                 the flat input stays until the next bucket's, and the last until the end of the backward pass
-    n = 1       nothing is gathered, but FSDP2 still copies every parameter, and the gradient twice
+    n = 1       nothing is gathered, but FSDP2 still copies every parameter
 
 The bucket outside the blocks (embedding, final norm, head) is gathered first and let go last, and reduced last.
+One process has no FSDP2. In mixed precision (`parallel.precision`) it keeps copies U that compute, and casts the gradients of a
+block one by one when the block's backward pass is done, last weight first.
 Read in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.11 to 2.13.
 """
 
@@ -38,20 +40,23 @@ class Bucket:
     replica_buffer: Held | None = None
     whole_gradients: dict[str, Held] = field(default_factory=dict)
     """By weight, as autograd made them or as summed over micro-batches."""
+    narrow_gradients: dict[str, Held] = field(default_factory=dict)
+    """Of one process: those that wait for their cast."""
     cut_gradient: Held | None = None
 
 
 class Shards:
-    """One rank's parameters and gradients as they come and go. `sharded` False: a plain module, nothing is gathered or cut."""
+    """One rank's parameters and gradients as they come and go. One process's are whole."""
 
-    def __init__(self, ledger: Ledger, layout: Layout, buckets: list[Bucket], *, sharded: bool, copies_input: bool = False):
+    def __init__(self, ledger: Ledger, layout: Layout, buckets: list[Bucket], *, copies_input: bool = False):
         """`buckets` in the order of the forward pass, the one outside the blocks first.
 
         `copies_input`: the reduce-scatter works on a copy of its input, as gloo's does.
         """
         self.copies_input = copies_input
-        self.ledger, self.layout, self.buckets, self.sharded = ledger, layout, buckets, sharded
-        self.ranks = layout.shard_size if sharded else 1
+        self.ledger, self.layout, self.buckets = ledger, layout, buckets
+        self.sharded, self.ranks = layout.dp > 1, layout.shard_size
+        self.casts_alone = layout.dp == 1 and layout.precision != layout.master_dtype
         self.divides_alone = self.ranks == 1 and layout.dp > 1
         """FSDP2 divides gradients (by one) on their way into the result, through a copy."""
         self.compute_itemsize = DTYPE_BYTES[layout.precision]
@@ -62,6 +67,8 @@ class Shards:
         for bucket in buckets:
             shard = self.padded_elements(bucket) // self.ranks
             ledger.take("parameters", bucket.label, shard * self.master_itemsize)
+            if self.casts_alone:
+                self._finish_gather(bucket)
 
     def padded_elements(self, bucket: Bucket) -> int:
         """Elements of a bucket once every weight's rows are padded to a multiple of the ranks."""
@@ -105,7 +112,9 @@ class Shards:
     def add_gradient(self, bucket: Bucket, weight: Weight, gradient: Held) -> None:
         """Autograd made a whole gradient of `weight`: keep it, or add it to the one that is there."""
         there = bucket.whole_gradients.get(weight.name)
-        if there is None:
+        if self.casts_alone:
+            bucket.narrow_gradients[weight.name] = gradient
+        elif there is None:
             bucket.whole_gradients[weight.name] = self.ledger.move(gradient, "gradients", bucket.label)
         elif there.num_bytes == gradient.num_bytes:
             self.ledger.drop(gradient)
@@ -114,6 +123,8 @@ class Shards:
 
     def after_backward(self, bucket: Bucket, action: Action) -> None:
         """Reduce and cut the gradients, or keep them whole for the next micro-batch; let go of the parameters."""
+        if self.casts_alone:
+            self._cast_gradients(bucket)
         if not self.sharded:
             return
         for name in [name for name in bucket.whole_gradients if name.endswith(" new")]:
@@ -160,6 +171,16 @@ class Shards:
         if bucket.parameters is not None:
             self.ledger.drop(bucket.parameters)
             bucket.parameters = None
+
+    def _cast_gradients(self, bucket: Bucket) -> None:
+        for weight in reversed(bucket.weights):
+            narrow = bucket.narrow_gradients.pop(weight.name)
+            wide = self.ledger.take("temporary", "gradients of weights", weight.numel * self.master_itemsize)
+            self.ledger.drop(narrow)
+            if weight.name in bucket.whole_gradients:  # autograd adds to the one that is there
+                self.ledger.drop(wide)
+            else:
+                bucket.whole_gradients[weight.name] = self.ledger.move(wide, "gradients", bucket.label)
 
     def _widen(self, bucket: Bucket) -> None:
         """Cast gradients to the dtype of the reduction, one at a time."""

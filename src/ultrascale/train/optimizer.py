@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
@@ -25,13 +26,16 @@ def build_optimizer(decoder: nn.Module, model: Model, settings: Optimizer) -> Ad
         {"params": [p for name, p in named if decays[name]], "weight_decay": settings.weight_decay},
         {"params": [p for name, p in named if not decays[name]], "weight_decay": 0.0},
     ]
-    return AdamW(
+    optimizer = AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         fused=True,
     )
+    # The fused update does not tell autograd that it wrote; `parallel.precision` has to know.
+    optimizer.register_step_post_hook(lambda *unused: increment_version([parameter for _, parameter in named]))
+    return optimizer
 
 
 def create_state(optimizer: AdamW, steps_done: int) -> None:

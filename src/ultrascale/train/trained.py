@@ -12,7 +12,7 @@ from ultrascale.checkpoint.folders import candidates
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.huggingface import import_folder
 from ultrascale.models.tokenizer_files import TOKENIZER_FILE
-from ultrascale.parallel.data import TORCH_DTYPE
+from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import run_from_toml, to_toml

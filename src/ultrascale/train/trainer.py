@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -38,6 +39,17 @@ from ultrascale.train.gradients import (
 from ultrascale.train.learning_rate import learning_rate
 from ultrascale.train.noise_scale import NoiseScale
 from ultrascale.train.optimizer import build_optimizer, create_state, set_learning_rate
+
+
+def _return_free_memory() -> None:
+    """Give the heap's free pages back to the system, where the C library can (glibc).
+
+    The compiler leaves 100 MB of them, in pieces too small for a step's tensors, for which the heap would then grow: the peak
+    of a small model was 3 to 5 percent higher.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 class ReadsSequences(Protocol):
@@ -110,8 +122,11 @@ class Trainer:
     on_phase: Callable[[str, int], None] = field(init=False, default_factory=lambda: lambda phase, step: None)
     """Told what comes next (`forward`, `backward`, `optimizer`, `between`) and of which step."""
 
+    _just_compiled: bool = field(init=False, default=False)
+
     def __post_init__(self) -> None:
         run = self.run
+        self._just_compiled = run.compile
         self.decoder = build_decoder(
             run.model,
             run.layout,
@@ -137,6 +152,9 @@ class Trainer:
         """
         gradients = self.compute_gradients()
         rate = self.update(gradients.norm)
+        if self._just_compiled:
+            self._just_compiled = False
+            _return_free_memory()
         return StepResult(gradients, rate)
 
     def compute_gradients(self) -> Gradients:
