@@ -1,7 +1,7 @@
 """FLOPs per token as the different reports of the field count them: an MFU means nothing without its convention.
 
-With P_lay the parameters a token's matrix products use in all layers (of experts the active ones, and the router), P_head = V h,
-a query heads of size d, s the sequence length:
+With P_lay the parameters that a token's matrix products use in all layers (of experts the active ones, and the router),
+P_head = V h, a query heads of size d, s the sequence length:
 
     model_full             6 (P_lay + P_head) + 12 L a d s        Korthikanti et al. 2022, torchtitan from mid 2024, nanotron
     model_full_allparams   the same + 6 V h if embeddings are untied; llm-foundry, Aleph Alpha

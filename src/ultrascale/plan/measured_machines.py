@@ -85,7 +85,7 @@ def _scaled(node: Node, usual: Node) -> Node:
 
 
 def _rates(text: str, per_node: int) -> tuple[float | None, float | None]:
-    """Bytes per second inside a node (of one GPU) and between nodes (of the node) as a text tells them; None where it does not."""
+    """Bytes per second inside a node (of a GPU) and between nodes (of a node) as a text tells them; None where it does not."""
     inside = between = None
     for clause in re.split(r"[;,]", re.sub(r"\([^)]*\)", "", text)):
         match = _RATE.search(clause)

@@ -36,10 +36,10 @@ _V3 = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_ro
 GPT_OSS_WINDOW = 128
 DEEPSEEK_V3_LAYERS = 61
 
-# The playbook does not state dimensions. Its FLOPs per token (MFU x 989.5e12 / tokens per second per GPU) show four shapes, all
-# multi-head, 4,096 tokens, vocabulary 131,072 (12 of them together explain 9.66, 11.27, 25.67, 28.09, 59.6 and 512 GFLOPs a
-# token to 0.3 percent): 1B and 3B tie embeddings unless there is a pipeline, which cannot; 80B without ZeRO ran with 8 key/value
-# heads (455 GFLOPs).
+# The playbook does not state dimensions. Its FLOPs per token (MFU x 989.5e12 / tokens per second per GPU: 9.66, 11.27, 25.67,
+# 28.09, 59.6, 455 and 512e9) are those of these shapes to 0.3 percent, with 4,096 tokens and a vocabulary of 131,072, embedding
+# and head both counted where they are two: 1B and 3B tie them unless there is a pipeline, which cannot; 80B has 8 key/value
+# heads in the runs without ZeRO, all heads in the others.
 _PLAYBOOK = {
     "1B": {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 32, "ffn_hidden": 8192},
     "3B": {"layers": 28, "hidden": 3072, "heads": 24, "kv_heads": 24, "ffn_hidden": 8192},
@@ -89,7 +89,7 @@ def model_of(asked: Asked) -> tuple[Model, tuple[str, ...]]:
     shape = preset if same_width else None
     heads = asked.heads or (shape.num_attention_heads if shape else _filled(assumed, "heads", _heads(hidden, asked.head_dim)))
     model = Model(
-        vocab_size=asked.vocab or (shape.vocab_size if shape else _filled(assumed, "vocab", LLAMA_VOCAB if gated else GPT2_PADDED_VOCAB)),
+        vocab_size=asked.vocab or (shape.vocab_size if shape else _filled(assumed, "vocab", _usual_vocab(gated))),
         hidden_size=hidden,
         intermediate_size=_ffn(asked, shape, hidden, gated, assumed),
         num_hidden_layers=layers,
@@ -150,6 +150,10 @@ def _gated(asked: Asked, preset: Model | None) -> bool:
     if asked.gated_mlp is not None:
         return asked.gated_mlp
     return preset.gated_mlp if preset else bool(_GATED_NAMES.search(asked.model))
+
+
+def _usual_vocab(gated: bool) -> int:
+    return LLAMA_VOCAB if gated else GPT2_PADDED_VOCAB
 
 
 def _heads(hidden: int, head_dim: int | None) -> int:

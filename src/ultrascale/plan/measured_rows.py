@@ -1,8 +1,8 @@
 """Measured runs as files tell them: reading the rows, and keeping what was measured away from who predicts it.
 
 Two forms are read, by their header: the columns of published runs (`n_gpus`, `hidden`, `tp`, ... one row a run), and those of
-the playbook's scan (`model`, `nodes`, `mbs`, `ga`, ...). Every cell goes either to `Asked`, which is all a prediction sees, or to
-`Measured`, which only scores see: that is decided here, by the column's name, before anything is predicted. Blank cells are
+the playbook's scan (`model`, `nodes`, `mbs`, `ga`, ...). Every cell goes either to `Asked`, which is all a prediction sees, or
+to `Measured`, which only scores see: that is decided here, by the column's name, before anything is predicted. Blank cells are
 None; a column that is missing is blank in every row; columns neither class knows are read by nobody.
 """
 
@@ -159,9 +159,9 @@ def _row(file: Path, number: int, line: int, row: dict[Any, Any], is_playbook: b
         found = len(row) - len(missing) + len(surplus or [])
         rule = f"has {found} cells, the header has {len(row)} columns"
         problems.append(Problem(f"{file}:{line}", rule, "Quote cells that hold commas."))
-    cells = {name.strip(): (cell or "").strip() for name, cell in row.items()}
+    cells: dict[str, str] = {str(name).strip(): (cell or "").strip() for name, cell in row.items()}
     identity = cells.get("id") or str(number)
-    names = dict(zip(cells, cells, strict=True))
+    names: dict[str, str] = {name: name for name in cells}
     if is_playbook:
         names = {PLAYBOOK_NAMES.get(name, name): name for name in cells}
         cells = PLAYBOOK_FIXED | {new: cells[old] for new, old in names.items()}

@@ -18,21 +18,23 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Literal
 
 from ultrascale.plan.measured_machines import cluster_of
 from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
 from ultrascale.plan.measured_rows import Asked
 from ultrascale.plan.measured_stacks import LAST_YEAR_WITHOUT_FLASH, stack_of
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.model import Model
 from ultrascale.spec.stack import Stack
 
+ZeroStage = Literal[0, 1, 2, 3]
 MOST_CANDIDATES = 96
 """Layouts tried for one row."""
 LARGEST_MICRO_BATCH = 64
 LAST_YEAR_OF_FP16 = 2021
-_PRECISIONS = {
+_PRECISIONS: dict[str, Precision] = {
     "bf16": "bf16", "bfloat16": "bf16", "amp_bf16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32",
     "fp8": "fp8", "amp_fp8": "fp8", "mxfp8": "fp8", "fp8-mx": "fp8", "nvfp4": "fp8", "fp4": "fp8",
 }  # fmt: skip
@@ -115,25 +117,27 @@ def _data_parallel(asked: Asked, gpus: int | None, rest: int, assumed: list[str]
     return dp
 
 
-def _zero(asked: Asked, dp: int, assumed: list[str]):
+def _zero(asked: Asked, dp: int, assumed: list[str]) -> tuple[ZeroStage, int | None]:
     text = asked.zero_stage.lower().removesuffix(".0")
     if match := re.fullmatch(r"hsdp\s*-?(\d+)", text):
         shard = min(int(match[1]), dp)
         return 3, shard if dp % shard == 0 else None
-    if text in ("0", "1", "2", "3"):
-        return int(text), None
+    stages: dict[str, ZeroStage] = {"0": 0, "1": 1, "2": 2, "3": 3}
+    if text in stages:
+        return stages[text], None
     if text:
         raise UnrepresentableError(f"zero_stage {asked.zero_stage!r} is not 0, 1, 2, 3 or hsdpK")
-    words = asked.framework.lower()
-    stage = 3 if re.search("fsdp|torchtitan|foundry|maxtext|automodel|zero-3", words) else 0
-    if (
-        not stage
-        and (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH
-        and re.search("megatron|nemo|mcore|nanotron|deepspeed", words)
-    ):
-        stage = 1 if "vtrain" not in words else 0
+    stage = _usual_zero(asked)
     assumed.append(f"ZeRO stage {stage}")
     return stage, None
+
+
+def _usual_zero(asked: Asked) -> ZeroStage:
+    words = asked.framework.lower()
+    if re.search("fsdp|torchtitan|foundry|maxtext|automodel|zero-3", words):
+        return 3
+    cuts = re.search("megatron-|nemo|mcore|nanotron|deepspeed", words) is not None
+    return 1 if cuts and "vtrain" not in words and (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH else 0
 
 
 def _experts(asked: Asked, ranks: int, assumed: list[str]) -> tuple[int, int]:
@@ -158,10 +162,10 @@ def _sequence_parallel(asked: Asked, tp: int, assumed: list[str]) -> bool:
     return used
 
 
-def _precision(asked: Asked, assumed: list[str]):
+def _precision(asked: Asked, assumed: list[str]) -> Precision:
     text = asked.precision.lower()
     if not text:
-        value = "fp16" if (asked.year or 9999) <= LAST_YEAR_OF_FP16 else "bf16"
+        value: Precision = "fp16" if (asked.year or 9999) <= LAST_YEAR_OF_FP16 else "bf16"
         assumed.append(f"precision {value}")
         return value
     known = _PRECISIONS.get(text) or next((value for name, value in _PRECISIONS.items() if name in text), None)
@@ -199,7 +203,7 @@ def _pipeline(asked: Asked, model: Model, stack: Stack, pp: int, assumed: list[s
             assumed.append(f"{most} chunks a rank: there are {layers} layers for {asked.vpp} x {pp}")
         chunks = max(1, min(asked.vpp, most))
         return ("interleaved" if chunks > 1 else "1f1b"), (chunks,)
-    if "interleaved" in text and "not stated" not in text or not text and stack.name == "megatron":
+    if ("interleaved" in text and "not stated" not in text) or (not text and stack.name == "megatron"):
         divisors = tuple(n for n in range(2, most + 1) if layers % (pp * n) == 0)
         if divisors:
             return "interleaved", divisors

@@ -1,4 +1,4 @@
-"""The trainer of a measured run: which of the known stacks is closest to what the row calls its framework, and how the row changes it.
+"""The trainer of a measured run: which of the known stacks is closest to the framework it names, and how its row changes that.
 
 The first word found decides. Where the match is a likeness and not the trainer itself, the prediction says so.
 """

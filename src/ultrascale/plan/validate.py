@@ -1,0 +1,153 @@
+"""Predictions for rows of measured runs, and how far off they are.
+
+A prediction sees `Asked`, the cells that say what was run, and nothing else: what was measured is in another object that only
+`plan.scores` reads. Rows of the same workload are priced together as one table of layouts.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ultrascale.plan.flops_conventions import CONVENTIONS, flops_per_token
+from ultrascale.plan.intervals import interval, kind_of
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableError
+from ultrascale.plan.measured_rows import Asked, MeasuredRow
+from ultrascale.plan.measured_setups import Setup, setup_of
+from ultrascale.plan.price import PriceTable, price
+from ultrascale.spec.problems import SpecError
+
+COLUMNS = (
+    "id", "predicted_step_time_s", "predicted_tokens_per_s_per_gpu", "predicted_mfu", "predicted_peak_allocated_gib",
+    "predicted_peak_reserved_gib", "fits", "low", "high", "reason",
+)  # fmt: skip
+"""Of the file of predictions. low and high: the interval of the step time, seconds, that holds `intervals.COVERAGE` of runs."""
+_CONVENTION_WORDS = (
+    ("megatron-bridge", "model_causal"), ("automodel", "model_causal"), ("foundry", "model_full_allparams"),
+    ("aleph", "model_full_allparams"), ("deepspeed", "hw_full"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowPrediction:
+    """What a row is predicted to do. None where it cannot be described, or cannot run: `reason` says why."""
+
+    step_seconds: float | None
+    low: float | None
+    high: float | None
+    tokens_per_second_per_gpu: float | None
+    flops_per_second_per_gpu: float | None
+    """By the row's convention of counting them."""
+    mfu: float | None
+    """That over the accelerator's dense peak in the row's precision."""
+    allocated_bytes: float | None
+    reserved_bytes: float | None
+    fits: bool | None
+    kind: str
+    """The group whose errors its interval comes from: `intervals.kind_of`."""
+    reason: str
+
+
+def predict_rows(rows: Sequence[Asked]) -> list[RowPrediction]:
+    """A prediction for every row, in their order."""
+    found: list[RowPrediction | None] = [None] * len(rows)
+    groups: dict[str, list[tuple[int, Setup]]] = defaultdict(list)
+    for index, asked in enumerate(rows):
+        try:
+            setup = setup_of(asked)
+        except UnrepresentableError as error:
+            found[index] = _without(str(error), fits=False if isinstance(error, UnrunnableError) else None)
+        else:
+            groups[repr(setup.workload)].append((index, setup))
+    for group in groups.values():
+        for (index, _), prediction in zip(group, _price([setup for _, setup in group]), strict=True):
+            found[index] = prediction
+    assert all(one is not None for one in found)
+    return [one for one in found if one is not None]
+
+
+def write_predictions(path: str | Path, rows: Sequence[MeasuredRow], predictions: Sequence[RowPrediction]) -> None:
+    """Write one line of `COLUMNS` for every row; numbers that are not known are blank."""
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for row, one in zip(rows, predictions, strict=True):
+            numbers = (
+                one.step_seconds, one.tokens_per_second_per_gpu, one.mfu, _gib(one.allocated_bytes), _gib(one.reserved_bytes),
+            )  # fmt: skip
+            fits = "" if one.fits is None else str(one.fits).lower()
+            writer.writerow([row.identity, *map(_cell, numbers), fits, _cell(one.low), _cell(one.high), one.reason])
+
+
+def _price(setups: list[Setup]) -> list[RowPrediction]:
+    """Predictions for rows of one workload."""
+    workload = setups[0].workload
+    try:
+        prices = price(workload, LayoutTable.of(layout for setup in setups for layout in setup.layouts))
+    except SpecError as error:
+        return [_without(str(error)) for _ in setups]
+    ends = np.cumsum([len(setup.layouts) for setup in setups])
+    return [_choose(setup, prices, np.arange(end - len(setup.layouts), end)) for setup, end in zip(setups, ends, strict=True)]
+
+
+def _choose(setup: Setup, prices: PriceTable, rows: np.ndarray) -> RowPrediction:
+    """Of the layouts a row may mean, the fastest that fits, or else the one that needs least memory."""
+    seconds, fits, reserved = prices.step_seconds[rows], prices.fits[rows], np.asarray(prices.memory.reserved)[rows]
+    candidates = np.flatnonzero(fits) if fits.any() else np.array([reserved.argmin()])
+    best = int(candidates[seconds[candidates].argmin()])
+    step = float(seconds[best])
+    asked, workload = setup.asked, setup.workload
+    kind = kind_of(asked, workload)
+    low, high = interval(step, kind, fastest=float(seconds[candidates].min()), slowest=float(seconds[candidates].max()))
+    num_gpus = setup.layouts[best].world_size
+    rate = workload.tokens_per_step / step / num_gpus
+    flops = rate * flops_per_token(workload.model, workload.sequence_length, _convention(asked))
+    return RowPrediction(
+        step, low, high, rate, flops, flops / _peak(setup), float(np.asarray(prices.memory.allocated)[rows[best]]),
+        float(reserved[best]), bool(fits[best]), kind, _reason(setup, best),
+    )  # fmt: skip
+
+
+def _reason(setup: Setup, best: int) -> str:
+    """What was assumed, and what was chosen where the row leaves it open."""
+    layout = setup.layouts[best]
+    chosen = {
+        "micro_batch": layout.micro_batch_size, "recompute": layout.recompute, "vpp": layout.virtual_stages,
+    }  # fmt: skip
+    parts = [f"{name} is open: {chosen[name]} is the fastest that fits" for name in setup.open_cells]
+    if setup.assumed:
+        parts.append("assumed: " + ", ".join(setup.assumed))
+    return "; ".join(parts)
+
+
+def _convention(asked: Asked) -> str:
+    if asked.flops_def in CONVENTIONS:
+        return asked.flops_def
+    words = asked.framework.lower()
+    return next((name for word, name in _CONVENTION_WORDS if word in words), "model_full")
+
+
+def _peak(setup: Setup) -> float:
+    """Dense FLOPs per second that the row's MFU is over: those of its precision."""
+    accelerator, precision = setup.workload.cluster.accelerator, setup.layouts[0].precision
+    dtype = "fp8" if precision == "fp8" and "fp8" in accelerator.peak_flops else "bf16"
+    return accelerator.peak_flops_per_second(dtype)
+
+
+def _without(reason: str, fits: bool | None = None) -> RowPrediction:
+    return RowPrediction(None, None, None, None, None, None, None, None, fits, "", reason)
+
+
+def _gib(num_bytes: float | None) -> float | None:
+    return None if num_bytes is None else num_bytes / 2**30
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{value:.6g}"
