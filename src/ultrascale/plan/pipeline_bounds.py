@@ -1,0 +1,210 @@
+"""Steps of pipelines without playing them: closed forms over whole columns, for searching. `plan.pipeline` plays the best.
+
+p ranks, m micro-batches, v stages a rank; F, I, W seconds of one micro-batch in one stage, B = I + W; s seconds of a message; q
+= p-1. With even stages and short messages a step is the work of one rank and the following:
+
+    afab            q(F+B) + 2qs                              1f1b           q(F+B) + 2s(q + floor(q(m-1)/p))
+    interleaved     (q + (v-1)max(p-m, 0))(F+B) + messages    breadth-first  the same
+    zb-h1           max(qF, qI, q(F+I-W)) + messages          Qi et al. and DeepSeek write the last one only
+    zb-v            the longest of eight paths: qF where F = I = W, because its ranks start one after the other
+    dualpipe(-v)    the longest of four, with q = p/2 - 1 (or p - 1); q(F&B + B - 3W), as DeepSeek writes, is a little more
+
+They were read off the simulator (for random F, I, W, s the slopes of its step are whole numbers) and tests hold them to it.
+Exact for any m (but see `ENOUGH`) without messages, and for afab and 1f1b with them. Every form is one path through the
+schedule, so that the longest is a lower bound where messages are long: over F, I or W/2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[Any]
+Fill = Callable[..., Floats]
+
+STAGES_A_RANK = {"afab": 1, "1f1b": 1, "zb-h1": 1, "dualpipe": 1, "zb-v": 2, "dualpipe-v": 2}
+"""Stages that a micro-batch passes on a rank, where these are not the virtual stages. DualPipe: either half passes its own."""
+ENOUGH: dict[str, Callable[..., NDArray[np.bool_]]] = {
+    "zb-v": lambda p, m: m >= 2 * p - 1,
+    "dualpipe": lambda p, m: (m >= 2 * p) & (m % 2 == 0),
+    "dualpipe-v": lambda p, m: m >= 2 * p,
+}
+"""Ranks and micro-batches for which the forms are exact, where these are not any. For others: a lower bound."""
+
+
+def bubble_seconds(
+    schedule: str, pp: ArrayLike, virtual_stages: ArrayLike, num_micro_batches: ArrayLike, forward: ArrayLike,
+    input_gradient: ArrayLike, weight_gradient: ArrayLike, *, send: ArrayLike = 0.0,
+) -> Floats:  # fmt: skip
+    """Seconds of a step in which a rank computes nothing, even stages assumed. Arguments as in `balanced_step_seconds`."""
+    columns = (pp, virtual_stages, num_micro_batches, forward, input_gradient, weight_gradient, send)
+    return np.maximum(_FILLS[schedule](*(np.asarray(column) for column in np.broadcast_arrays(*columns))), 0.0)
+
+
+def balanced_step_seconds(
+    schedule: str, pp: ArrayLike, virtual_stages: ArrayLike, num_micro_batches: ArrayLike, forward: ArrayLike,
+    input_gradient: ArrayLike, weight_gradient: ArrayLike, *, send: ArrayLike = 0.0, pair_saving: ArrayLike = 0.0,
+) -> Floats:  # fmt: skip
+    """Seconds of a step whose stages all cost `forward`, ... a micro-batch. Columns broadcast; `schedule`: of `build.NAMES`.
+
+    `pair_saving`: what a forward and a backward that run at the same time (DualPipe) save against one after the other.
+    Exact as the header says; otherwise a lower bound.
+    """
+    bubble = bubble_seconds(
+        schedule, pp, virtual_stages, num_micro_batches, forward, input_gradient, weight_gradient, send=send
+    )
+    p, m = np.asarray(pp), np.asarray(num_micro_batches)
+    stages = np.asarray(STAGES_A_RANK.get(schedule, virtual_stages))
+    work = m * stages * (np.asarray(forward) + np.asarray(input_gradient) + np.asarray(weight_gradient))
+    if schedule in ("dualpipe", "dualpipe-v"):
+        depth, stream = (p // 2, m // 2) if schedule == "dualpipe" else (p, m)
+        work = work - np.maximum(2 * stream - depth - 2, 0) * np.asarray(pair_saving)
+    return work + bubble
+
+
+def step_seconds_bounds(
+    schedule: str, pp: ArrayLike, virtual_stages: ArrayLike, num_micro_batches: ArrayLike, forward: ArrayLike,
+    input_gradient: ArrayLike, weight_gradient: ArrayLike, *, send: ArrayLike = 0.0,
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """What a step of unequal stages takes at least and at most. Costs are [3, ...]: of the first stage, a middle one, the last.
+
+    At least: a rank's work between the first micro-batch's way to it and the last one's way back. At most: every stage as dear
+    as the dearest; this only where `balanced_step_seconds` is exact.
+    """
+    costs: list[Floats] = [np.asarray(cost, dtype=np.float64) for cost in (forward, input_gradient, weight_gradient)]
+    f, i, w = costs
+    p, v, m, s = np.asarray(pp), np.asarray(virtual_stages), np.asarray(num_micro_batches), np.asarray(send)
+    most = balanced_step_seconds(schedule, p, v, m, f.max(axis=0), i.max(axis=0), w.max(axis=0), send=s)
+    # Weight gradients that are left can be computed while the last micro-batch travels back.
+    way = f if schedule in ("zb-h1", "zb-v", "dualpipe", "dualpipe-v") else f + i + w
+    least = []
+    for ahead, counts in _sorts_of_ranks(schedule, p, v):
+        work = sum(count * (f + i + w)[which] for which, count in enumerate(counts))
+        hops = 1 if way is f else 2
+        fill = np.where(ahead > 0, way[0] + (ahead - 1) * way[1] + ahead * hops * s, 0.0)
+        least.append(np.where(ahead >= 0, m * work + fill, 0.0))
+    return np.max(np.broadcast_arrays(*least), axis=0), most
+
+
+def in_flight_stages(
+    schedule: str, pp: ArrayLike, virtual_stages: ArrayLike, num_micro_batches: ArrayLike, rank: ArrayLike
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The most activations that live at once on a rank, in micro-batches of one stage; and those of them that wait for W only.
+
+    Exact for every schedule, rank and number of micro-batches. Columns broadcast.
+    """
+    p, v, m, r = (np.asarray(column) for column in np.broadcast_arrays(pp, virtual_stages, num_micro_batches, rank))
+    none = np.zeros_like(m)
+    if schedule == "zb-h1":
+        return np.minimum(m, p), np.minimum(m, p) - np.minimum(m, p - r)
+    near = np.minimum(r, p - 1 - r)
+    entering = np.where(near == r, (m + 1) // 2, m // 2)
+    most = {
+        "afab": lambda: m,
+        "breadth-first": lambda: m * v,
+        "1f1b": lambda: np.minimum(m, p - r),
+        "interleaved": lambda: np.minimum(m * v, (v - 1) * _largest_round(p, m) + 2 * (p - r) - 1),
+        "zb-v": lambda: np.minimum(np.minimum(2 * p, 2 * m), m + r + 1),
+        "dualpipe-v": lambda: np.minimum(np.minimum(2 * p + 1, 2 * m), m + r + 1),
+        "dualpipe": lambda: np.minimum(np.minimum(p + 1, m), entering + near + 1),
+    }
+    return most[schedule](), none
+
+
+def _largest_round(p: NDArray, m: NDArray) -> NDArray:
+    """Micro-batches of `schedules.interleaved.rounds`'s first round."""
+    return -(-m // np.maximum(1, m // p))
+
+
+def _sorts_of_ranks(schedule: str, p: NDArray, v: NDArray):
+    """(Stages before the rank's first, its numbers of first, middle and last stages) of ranks that may be the busiest.
+
+    Stages before it are negative where there is no such rank.
+    """
+    alone = p == 1
+    if schedule in ("zb-v", "dualpipe-v"):
+        return [(0 * p, (1, 0, 1)), (np.where(alone, -1, p - 1), (0, 2, 0))]
+    if schedule == "dualpipe":
+        return [(0 * p, (0.5, 0, 0.5)), (np.where(p > 2, p // 2 - 1, -1), (0, 1, 0))]
+    v = np.asarray(STAGES_A_RANK.get(schedule, v))
+    first = (1, np.where(alone, np.maximum(v - 2, 0), v - 1), np.where(alone & (v > 1), 1, 0))
+    return [(0 * p, first), (np.where(p > 2, p - 2, -1), (0, v, 0)), (np.where(alone, -1, p - 1), (0, v - 1, 1))]
+
+
+def _afab(p, v, m, f, i, w, s):
+    return (p - 1) * (f + i + w + 2 * s)
+
+
+def _one_f_one_b(p, v, m, f, i, w, s):
+    return (p - 1) * (f + i + w) + 2 * s * (p - 1 + (p - 1) * (m - 1) // p)
+
+
+def _interleaved(p, v, m, f, i, w, s):
+    # A round of just p leaves no time for a message between a rank's stages; of two such in turn, both ways are late.
+    count = np.maximum(1, m // p)
+    tight = np.where(m // count > p, 0, np.where((m % count > 0) & (m > p), 1, 2))
+    return (p - 1 + (v - 1) * np.maximum(p - m, 0)) * (f + i + w) + s * (2 * (p - 1) + tight * p * (v - 1)) * (p > 1)
+
+
+def _breadth_first(p, v, m, f, i, w, s):
+    borders = np.where(m > p, p - 1, p * v - 1) * (p > 1)
+    return (p - 1 + (v - 1) * np.maximum(p - m, 0)) * (f + i + w) + 2 * s * borders
+
+
+def _zb_h1(p, v, m, f, i, w, s):
+    q, short, full = p - 1, np.maximum(p - m, 0), m > p
+    paths = [
+        q * i + short * f + 2 * q * s,
+        q * f + short * i + (2 * q + np.where(full, q, m - 3)) * s,
+        q * (f + i) - np.minimum(q, m - 1) * w + (2 * q + 2 * np.where(full, q, m - 2)) * s,
+    ]
+    return np.max(paths, axis=0)
+
+
+def _zb_v(p, v, m, f, i, w, s):
+    q = p - 1
+    paths = [
+        2 * q * (i - w) + (6 * q - 2) * s, 2 * q * f - q * i - w + 3 * q * s,
+        i + (q - 1) * w + 3 * q * s, (2 * q - 1) * f + (1 - q) * i + (3 * q - 2) * s,
+        q * i + (5 * q - 2) * s, f + (q - 1) * w + (3 * q - 2) * s,
+        2 * q * f - (2 * q + 1) * w + 4 * q * s, (2 * q - 1) * f + i - 2 * q * w + (4 * q - 2) * s,
+    ]  # fmt: skip
+    enough = ENOUGH["zb-v"](p, m)
+    return np.where(q == 0, 0.0, np.where(enough, np.max(paths, axis=0), _there_and_back(2 * p, m, 2, f, i, w)))
+
+
+def _dualpipe_v(p, v, m, f, i, w, s):
+    crossed = p - 1 + 2 * ((p - 1) * (m - 1) // p)
+    meeting = _meeting(p - 1, crossed, f, i, w, s, more=2 * (p - 1), split=p - 1)
+    return np.where(ENOUGH["dualpipe-v"](p, m), meeting, _there_and_back(2 * p, m, 2, f, i, w))
+
+
+def _dualpipe(p, v, m, f, i, w, s):
+    q = p // 2 - 1
+    meeting = _meeting(q, m * (p - 1) // p + 2 * q, f, i, w, s, more=q, split=q)
+    return np.where(ENOUGH["dualpipe"](p, m), meeting, _there_and_back(p, m, 1, f, i, w))
+
+
+def _meeting(q, crossed, f, i, w, s, *, more, split):
+    """The longest of the four paths where two streams meet; `crossed` messages, and some more on the later two."""
+    paths = [
+        2 * q * f + crossed * s,
+        2 * q * f + q * (i - w) + (crossed + split) * s,
+        (q - 1) * f + q * i + (crossed + more) * s,
+        (q - 1) * f + 2 * q * i - q * w + (crossed + more + split) * s,
+    ]
+    return np.max(paths, axis=0)
+
+
+def _there_and_back(num_stages, m, stages_a_rank, f, i, w):
+    """At least: one micro-batch through all stages and back, less the work of a rank."""
+    return num_stages * (f + i) + w - m * stages_a_rank * (f + i + w)
+
+
+_FILLS: dict[str, Fill] = {
+    "afab": _afab, "1f1b": _one_f_one_b, "interleaved": _interleaved, "breadth-first": _breadth_first,
+    "zb-h1": _zb_h1, "zb-v": _zb_v, "dualpipe": _dualpipe, "dualpipe-v": _dualpipe_v,
+}  # fmt: skip
