@@ -14,10 +14,15 @@ def sourced_numbers():
         assert item.memory_bytes_per_second is not None and item.matmul_fraction is not None
         yield f"{item.name} bandwidth", item.memory_bytes_per_second
         yield f"{item.name} fraction", item.matmul_fraction
+        assert item.watts is not None and item.dollars_per_hour is not None
+        yield f"{item.name} watts", item.watts
+        yield f"{item.name} rent", item.dollars_per_hour
         yield from ((f"{item.name} {dtype}", peak) for dtype, peak in item.peak_flops.items())
     for node in NODES.values():
         for link in (node.intra_link, node.inter_link):
             assert link is not None
+            if node.watts is not None:
+                yield f"{node.name} watts", node.watts
             yield f"{node.name} {link.name}", link.bytes_per_second
             if link.achieved_bytes_per_second:
                 yield f"{node.name} {link.name} achieved", link.achieved_bytes_per_second
@@ -30,6 +35,9 @@ def sourced_numbers():
         ("h200", "h200", 1, 1),
         ("2xdgx-h100", "h100-sxm", 16, 2), ("aws-p5", "h100-sxm", 8, 1), ("2 x P4d", "a100-40", 16, 2),
         ("144xgb200", "gb200", 144, 2),
+        ("16xH100-80GB", "h100-sxm", 16, 2), ("8xA100-80GB-SXM", "a100-80", 8, 1), ("2048xh800", "h800", 2048, 256),
+        ("8xv100", "v100-32", 8, 1), ("8xgh200", "gh200", 8, 2), ("72xgb300", "gb300", 72, 1), ("8xh100-96", "h100-96", 8, 1),
+        ("16xmi325x", "mi325x", 16, 2), ("8xb300", "b300", 8, 1), ("8xa800", "a800", 8, 1),
         ("8xh100-pcie", "h100-pcie", 8, 1), ("16xMI300X", "mi300x", 16, 2), ("3xgcp-a3-mega", "h100-sxm", 24, 3),
     ],
 )  # fmt: skip
@@ -60,8 +68,17 @@ def test_dense_peaks_are_those_of_the_datasheets():
 
 def test_faster_dtypes_are_faster():
     for item in ACCELERATORS.values():
-        peaks = [item.peak_flops[dtype].value for dtype in ("fp64", "fp32", "tf32", "bf16", "fp8") if dtype in item.peak_flops]
+        dtypes = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+        peaks = [item.peak_flops[dtype].value for dtype in dtypes if dtype in item.peak_flops]
         assert peaks == sorted(peaks), item.name
+
+
+def test_a_machine_draws_more_than_its_accelerators():
+    assert NODES["dgx-h100"].watts_per_accelerator == 10200 / 8
+    assert NODES["hgx-h800"].watts_per_accelerator == pytest.approx(1.8 * 700)
+    shares = [node.watts_per_accelerator / node.accelerator.watts.value for node in NODES.values()]
+    assert all(1.3 < share < 2.1 for share in shares)
+    assert parse_cluster("cpu").node.watts_per_accelerator is None
 
 
 def test_the_cpu_is_this_machine_and_has_no_peak_in_the_catalogue():

@@ -95,19 +95,37 @@ def run_rows(resolved: Resolved, *, every: bool) -> list[tuple[str, str, str]]:
 def models_catalogue(*, as_json: bool) -> None:
     """Print every preset: its shape and its number of parameters."""
     from ultrascale.spec.model_presets import PRESETS
-    from ultrascale.spec.weights import num_parameters
+    from ultrascale.spec.trainable import untrainable_model
+    from ultrascale.spec.weights import num_active_parameters, num_parameters
 
     if as_json:
-        print(jsonlib.dumps({n: asdict(m) | {"num_parameters": num_parameters(m)} for n, m in PRESETS.items()}, indent=2))
+        print(jsonlib.dumps({name: asdict(m) | _counts(m) for name, m in PRESETS.items()}, indent=2))
         return
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("model", "family", "size", "layers", "hidden", "ffn", "heads/kv", "words", "positions"):
-        table.add_column(column, no_wrap=True, justify="left" if column in ("model", "family") else "right")
+    for column in ("model", "size", "active", "layers", "hidden", "ffn", "heads/kv", "experts", "positions"):
+        table.add_column(column, no_wrap=True, justify="left" if column == "model" else "right")
     for name, m in PRESETS.items():
-        heads = f"{m.num_attention_heads}/{m.num_key_value_heads}"
-        shape = (m.num_hidden_layers, m.hidden_size, m.intermediate_size, heads, m.vocab_size, m.max_position_embeddings)
-        table.add_row(name, m.model_type, format_count(num_parameters(m)), *(str(item) for item in shape))
-    Console(highlight=False).print(table)
+        heads = "mla" if m.latent_attention else str(m.num_key_value_heads)
+        experts = f"{m.num_experts_per_tok}/{m.num_experts}" if m.num_experts else ""
+        width = m.moe_intermediate_size or m.intermediate_size
+        table.add_row(
+            name + ("" if not untrainable_model(m) else " *"), format_count(num_parameters(m)),
+            format_count(num_active_parameters(m)) if m.num_experts else "", str(m.num_hidden_layers), str(m.hidden_size),
+            str(width), f"{m.num_attention_heads}/{heads}", experts, str(m.max_position_embeddings),
+        )  # fmt: skip
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("\n* is planned, not trained so far. active: what one token meets; ffn: of one expert. --json says more.")
+
+
+def _counts(model: Any) -> dict[str, int | bool]:
+    from ultrascale.spec.trainable import untrainable_model
+    from ultrascale.spec.weights import num_active_parameters, num_parameters
+
+    return {
+        "num_parameters": num_parameters(model), "num_active_parameters": num_active_parameters(model),
+        "trainable": not untrainable_model(model),
+    }  # fmt: skip
 
 
 def clusters_catalogue(*, as_json: bool, sources: bool) -> None:
@@ -128,22 +146,25 @@ def clusters_catalogue(*, as_json: bool, sources: bool) -> None:
         console.print()
         console.print(_sources_table([*ACCELERATORS.values(), cpu.accelerator], NODES))
     console.print(
-        "\nPeaks are dense; `reached` is the share that large bf16 matrix products get. Bandwidths count one direction.\n"
+        "\nPeaks are dense (V100: fp16 only); `reached` is the share that large matrix products get. Bandwidths count one "
+        "direction. Watts and rent are of one accelerator; --resolved says where each number comes from.\n"
         "Write 64xh100 for accelerators in their usual nodes, 2xaws-p5 for nodes, 4xcpu for processes on this machine."
     )
 
 
 def _accelerators_table(accelerators: list[Any]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("accelerator", "", "memory", "bandwidth", "bf16 peak", "reached"):
-        table.add_column(column, no_wrap=column == "accelerator")
+    for column in ("accelerator", "", "memory", "bandwidth", "16-bit peak", "reached", "watts", "$/h"):
+        table.add_column(column, no_wrap=column == "accelerator", justify="right" if column in ("watts", "$/h") else "left")
     for item in accelerators:
-        rate, fraction = item.memory_bytes_per_second, item.matmul_fraction
+        rate, fraction, peaks = item.memory_bytes_per_second, item.matmul_fraction, item.peak_flops
         table.add_row(
             item.name, item.title, format_bytes(item.memory_bytes.value),
             format_bytes_per_second(rate.value) if rate else "measured",
-            format_flops_per_second(item.peak_flops["bf16"].value) if item.peak_flops else "measured",
+            format_flops_per_second(peaks["fp16"].value) if peaks else "measured",
             f"{fraction.value:.0%}" if fraction else "measured",
+            f"{item.watts.value:.0f}" if item.watts else "",
+            f"{item.dollars_per_hour.value:.2f}" if item.dollars_per_hour else "",
         )  # fmt: skip
     return table
 
@@ -176,10 +197,13 @@ def _sources_table(accelerators: list[Any], nodes: dict[str, Any]) -> Table:
         for dtype, peak in item.peak_flops.items():
             add(f"{item.name} peak {dtype}", peak)
         add(f"{item.name} matmul_fraction", item.matmul_fraction)
+        add(f"{item.name} watts", item.watts)
+        add(f"{item.name} dollars_per_hour", item.dollars_per_hour)
     for item in nodes.values():
         for link in (item.intra_link, item.inter_link):
             add(f"{item.name} {link.name}", link.bytes_per_second)
             add(f"{item.name} {link.name}, achieved", link.achieved_bytes_per_second)
+        add(f"{item.name} watts", item.watts)
     return table
 
 

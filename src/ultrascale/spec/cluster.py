@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from ultrascale.spec.problems import Problem, SpecError
 
 _COUNTED = re.compile(r"(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w.-]*)")
+MACHINE_OVER_ACCELERATORS = 1.8
+"""Power of a whole machine over that of its accelerators: DGX H100 10.2 of 5.6 kW, DGX B200 14.3 of 8.0 (datasheets)."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,14 @@ class Accelerator:
     memory_bytes_per_second: Sourced | None
     """Bandwidth of that memory. None: measured at run time."""
     peak_flops: Mapping[str, Sourced] = field(default_factory=dict)
-    """Dense peak FLOPs per second by dtype (`fp64 fp32 tf32 bf16 fp8`). `fp32` is without TF32. Empty: measured at run time."""
+    """Dense peak FLOPs per second by dtype (`fp64 fp32 tf32 bf16 fp16 fp8`); `fp32` is without TF32. Empty: measured at run
+    time."""
     matmul_fraction: Sourced | None = None
     """Share of the bf16 peak that large matrix products reach; taken for the other dtypes too. None: measured at run time."""
+    watts: Sourced | None = None
+    """Most power it draws (TDP). None: unknown."""
+    dollars_per_hour: Sourced | None = None
+    """To rent one, its share of the machine included. None: unknown."""
     cores: int | None = None
     """CPU cores of the machine, for `cpu`."""
 
@@ -87,6 +94,16 @@ class Node:
     """From this node to others, all network cards together. None: it stands alone."""
     num_network_cards: int | None = None
     """Cards the bandwidth of `inter_link` is spread over; one rank alone drives one. None: as many as accelerators."""
+    watts: Sourced | None = None
+    """Most power the whole machine draws: accelerators, processors, cards, fans. None: unknown."""
+
+    @property
+    def watts_per_accelerator(self) -> float | None:
+        """An accelerator's share of the machine's power; where only its own is known, with what machines add to it."""
+        own = self.accelerator.watts
+        if self.watts is not None:
+            return self.watts.value / self.num_accelerators
+        return None if own is None else own.value * MACHINE_OVER_ACCELERATORS
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """The catalogue of machines. Every number has its source and date; what nobody publishes says `assumed`.
 
-Peaks are dense (vendors often print the double, with sparsity). Memory is what the driver reports, which is a little less than
-the number on the box where error correction or the firmware keeps some. Fractions of the peak are medians over matrix products
-of 0.5 to 2 TFLOP in the tables of NVIDIA's aiconfigurator (TensorRT-LLM torch flow, bf16).
+The accelerators in them are in `spec.accelerators`.
 """
 
 from __future__ import annotations
@@ -10,18 +8,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ultrascale.spec.accelerators import ACCELERATORS as ACCELERATORS
 from ultrascale.spec.cluster import Accelerator, Link, Node, Sourced
 
-_TERA, _GIGA, _MIB, _GIB = 1e12, 1e9, 2**20, 2**30
-_SMI = "nvidia-smi memory.total"
-
-
-def _peaks(source: str, date: str, **tera: float) -> dict[str, Sourced]:
-    return {dtype: Sourced(value * _TERA, source, date) for dtype, value in tera.items()}
-
-
-def _gemm(value: float) -> Sourced:
-    return Sourced(value, "aiconfigurator GEMM tables, median of 0.5 to 2 TFLOP, bf16", "2026-08")
+_GIGA = 1e9
 
 
 def _gathered(value: float) -> Sourced:
@@ -30,120 +20,119 @@ def _gathered(value: float) -> Sourced:
     )
 
 
-_A100 = "NVIDIA A100 datasheet"
-_A100_PEAKS = _peaks(_A100, "2021-06", fp64=19.5, fp32=19.5, tf32=156, bf16=312)
-_H100 = "NVIDIA H100 datasheet"
-_H100_SXM_PEAKS = _peaks(_H100, "2023", fp64=66.9, fp32=66.9, tf32=494.7, bf16=989.4, fp8=1978.9)
-_H200 = "NVIDIA H200 datasheet"
-_B200 = "NVIDIA HGX B200 datasheet, an eighth of eight"
-_GB200 = "NVIDIA GB200 NVL72 datasheet, a 72nd of the rack"
-_MI300X = "AMD Instinct MI300X datasheet"
+def _link(name: str, giga_bytes: float, source: str, date: str, achieved: Sourced | None = None) -> Link:
+    return Link(name, Sourced(giga_bytes * _GIGA, source, date), achieved)
 
-ACCELERATORS: dict[str, Accelerator] = {
-    item.name: item
-    for item in (
-        Accelerator(
-            "a100-40", "NVIDIA A100 SXM 40 GB", Sourced(40960 * _MIB, _SMI, "2021"), Sourced(1555 * _GIGA, _A100, "2021-06"),
-            _A100_PEAKS, _gemm(0.83),
-        ),
-        Accelerator(
-            "a100-80", "NVIDIA A100 SXM 80 GB", Sourced(81920 * _MIB, _SMI, "2021"), Sourced(2039 * _GIGA, _A100, "2021-06"),
-            _A100_PEAKS, _gemm(0.83),
-        ),
-        Accelerator(
-            "h100-sxm", "NVIDIA H100 SXM 80 GB", Sourced(81559 * _MIB, _SMI, "2023"), Sourced(3.35 * _TERA, _H100, "2023"),
-            _H100_SXM_PEAKS, _gemm(0.77),
-        ),
-        Accelerator(
-            "h100-pcie", "NVIDIA H100 PCIe 80 GB", Sourced(81559 * _MIB, _SMI, "2023"), Sourced(2.0 * _TERA, _H100, "2023"),
-            _peaks(_H100, "2023", fp64=51.2, fp32=51.2, tf32=378, bf16=756, fp8=1513),
-            Sourced(0.77, "assumed: that of H100 SXM; its 350 W limit may lower it", "2026-11"),
-        ),
-        Accelerator(
-            "h200", "NVIDIA H200 SXM 141 GB", Sourced(143771 * _MIB, _SMI, "2024"), Sourced(4.8 * _TERA, _H200, "2024"),
-            _peaks(_H200, "2024", fp64=66.9, fp32=66.9, tf32=494.7, bf16=989.4, fp8=1978.9), _gemm(0.77),
-        ),
-        Accelerator(
-            "b200", "NVIDIA B200 SXM 180 GB", Sourced(183359 * _MIB, _SMI, "2025"), Sourced(7.7 * _TERA, _B200, "2025"),
-            _peaks(_B200, "2025", fp64=37, fp32=75, tf32=1125, bf16=2250, fp8=4500), _gemm(0.67),
-        ),
-        Accelerator(
-            "gb200", "NVIDIA GB200, one GPU of it", Sourced(186 * _GIGA, _GB200, "2025"), Sourced(8 * _TERA, _GB200, "2025"),
-            _peaks(_GB200, "2025", fp64=40, fp32=80, tf32=1250, bf16=2500, fp8=5000), _gemm(0.63),
-        ),
-        Accelerator(
-            "mi300x", "AMD MI300X 192 GB", Sourced(196592 * _MIB, "rocm-smi VRAM total", "2024"),
-            Sourced(5.3 * _TERA, _MI300X, "2023-12"),
-            _peaks(_MI300X, "2023-12", fp64=163.4, fp32=163.4, tf32=653.7, bf16=1307.4, fp8=2614.9),
-            Sourced(0.51, "ml-engineering (S. Bekman), best shape of its matmul sweep, bf16", "2025"),
-        ),
+
+_NVLINK2 = _link("NVLink 2", 150, "NVIDIA V100 datasheet", "2020")
+_NVLINK3 = _link("NVLink 3", 300, "NVIDIA A100 datasheet", "2021-06", _gathered(209))
+_NVLINK3_A800 = _link("NVLink 3, 8 links", 200, "NVIDIA A800 datasheet", "2023")
+_NVLINK4 = _link("NVLink 4", 450, "NVIDIA H100 datasheet", "2023", _gathered(357))
+_NVLINK4_H200 = _link("NVLink 4", 450, "NVIDIA H200 datasheet", "2024", _gathered(354))
+_NVLINK4_H800 = _link("NVLink 4, 8 links", 200, "NVIDIA H800 datasheet", "2023")
+_NVLINK4_QUAD = _link("NVLink 4, four GPUs", 450, "CSCS Alps: three peers at 150 GB/s each (Fusco et al. 2024)", "2024")
+_NVLINK5 = _link("NVLink 5", 900, "NVIDIA HGX B200 datasheet, an eighth of eight", "2025", _gathered(761))
+_NVLINK5_B300 = _link("NVLink 5", 900, "NVIDIA HGX B300 datasheet, an eighth of eight", "2025")
+_NVL72 = _link("NVLink 5, 72 GPUs", 900, "NVIDIA GB200 NVL72 datasheet, a 72nd of the rack", "2025")
+_FABRIC = _link("Infinity Fabric", 448, "AMD MI300X platform datasheet, 7 links of 64 GB/s", "2023-12")
+_FABRIC4 = _link("Infinity Fabric 4", 537.6, "AMD MI350 series datasheet, 7 links of 76.8 GB/s", "2025-06")
+_PCIE4 = _link("PCIe 4.0 x16", 32, "PCI-SIG PCI Express 4.0", "2017")
+_PCIE5 = _link("PCIe 5.0 x16", 64, "PCI-SIG PCI Express 5.0", "2019")
+_NDR = _link("8 x InfiniBand NDR 400", 400, "NVIDIA DGX H100/H200 user guide", "2023")
+_HDR = _link("8 x InfiniBand HDR 200", 200, "NVIDIA DGX A100 user guide", "2021")
+_EDR = _link("4 x InfiniBand EDR 100", 50, "NVIDIA DGX-1 user guide", "2017")
+_XDR = _link("8 x InfiniBand XDR 800", 800, "NVIDIA DGX B300 datasheet", "2025")
+_NDR_B200 = _link("8 x InfiniBand NDR 400", 400, "NVIDIA DGX B200 datasheet", "2024")
+_GB200_CARDS = _link("72 x 400 Gb/s", 3600, "NVIDIA DGX GB200 user guide, four cards in each of 18 trays", "2025")
+_GB300_CARDS = _link("72 x InfiniBand XDR 800", 7200, "NVIDIA DGX GB300 datasheet, a card for each GPU", "2025")
+_ONE_CARD = _link("400 Gb/s", 50, "assumed: one 400 Gb/s card; servers differ", "2026-11")
+_HDR_CARD = _link("InfiniBand HDR 200", 25, "assumed: one 200 Gb/s card; servers differ", "2026-11")
+_SLINGSHOT = _link("4 x Slingshot 200 Gb/s", 100, "CSCS Alps: one card for each GPU (Fusco et al. 2024)", "2024")
+_AZURE_ND = _link("8 x InfiniBand NDR 400", 400, "Azure ND MI300X v5 size page", "2024")
+_AMD_CARDS = _link("8 x 400 Gb/s", 400, "assumed: a 400 Gb/s card for each GPU, as AMD's reference platforms have", "2026-11")
+_AWS, _GCP = "AWS EC2 instance type pages", "Google Cloud GPU machine type pages, network cards of the GPUs"
+_EFA, _EFA2, _EFA3, _EFA4 = (
+    _link(name, rate, _AWS, date)
+    for name, rate, date in (
+        ("EFA 400 Gb/s", 50, "2024"), ("EFA v2 3200 Gb/s", 400, "2024"), ("EFA v3 3200 Gb/s", 400, "2024"),
+        ("EFA v4 3200 Gb/s", 400, "2025"),
     )
-}  # fmt: skip
-
-_NVLINK3 = Link("NVLink 3", Sourced(300 * _GIGA, _A100, "2021-06"), _gathered(209))
-_NVLINK4 = Link("NVLink 4", Sourced(450 * _GIGA, _H100, "2023"), _gathered(357))
-_NVLINK4_H200 = Link("NVLink 4", Sourced(450 * _GIGA, _H200, "2024"), _gathered(354))
-_NVLINK5 = Link("NVLink 5", Sourced(900 * _GIGA, _B200, "2025"), _gathered(761))
-_NVL72 = Link("NVLink 5, 72 GPUs", Sourced(900 * _GIGA, _GB200, "2025"))
-_FABRIC = Link("Infinity Fabric", Sourced(448 * _GIGA, "AMD MI300X platform datasheet, 7 links of 64 GB/s", "2023-12"))
-_PCIE5 = Link("PCIe 5.0 x16", Sourced(64 * _GIGA, "PCI-SIG PCI Express 5.0", "2019"))
+)  # fmt: skip
 
 
-def _network(name: str, giga_bytes: float, source: str, date: str) -> Link:
-    return Link(name, Sourced(giga_bytes * _GIGA, source, date))
+_A3_HIGH, _A3_MEGA = (_link(f"{cards} x 200 Gb/s", 25 * cards, _GCP, "2024") for cards in (4, 8))
+_DGX_1 = Sourced(3500, "NVIDIA DGX-1 datasheet, at most", "2017")
+_DGX_A100 = Sourced(6500, "NVIDIA DGX A100 datasheet, at most", "2021")
+_DGX_HOPPER = Sourced(10200, "NVIDIA DGX H100/H200 user guide, at most", "2023")
+_DGX_B200 = Sourced(14300, "NVIDIA DGX B200 datasheet, about", "2024")
+_DGX_B300 = Sourced(14000, "NVIDIA DGX B300 datasheet, about", "2025")
+_GB_RACK = Sourced(132_000, "NVIDIA DGX GB200 user guide, a rack, about; GB300 is taken to draw as much", "2025")
 
 
-def _node(name: str, title: str, accelerator: str, intra: Link, inter: Link, *, count: int = 8) -> Node:
-    return Node(name, title, ACCELERATORS[accelerator], count, intra, inter)
+def _node(
+    name: str,
+    title: str,
+    accelerator: str,
+    intra: Link,
+    inter: Link,
+    *,
+    count: int = 8,
+    cards: int | None = None,
+    watts: Sourced | None = None,
+) -> Node:
+    return Node(name, title, ACCELERATORS[accelerator], count, intra, inter, cards, watts)
 
-
-_NDR = _network("8 x InfiniBand NDR 400", 400, "NVIDIA DGX H100/H200 user guide", "2023")
-_HDR = _network("8 x InfiniBand HDR 200", 200, "NVIDIA DGX A100 user guide", "2021")
-_AWS = "AWS EC2 instance type pages"
-_GCP = "Google Cloud GPU machine type pages, network cards of the GPUs"
 
 NODES: dict[str, Node] = {
     item.name: item
     for item in (
-        _node("dgx-a100-40", "NVIDIA DGX A100 320 GB", "a100-40", _NVLINK3, _HDR),
-        _node("dgx-a100", "NVIDIA DGX A100 640 GB", "a100-80", _NVLINK3, _HDR),
-        _node("dgx-h100", "NVIDIA DGX H100", "h100-sxm", _NVLINK4, _NDR),
-        _node("dgx-h200", "NVIDIA DGX H200", "h200", _NVLINK4_H200, _NDR),
-        _node(
-            "dgx-b200", "NVIDIA DGX B200", "b200", _NVLINK5,
-            _network("8 x InfiniBand NDR 400", 400, "NVIDIA DGX B200 datasheet", "2024"),
-        ),
-        _node(
-            "gb200-nvl72", "NVIDIA GB200 NVL72, one rack", "gb200", _NVL72,
-            _network("72 x 400 Gb/s", 3600, "NVIDIA DGX GB200 user guide, four cards in each of 18 trays", "2025"), count=72,
-        ),
-        _node("aws-p4d", "AWS p4d.24xlarge", "a100-40", _NVLINK3, _network("EFA 400 Gb/s", 50, _AWS, "2024")),
-        _node("aws-p4de", "AWS p4de.24xlarge", "a100-80", _NVLINK3, _network("EFA 400 Gb/s", 50, _AWS, "2024")),
-        _node("aws-p5", "AWS p5.48xlarge", "h100-sxm", _NVLINK4, _network("EFA v2 3200 Gb/s", 400, _AWS, "2024")),
-        _node("aws-p5e", "AWS p5e.48xlarge", "h200", _NVLINK4_H200, _network("EFA v2 3200 Gb/s", 400, _AWS, "2024")),
-        _node("aws-p5en", "AWS p5en.48xlarge", "h200", _NVLINK4_H200, _network("EFA v3 3200 Gb/s", 400, _AWS, "2024")),
-        _node("gcp-a3-high", "Google Cloud a3-highgpu-8g", "h100-sxm", _NVLINK4, _network("4 x 200 Gb/s", 100, _GCP, "2024")),
-        _node("gcp-a3-mega", "Google Cloud a3-megagpu-8g", "h100-sxm", _NVLINK4, _network("8 x 200 Gb/s", 200, _GCP, "2024")),
-        _node(
-            "pcie-h100", "server with eight H100 PCIe", "h100-pcie", _PCIE5,
-            _network("400 Gb/s", 50, "assumed: one 400 Gb/s card; servers differ", "2026-11"),
-        ),
-        _node(
-            "mi300x-node", "AMD MI300X platform", "mi300x", _FABRIC,
-            _network("8 x InfiniBand NDR 400", 400, "Azure ND MI300X v5 size page", "2024"),
-        ),
+        _node("dgx-1", "NVIDIA DGX-1, 32 GB", "v100-32", _NVLINK2, _EDR, cards=4, watts=_DGX_1),
+        _node("dgx-1-16", "NVIDIA DGX-1, 16 GB", "v100-16", _NVLINK2, _EDR, cards=4, watts=_DGX_1),
+        _node("dgx-a100-40", "NVIDIA DGX A100 320 GB", "a100-40", _NVLINK3, _HDR, watts=_DGX_A100),
+        _node("dgx-a100", "NVIDIA DGX A100 640 GB", "a100-80", _NVLINK3, _HDR, watts=_DGX_A100),
+        _node("hgx-a800", "NVIDIA HGX A800", "a800", _NVLINK3_A800, _HDR),
+        _node("pcie-a100", "server with eight A100 PCIe", "a100-pcie", _PCIE4, _HDR_CARD, cards=1),
+        _node("dgx-h100", "NVIDIA DGX H100", "h100-sxm", _NVLINK4, _NDR, watts=_DGX_HOPPER),
+        _node("grand-teton-96", "Meta Grand Teton, H100 96 GB", "h100-96", _NVLINK4, _NDR),
+        _node("hgx-h800", "NVIDIA HGX H800", "h800", _NVLINK4_H800, _NDR),
+        _node("hgx-h20", "NVIDIA HGX H20", "h20", _NVLINK4, _NDR),
+        _node("dgx-h200", "NVIDIA DGX H200", "h200", _NVLINK4_H200, _NDR, watts=_DGX_HOPPER),
+        _node("gh200-quad", "four GH200 (CSCS Alps)", "gh200", _NVLINK4_QUAD, _SLINGSHOT, count=4),
+        _node("dgx-b200", "NVIDIA DGX B200", "b200", _NVLINK5, _NDR_B200, watts=_DGX_B200),
+        _node("dgx-b300", "NVIDIA DGX B300", "b300", _NVLINK5_B300, _XDR, watts=_DGX_B300),
+        _node("gb200-nvl72", "NVIDIA GB200 NVL72, one rack", "gb200", _NVL72, _GB200_CARDS, count=72, watts=_GB_RACK),
+        _node("gb300-nvl72", "NVIDIA GB300 NVL72, one rack", "gb300", _NVL72, _GB300_CARDS, count=72, watts=_GB_RACK),
+        _node("aws-p4d", "AWS p4d.24xlarge", "a100-40", _NVLINK3, _EFA, cards=4),
+        _node("aws-p4de", "AWS p4de.24xlarge", "a100-80", _NVLINK3, _EFA, cards=4),
+        _node("aws-p5", "AWS p5.48xlarge", "h100-sxm", _NVLINK4, _EFA2),
+        _node("aws-p5e", "AWS p5e.48xlarge", "h200", _NVLINK4_H200, _EFA2),
+        _node("aws-p5en", "AWS p5en.48xlarge", "h200", _NVLINK4_H200, _EFA3),
+        _node("aws-p6-b200", "AWS p6-b200.48xlarge", "b200", _NVLINK5, _EFA4),
+        _node("gcp-a3-high", "Google Cloud a3-highgpu-8g", "h100-sxm", _NVLINK4, _A3_HIGH, cards=4),
+        _node("gcp-a3-mega", "Google Cloud a3-megagpu-8g", "h100-sxm", _NVLINK4, _A3_MEGA),
+        _node("pcie-h100", "server with eight H100 PCIe", "h100-pcie", _PCIE5, _ONE_CARD, cards=1),
+        _node("nvl-h100", "server with eight H100 NVL", "h100-nvl", _PCIE5, _ONE_CARD, cards=1),
+        _node("mi300x-node", "AMD MI300X platform", "mi300x", _FABRIC, _AZURE_ND),
+        _node("mi325x-node", "AMD MI325X platform", "mi325x", _FABRIC, _AMD_CARDS),
+        _node("mi355x-node", "AMD MI355X platform", "mi355x", _FABRIC4, _AMD_CARDS),
     )
 }  # fmt: skip
 
 # The node that a bare count of accelerators is put into.
 USUAL_NODE = {
-    "a100-40": "dgx-a100-40", "a100-80": "dgx-a100", "h100-sxm": "dgx-h100", "h100-pcie": "pcie-h100", "h200": "dgx-h200",
-    "b200": "dgx-b200", "gb200": "gb200-nvl72", "mi300x": "mi300x-node",
+    "v100-32": "dgx-1", "v100-16": "dgx-1-16", "a100-40": "dgx-a100-40", "a100-80": "dgx-a100", "a100-pcie": "pcie-a100",
+    "a800": "hgx-a800", "h100-sxm": "dgx-h100", "h100-pcie": "pcie-h100", "h100-nvl": "nvl-h100", "h100-96": "grand-teton-96",
+    "h800": "hgx-h800", "h20": "hgx-h20", "h200": "dgx-h200", "gh200": "gh200-quad", "b200": "dgx-b200", "b300": "dgx-b300",
+    "gb200": "gb200-nvl72", "gb300": "gb300-nvl72", "mi300x": "mi300x-node", "mi325x": "mi325x-node", "mi355x": "mi355x-node",
 }  # fmt: skip
 ALIASES = {
-    "a100": "a100-80", "a100-40gb": "a100-40", "a100-80gb": "a100-80", "h100": "h100-sxm", "h100-80": "h100-sxm",
-    "h100-80gb": "h100-sxm", "h200-141": "h200", "p4d": "aws-p4d", "p4de": "aws-p4de", "p5": "aws-p5", "p5e": "aws-p5e",
-    "p5en": "aws-p5en", "a3-high": "gcp-a3-high", "a3-mega": "gcp-a3-mega", "gcp-a3": "gcp-a3-high", "dgx-a100-80": "dgx-a100",
+    "a100": "a100-80", "a100-40gb": "a100-40", "a100-80gb": "a100-80", "a100-sxm": "a100-80", "a100-80gb-sxm": "a100-80",
+    "a800-80": "a800", "h100": "h100-sxm", "h100-80": "h100-sxm", "h100-80gb": "h100-sxm", "h100-80gb-sxm": "h100-sxm",
+    "h100-96gb": "h100-96", "h800-80": "h800", "h800-80gb": "h800", "h200-141": "h200", "h200-141gb": "h200",
+    "h200-sxm": "h200", "b200-180": "b200", "b200-180gb": "b200", "v100": "v100-32", "v100-32gb": "v100-32",
+    "v100-16gb": "v100-16", "p4d": "aws-p4d", "p4de": "aws-p4de", "p5": "aws-p5", "p5e": "aws-p5e", "p5en": "aws-p5en",
+    "p6-b200": "aws-p6-b200", "a3-high": "gcp-a3-high", "a3-mega": "gcp-a3-mega", "gcp-a3": "gcp-a3-high",
+    "dgx-a100-80": "dgx-a100", "nvl72": "gb200-nvl72",
 }  # fmt: skip
 
 
