@@ -33,6 +33,7 @@ VERBS = {
     "doctor": Verb("doctor", "what this machine has, and what would stop a run on it", "Start here"),
     "plan": Verb("plan", "memory and time of a run, before it runs", "Before a run"),
     "show": Verb("show", "a run's settings and where each came from; presets, machines", "Before a run"),
+    "validate": Verb("validate", "how far predictions are from measured runs, row by row", "Before a run"),
     "check": Verb("check", "prove that N processes compute what one does", "Before a run"),
     "data": Verb("data", "turn text into token files, and look into them", "Before a run"),
     "train": Verb("train", "train, or go on where a run stopped", "A run and after"),

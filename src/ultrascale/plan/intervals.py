@@ -1,9 +1,9 @@
 """How far a predicted step time may be off: intervals from the errors on sources that took no part in the fit.
 
-Split conformal prediction by groups (Vovk et al. 2005, chapter 4): the ratios measured / predicted of all rows are sorted, and the
-interval runs between the quantiles that hold `COVERAGE` of them, every source weighing the same. What is wide and what is narrow
-is told by groups that a row shows before it is run: `kind_of`. `benchmarks/plan/cross_validate.py` computes the factors, and
-checks on sources left out that they cover what they claim.
+Split conformal prediction by groups (Vovk et al. 2005, chapter 4): the ratios measured / predicted of all rows are sorted, and
+the interval runs between the quantiles that hold `COVERAGE` of them, every source weighing the same. What is wide and what is
+narrow is told by groups that a row shows before it is run: `kind_of`. `benchmarks/plan/cross_validate.py` computes the factors,
+and checks on sources left out that they cover what they claim.
 """
 
 from __future__ import annotations

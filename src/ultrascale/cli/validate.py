@@ -1,0 +1,131 @@
+"""`ultrascale validate`: how far predictions are from measured runs."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ultrascale.cli.parse import parse
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ultrascale.plan.scores import Errors, Picks, Report, Verdicts
+
+MOST_LISTED = 40
+"""Rows without a prediction that are printed; --out and --json have them all."""
+Files = Annotated[tuple[Path, ...], tyro.conf.Positional]
+
+
+def validate(files: Files, /, json: bool = False, out: Path | None = None) -> tuple[tuple[Path, ...], bool, Path | None]:
+    """Predict every run of CSV files without looking at its result, then say how far off the predictions are.
+
+        ultrascale validate runs.csv --out predictions.csv
+
+    A file has the columns of published runs (model, n_gpus, tp, pp, dp, seq_len, ...) or those of the playbook's scan (model,
+    nodes, mbs, ga, ...). Blank cells are inferred, and the prediction says how. Result columns may be blank as well: then there
+    is nothing to compare with, and --out still has every prediction.
+
+    Args:
+        files: CSV files of measured runs.
+        json: Print one JSON object.
+        out: Write a prediction for every row to this CSV file: step time in seconds, tokens/s per GPU, MFU, peak memory in GiB,
+            whether it fits, the interval of the step time (low, high), and what was assumed.
+    """
+    return files, json, out
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb."""
+    files, as_json, out = parse(validate, "validate", arguments)
+    from ultrascale.plan.measured_rows import read_rows
+    from ultrascale.plan.scores import score
+    from ultrascale.plan.validate import predict_rows, write_predictions
+
+    if not files:
+        from ultrascale.spec.problems import Problem, SpecError
+
+        raise SpecError([Problem("validate", "no file is given", "Name a CSV file: ultrascale validate runs.csv")])
+    rows = [row for file in files for row in read_rows(file)]
+    predictions = predict_rows([row.asked for row in rows])
+    if out is not None:
+        write_predictions(out, rows, predictions)
+    report = score(rows, predictions)
+    if as_json:
+        print(jsonlib.dumps(asdict(report), indent=2))
+    else:
+        _show(report, out)
+    return 0
+
+
+def _show(report: Report, out: Path | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{report.rows:,} runs[/bold], {report.rows - len(report.unrepresentable):,} predicted blind")
+    for name, groups in report.time.items():
+        _print(console, _errors(f"step time: {name}", groups))
+    _print(console, _errors("FLOP/s of runs that print no time", report.rate))
+    _print(console, _errors("peak memory, by instrument", report.memory))
+    _print(console, _picks(report.picks))
+    _print(console, _verdicts(report.verdicts))
+    if report.unrepresentable:
+        console.print(f"\n[bold]{len(report.unrepresentable)} rows without a time[/bold]")
+    for identity, reason in report.unrepresentable[:MOST_LISTED]:
+        console.print(f"  {identity}: {reason}", soft_wrap=True)
+    if len(report.unrepresentable) > MOST_LISTED:
+        console.print(f"  and {len(report.unrepresentable) - MOST_LISTED} more: --out FILE lists all")
+    if out is not None:
+        console.print(f"\npredictions: {out}", soft_wrap=True)
+
+
+def _print(console, table: Table | None) -> None:
+    if table is not None:
+        console.print()
+        console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_style="bold", title_justify="left", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _errors(title: str, groups: list[Errors]) -> Table | None:
+    if not groups:
+        return None
+    table = _table(title, "rows", "median |e|", "mean |e|", "bias", "p90 |e|", "in interval")
+    for one in groups:
+        covered = "" if one.covered is None else f"{one.covered:.0%}"
+        numbers = (f"{one.median_absolute:.1%}", f"{one.mean_absolute:.1%}", f"{one.bias:+.1%}", f"{one.p90_absolute:.1%}")
+        table.add_row(one.group, f"{one.count:,}", *numbers, covered)
+    return table
+
+
+def _picks(groups: list[Picks]) -> Table | None:
+    if not groups:
+        return None
+    table = _table("picks within cells of equal model, GPUs and batch", "cells", "rows", "Kendall tau", "regret", "mean", "p90")
+    for one in groups:
+        regrets = (f"{one.median_regret:.1%}", f"{one.mean_regret:.1%}", f"{one.p90_regret:.1%}")
+        table.add_row(one.group, str(one.cells), f"{one.rows:,}", f"{one.median_tau:.2f}", *regrets)
+    return table
+
+
+def _verdicts(groups: list[Verdicts]) -> Table | None:
+    if not groups:
+        return None
+    table = _table("does it fit", "ran: fits", "ran: too large", "failed: too large", "failed: fits", "caught", "false alarms")
+    for one in groups:
+        shares = ("" if share is None else f"{share:.1%}" for share in (one.recall, one.false_alarms))
+        counts = (one.ran_and_fits, one.ran_but_called_too_large, one.failed_and_called_too_large, one.failed_but_fits)
+        table.add_row(one.group, *(f"{count:,}" for count in counts), *shares)
+    return table

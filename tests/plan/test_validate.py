@@ -1,0 +1,312 @@
+"""Rows of measured runs: read, predicted blind, and scored."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from ultrascale.cli.main import main
+from ultrascale.plan.flops_conventions import flops_per_token
+from ultrascale.plan.measured_machines import cluster_of
+from ultrascale.plan.measured_models import UnrepresentableError
+from ultrascale.plan.measured_rows import Asked, Measured, MeasuredRow, read_rows
+from ultrascale.plan.measured_setups import setup_of
+from ultrascale.plan.scores import kendall_tau, score
+from ultrascale.plan.validate import COLUMNS, RowPrediction, predict_rows
+from ultrascale.spec.model_presets import preset
+from ultrascale.spec.problems import SpecError
+
+LLAMA = {
+    "id": "run-1", "model": "Llama-3-8B", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8",
+    "ffn_hidden": "14336", "vocab": "128256", "gated_mlp": "1", "tied_embeddings": "0", "seq_len": "8192",
+    "gpu": "H100-80GB-SXM", "n_gpus": "64", "gpus_per_node": "8", "dp": "64", "zero_stage": "3", "tp": "1", "sp": "0",
+    "cp": "1", "pp": "1", "micro_batch": "1", "global_batch": "64", "grad_accum": "1", "recompute": "selective",
+    "precision": "bf16", "framework": "torchtitan", "year": "2025", "flops_def": "model_full", "source_key": "somewhere",
+}  # fmt: skip
+RESULTS = {
+    "tokens_per_s_per_gpu": "6100", "step_time_s": "1.343", "tflops_per_gpu": "350", "mfu_reported": "0.35",
+    "mfu_peak_tflops": "989", "peak_mem_gib": "61.0", "mem_kind": "max_reserved", "reported": "step_time,mem", "tier": "A",
+    "outcome": "ok", "notes": "fast",
+}  # fmt: skip
+PLAYBOOK = {
+    "model": "1B", "nodes": "1", "mbs": "2", "ga": "16", "gbs": "256", "dp": "8", "pp": "1", "tp": "1", "zero": "0",
+    "n_obs": "2", "status": "ok", "mfu_pct": "39.2", "tok_s_gpu": "40150.0", "mem_gb": "50.2",
+}  # fmt: skip
+
+
+def write(path: Path, *rows: dict[str, str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def asked(**cells: str) -> Asked:
+    """The columns of LLAMA with some replaced, as `read_rows` would read them."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return read_rows(write(Path(folder) / "rows.csv", LLAMA | cells))[0].asked
+
+
+def test_blank_results_give_the_same_predictions(tmp_path: Path):
+    blank = dict.fromkeys(RESULTS, "")
+    full, stripped = write(tmp_path / "full.csv", LLAMA | RESULTS), write(tmp_path / "blank.csv", LLAMA | blank)
+    for file in (full, stripped):
+        assert main(["validate", str(file), "--out", str(file.with_suffix(".out"))]) == 0
+    assert full.with_suffix(".out").read_text() == stripped.with_suffix(".out").read_text()
+
+
+def test_blank_results_of_the_playbook_give_the_same_predictions(tmp_path: Path):
+    empty = PLAYBOOK | dict.fromkeys(("n_obs", "status", "mfu_pct", "tok_s_gpu", "mem_gb"), "")
+    rows = [read_rows(write(tmp_path / "rows.csv", row))[0].asked for row in (PLAYBOOK, empty)]
+    assert rows[0] == rows[1]
+    assert predict_rows(rows[:1]) == predict_rows(rows[1:])
+
+
+def test_no_column_is_both_asked_and_measured():
+    assert not {field.name for field in fields(Asked)} & {field.name for field in fields(Measured)}
+
+
+def test_the_file_of_predictions_has_its_columns_and_numbers_that_agree(tmp_path: Path):
+    out = tmp_path / "out.csv"
+    assert main(["validate", str(write(tmp_path / "rows.csv", LLAMA | RESULTS)), "--out", str(out)]) == 0
+    with out.open(newline="") as file:
+        header, row = list(csv.reader(file))
+    assert tuple(header) == COLUMNS
+    cells = dict(zip(header, row, strict=True))
+    seconds, rate = float(cells["predicted_step_time_s"]), float(cells["predicted_tokens_per_s_per_gpu"])
+    assert cells["id"] == "run-1" and cells["fits"] == "true"
+    assert rate == pytest.approx(8192 / seconds, rel=1e-4)
+    assert float(cells["low"]) < seconds < float(cells["high"])
+    flops = flops_per_token(preset("llama-3-8b"), 8192, "model_full")
+    assert float(cells["predicted_mfu"]) == pytest.approx(rate * flops / 989.4e12, rel=1e-4)
+    assert float(cells["predicted_peak_reserved_gib"]) > float(cells["predicted_peak_allocated_gib"])
+
+
+def test_a_step_of_llama_3_8b_on_64_h100_takes_between_one_and_two_seconds():
+    prediction = predict_rows([asked()])[0]
+    assert prediction.step_seconds is not None
+    assert 1.0 < prediction.step_seconds < 2.0  # torchtitan publishes 1.3 to 1.5 s for this shape
+
+
+def test_text_in_a_number_is_told_with_line_and_column(tmp_path: Path):
+    with pytest.raises(SpecError) as caught:
+        read_rows(write(tmp_path / "rows.csv", LLAMA, LLAMA | {"hidden": "wide"}))
+    problem = caught.value.problems[0]
+    assert problem.key.endswith("rows.csv:3")
+    assert problem.rule == "column hidden holds 'wide' where a whole number belongs"
+
+
+def test_text_in_a_result_is_told_by_the_columns_own_name(tmp_path: Path):
+    with pytest.raises(SpecError, match="column mem_gb holds 'lots' where a number belongs"):
+        read_rows(write(tmp_path / "rows.csv", PLAYBOOK | {"mem_gb": "lots"}))
+
+
+def test_whole_numbers_written_as_floats_are_read():
+    floats, plain = asked(kv_heads="8.0", n_gpus="64.0", sp="0.0", zero_stage="3.0"), asked()
+    assert replace(floats, zero_stage="3") == plain
+    assert setup_of(floats).layouts == setup_of(plain).layouts
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "model,n_gpus,tp\n"])
+def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path, text: str):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(SpecError):
+        read_rows(tmp_path / "rows.csv")
+
+
+def test_a_line_with_too_many_cells_is_told(tmp_path: Path):
+    (tmp_path / "rows.csv").write_text("model,n_gpus,tp\nx,8,1,9\n")
+    with pytest.raises(SpecError, match="has 4 cells, the header has 3 columns"):
+        read_rows(tmp_path / "rows.csv")
+
+
+def test_dimensions_come_from_the_name_where_they_are_blank():
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "gated_mlp", "tied_embeddings")
+    model = setup_of(asked(**dict.fromkeys(names, ""))).workload.model
+    known = preset("llama-3-8b")
+    assert [getattr(model, name) for name in ("num_hidden_layers", "hidden_size", "num_key_value_heads", "vocab_size")] == [
+        known.num_hidden_layers, known.hidden_size, known.num_key_value_heads, known.vocab_size,
+    ]  # fmt: skip
+
+
+def test_blank_heads_and_widths_are_inferred_and_said():
+    names = dict.fromkeys(("heads", "kv_heads", "ffn_hidden", "vocab", "gated_mlp", "tied_embeddings"), "")
+    setup = setup_of(asked(model="GPT-x", hidden="5120", **names))
+    assert (setup.workload.model.num_attention_heads, setup.workload.model.intermediate_size) == (40, 20480)
+    assert {"heads = 40", "ffn_hidden = 20480", "vocab = 50304"} <= set(setup.assumed)
+
+
+def test_a_blank_micro_batch_is_open_over_powers_of_two():
+    setup = setup_of(asked(micro_batch="", grad_accum="", global_batch="512"))
+    assert [layout.micro_batch_size for layout in setup.layouts] == [1, 2, 4, 8]
+    assert setup.open_cells == ("micro_batch",)
+    assert "micro_batch is open" in predict_rows([asked(micro_batch="", grad_accum="", global_batch="512")])[0].reason
+
+
+def test_a_blank_micro_batch_follows_from_batch_and_accumulation():
+    setup = setup_of(asked(micro_batch="", global_batch="512", grad_accum="2"))
+    assert [layout.micro_batch_size for layout in setup.layouts] == [4]
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"gpu": "TPU v5p"}, "is not in the catalogue"),
+        ({"tp": "3"}, "does not divide n_gpus"),
+        ({"seq_len": ""}, "seq_len is blank"),
+        ({"precision": "int4"}, "precision 'int4'"),
+        ({"global_batch": "8"}, "is less than dp"),
+        ({"zero_stage": "9"}, "is not 0, 1, 2, 3 or hsdpK"),
+        ({"model": "mystery", "hidden": "", "layers": ""}, "no model is known"),
+    ],
+)
+def test_rows_that_cannot_be_described_say_why_and_are_kept(cells: dict[str, str], reason: str):
+    with pytest.raises(UnrepresentableError, match=reason):
+        setup_of(asked(**cells))
+    predictions = predict_rows([asked(), asked(**cells)])
+    assert predictions[1].step_seconds is None and reason in predictions[1].reason
+
+
+def test_more_stages_than_layers_are_predicted_not_to_run():
+    prediction = predict_rows([asked(pp="64", dp="1", n_gpus="64")])[0]
+    assert prediction.fits is False and prediction.step_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("text", "per_node"),
+    [
+        ("8x HDR InfiniBand 200 Gb/s per node; NVLink/NVSwitch in node (Selene)", 200e9),
+        ("1600 Gb/s per node RoCE (NVLink in node)", 200e9),
+        ("NVLink in node; RDMA 400 Gb/s (CX-7) per GPU", 400e9),
+        ("400 Gb/s per node inter-node; NVLink in node", 50e9),
+        ("", 400e9),
+    ],
+)
+def test_networks_are_read_from_text(text: str, per_node: float):
+    cluster, _ = cluster_of(asked(interconnect=text), 64)
+    assert cluster.node.inter_link is not None
+    assert cluster.node.inter_link.bytes_per_second.value == per_node
+
+
+def test_links_inside_a_node_are_read_from_text():
+    cluster, _ = cluster_of(asked(interconnect="800 Gb/s per node inter-node; 150 GB/s intra-node (as configured)"), 64)
+    assert cluster.node.intra_link is not None and cluster.node.intra_link.bytes_per_second.value == 150e9
+
+
+def test_hybrid_sharding_is_read():
+    layout = setup_of(asked(zero_stage="hsdp8")).layouts[0]
+    assert (layout.zero_stage, layout.dp_shard) == (3, 8)
+
+
+def test_experts_ride_on_data_parallelism_and_an_axis_of_their_own_is_told():
+    moe = {"experts": "8", "topk": "2", "expert_ffn": "14336", "ep": "8"}
+    assert setup_of(asked(**moe)).layouts[0].ep == 8
+    apart = setup_of(asked(**moe, dp="8"))
+    assert apart.layouts[0].dp == 64 and any("axis of its own" in text for text in apart.assumed)
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "zero", "gflops"),
+    # MFU x 989.5e12 / tokens per second per GPU of the playbook's runs.
+    [("1B", "1", "0", 9.66), ("1B", "2", "0", 11.27), ("3B", "1", "1", 25.67), ("3B", "4", "1", 28.09), ("8B", "2", "0", 59.6),
+     ("80B", "8", "1", 512.0), ("80B", "16", "0", 455.8)],
+)  # fmt: skip
+def test_the_playbooks_models_cost_the_flops_its_mfu_implies(tmp_path: Path, name: str, pp: str, zero: str, gflops: float):
+    cells = PLAYBOOK | {"model": name, "pp": pp, "zero": zero, "nodes": "16", "dp": str(128 // int(pp)), "mbs": "1", "ga": ""}
+    setup = setup_of(read_rows(write(tmp_path / "rows.csv", cells))[0].asked)
+    flops = flops_per_token(setup.workload.model, setup.workload.sequence_length, setup.asked.flops_def)
+    assert flops / 1e9 == pytest.approx(gflops, rel=0.003)
+
+
+def test_flops_conventions_are_those_of_their_papers():
+    gpt3 = replace(preset("gpt-3-175b"), vocab_size=51200)
+    # Narayanan et al. 2021, equation 3 over tokens: 96 l h^2 (1 + s/6h + V/16lh), hardware FLOPs with full recomputation.
+    hardware = 96 * 96 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (16 * 96 * 12288))
+    assert flops_per_token(gpt3, 2048, "hw_full") == pytest.approx(hardware, rel=0.003)
+    # Korthikanti et al. 2022, equation 7: 72 l h^2 (1 + s/6h + V/12lh), model FLOPs.
+    model = 72 * 96 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (12 * 96 * 12288))
+    assert flops_per_token(gpt3, 2048, "model_full") == pytest.approx(model, rel=1e-6)
+    half = flops_per_token(gpt3, 2048, "model_full") - flops_per_token(gpt3, 2048, "model_causal")
+    assert half == 6 * 96 * 12288 * 2048
+
+
+def test_kendall_tau_is_one_for_the_same_order_and_minus_one_for_the_reverse():
+    assert kendall_tau([1, 2, 3, 4], [10, 20, 30, 40]) == 1.0
+    assert kendall_tau([1, 2, 3, 4], [4, 3, 2, 1]) == -1.0
+    assert kendall_tau([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
+
+
+def made_up(identity: str, predicted: float, measured: float | None, *, fits: bool = True, outcome: str = "ok") -> tuple:
+    """A row that measured a step of `measured` seconds, with a prediction of `predicted`."""
+    row = MeasuredRow(
+        identity, 2, Asked(model="m", n_gpus=8, global_batch=8, seq_len=1, source_key="here"),
+        Measured(step_time_s=measured, reported="step_time", outcome=outcome, tier="A"),
+    )  # fmt: skip
+    one = RowPrediction(predicted, predicted * 0.9, predicted * 1.1, 1.0, 1.0, 0.4, 2**30, 2**31, fits, "dense", "")
+    return row, one
+
+
+def test_errors_regret_and_verdicts_are_counted():
+    pairs = [
+        made_up("a", 1.1, 1.0), made_up("b", 0.9, 1.2), made_up("c", 2.0, 2.0), made_up("d", 3.0, 2.4, fits=False),
+        made_up("e", 3.0, None, fits=False, outcome="oom"), made_up("f", 3.0, None, outcome="oom"),
+    ]  # fmt: skip
+    report = score([row for row, _ in pairs], [one for _, one in pairs])
+    everything = report.time["all"][0]
+    assert everything.count == 4
+    assert everything.median_absolute == pytest.approx((0.1 + 0.25) / 2)
+    assert everything.bias == pytest.approx((0.1 - 0.25 + 0.0 + 0.25) / 4)
+    assert everything.covered == pytest.approx(2 / 4)
+    (picks,) = report.picks
+    assert picks.median_regret == pytest.approx(0.2)  # b is picked, a is best
+    (verdicts,) = report.verdicts
+    assert (verdicts.recall, verdicts.false_alarms) == (0.5, 0.25)
+
+
+def test_only_reported_quantities_are_scored(tmp_path: Path):
+    row = LLAMA | RESULTS | {"reported": "tflops", "step_time_s": "99", "tflops_per_gpu": "350"}
+    rows = read_rows(write(tmp_path / "rows.csv", row))
+    predictions = predict_rows([one.asked for one in rows])
+    report = score(rows, predictions)
+    assert not report.time["all"]
+    assert predictions[0].flops_per_second_per_gpu is not None
+    assert report.rate[0].bias == pytest.approx(predictions[0].flops_per_second_per_gpu / 350e12 - 1)
+
+
+def test_tier_c_is_listed_apart(tmp_path: Path):
+    rows = read_rows(write(tmp_path / "rows.csv", LLAMA | RESULTS, LLAMA | RESULTS | {"tier": "C"}))
+    report = score(rows, predict_rows([row.asked for row in rows]))
+    assert report.time["all"][0].count == 1 and report.time["tier C"][0].count == 1
+
+
+def test_allocator_peaks_meet_allocated_bytes_and_others_reserved_bytes(tmp_path: Path):
+    kinds = ("max_allocated", "nvidia-smi")
+    rows = read_rows(write(tmp_path / "rows.csv", *(LLAMA | RESULTS | {"mem_kind": kind} for kind in kinds)))
+    predictions = predict_rows([row.asked for row in rows])
+    by_kind = {errors.group: errors.bias for errors in score(rows, predictions).memory}
+    for kind, num_bytes in zip(kinds, (predictions[0].allocated_bytes, predictions[0].reserved_bytes), strict=True):
+        assert num_bytes is not None
+        assert by_kind[f"{kind}: somewhere"] == pytest.approx(num_bytes / 2**30 / 61 - 1)
+
+
+def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["validate", str(write(tmp_path / "rows.csv", LLAMA | RESULTS)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 1
+
+
+def test_the_report_names_rows_without_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = write(tmp_path / "rows.csv", LLAMA | RESULTS, LLAMA | {"id": "odd", "gpu": "abacus"})
+    assert main(["validate", str(file)]) == 0
+    assert "odd: gpu 'abacus' is not in the catalogue" in capsys.readouterr().out
+
+
+def test_without_a_file_the_command_says_what_it_needs(capsys: pytest.CaptureFixture[str]):
+    assert main(["validate"]) == 2
+    assert "Name a CSV file" in capsys.readouterr().err
