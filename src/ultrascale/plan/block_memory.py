@@ -56,7 +56,8 @@ def head_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
     """The final norm, the head and its loss."""
     hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
     sizes = _outside_weights(model, shape.tp)
-    part = _Part(head_work(model, shape), {"hidden": hidden}, "loss", 0, sizes, shape.itemsize, weight_gradients(stack))
+    part = _Part(head_work(model, shape), {"hidden": hidden}, "loss", 0, sizes, shape.itemsize, weight_gradients(stack),
+                 is_outside=True)  # fmt: skip
     return part.measure("none", stack.selective)
 
 
@@ -67,7 +68,7 @@ def embedding_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory
     shared = sum(made.num_bytes for op in shared_work(model, shape) for made in op.makes)
     sizes = _outside_weights(model, shape.tp)
     ops = embedding_work(model, shape)
-    part = _Part(ops, {"shared": shared}, "hidden", hidden, sizes, shape.itemsize, weight_gradients(stack))
+    part = _Part(ops, {"shared": shared}, "hidden", hidden, sizes, shape.itemsize, weight_gradients(stack), is_outside=True)
     return part.measure("none", stack.selective)
 
 
@@ -76,6 +77,15 @@ def weight_gradients(stack: Stack) -> WeightGradients:
     if stack.gathers == "buckets":
         return "held"
     return "in place" if stack.fuses_gradient_accumulation else "momentary"
+
+
+@lru_cache(maxsize=4096)
+def dummy_gradient_bytes(model: Model, layers: tuple[int, ...], shape: Shape, *, stack: Stack) -> int:
+    """One gradient for every distinct shape of a linear layer in blocks like `layers`; one expert stands for all."""
+    if not stack.keeps_dummy_gradients:
+        return 0
+    products = [op.product for layer in layers for op in block_work(model, layer, shape) if op.kind == "matmul"]
+    return sum(n * k for n, k in {(one.n, one.k) for one in products if one is not None}) * shape.itemsize
 
 
 @lru_cache(maxsize=1024)
@@ -134,9 +144,11 @@ class _Part:
         weights: dict[str, int],
         itemsize: int,
         gradients: WeightGradients,
+        *,
+        is_outside: bool = False,
     ):
         self.ops, self.given, self.result, self.result_bytes = ops, given, result, result_bytes
-        self.weights, self.itemsize, self.gradients = weights, itemsize, gradients
+        self.weights, self.itemsize, self.gradients, self.is_outside = weights, itemsize, gradients, is_outside
         self.made = given | {one.name: one.num_bytes for op in ops for one in op.makes}
         self.books = _Books()
         for name, num_bytes in given.items():
@@ -271,7 +283,7 @@ class _Part:
                 gradients[name] = gradient
 
     def _make_weight_gradients(self, op: Op, saved: list[str]) -> None:
-        if not op.weights or self.gradients == "in place":
+        if not op.weights or (self.gradients == "in place" and not self.is_outside):
             return
         if op.hands_on_saved:
             if self.gradients == "held":

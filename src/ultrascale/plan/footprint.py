@@ -88,7 +88,7 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
     moments = rank_moments(workload, table, state, parts, micro_batches)
 
     exists = stages.exists > 0
-    always = state.weights + state.optimizer + _batch_bytes(workload, table)
+    always = state.weights + state.optimizer + parts.dummies + _batch_bytes(workload, table)
     shape = (3, len(table))
     sums = np.stack([np.broadcast_to(sum(one), shape) for one in moments]) + always
     sums = np.where(exists, sums, 0.0)
@@ -109,7 +109,7 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
         "gradients": at([one.gradients for one in moments]),
         "optimizer": of_worst(state.optimizer),
         "activations": at([one.activations for one in moments]),
-        "buffers": at([one.buffers for one in moments]) + of_worst(_batch_bytes(workload, table) * np.ones((3, 1))),
+        "buffers": at([one.buffers for one in moments]) + of_worst(parts.dummies + _batch_bytes(workload, table)),
     }
     allocated = by_rank.max(axis=0)
     capacity = np.full(len(table), workload.cluster.accelerator.memory_bytes.value)

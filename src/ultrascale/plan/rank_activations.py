@@ -15,7 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.block_memory import BlockMemory, Recompute, block_memory, embedding_memory, head_memory
+from ultrascale.plan.block_memory import (
+    BlockMemory,
+    Recompute,
+    block_memory,
+    dummy_gradient_bytes,
+    embedding_memory,
+    head_memory,
+)
 from ultrascale.plan.blocks import distinct_shapes, layer_kinds
 from ultrascale.plan.layouts import RECOMPUTE, SCHEDULES, LayoutTable
 from ultrascale.plan.stages import Stages
@@ -50,6 +57,8 @@ class RankActivations:
     embedding_backward: Floats
     hidden: Floats
     """The residual stream, one tensor."""
+    dummies: Floats
+    """Gradients that nobody reads, kept for good; see `Stack.keeps_dummy_gradients`."""
 
 
 def rank_activations(
@@ -86,6 +95,7 @@ def rank_activations(
         embedding_saved=before,
         embedding_backward=embedding[2] * stages.has_embedding,
         hidden=hidden * np.ones((3, 1)),
+        dummies=_dummies(workload, shapes)[:, shape_of],
     )
 
 
@@ -130,6 +140,14 @@ def _blocks(
     again = np.moveaxis(by_mode[full, :, :, shape_of], 0, -1)
     saved = plain[0] * (1 - share) + again[0] * share
     return saved, plain[1], np.where(share > 0, np.maximum(plain[2] - plain[0], again[2] - again[0]) + saved, plain[2])
+
+
+def _dummies(workload: Workload, shapes: list[Shape]) -> Floats:
+    """[1, shapes]."""
+    kinds = layer_kinds(workload)[0]
+    return np.array(
+        [[dummy_gradient_bytes(workload.model, kinds, shape, stack=workload.stack) for shape in shapes]], dtype=float
+    )
 
 
 def _parts(memories: list[BlockMemory]) -> Floats:

@@ -25,7 +25,12 @@ def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     core = (_math if shape.kernels.attention == "math" else _flash)(model, layer, shape, names, attended)
     back = _swap_back(model, shape, attended)
     width = cut(model.num_attention_heads, shape.tp) * model.value_head_dim
-    saved, source = local_source(shape, "attended", width, shape.num_tokens)
+    result = "attended"
+    if shape.kernels.copies_attended:
+        result, num_bytes = "attended_copy", _attended_bytes(model, shape)
+        back += (Op("self_attn.copy", "elementwise", ("attended",), (Activation(result, num_bytes),),
+                    moved_bytes=2 * num_bytes, backward_moved_bytes=2 * num_bytes),)  # fmt: skip
+    saved, source = local_source(shape, result, width, shape.num_tokens)
     out = row_linear(
         shape, "self_attn.o_proj", source, "attention_out", width, model.hidden_size, bias=model.attention_output_bias
     )
@@ -61,6 +66,10 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
         ops = [linear(shape, "self_attn.qkv_proj", source, "qkv", d, q + 2 * kv, bias=model.qkv_bias, weights=weights,
                       collectives=source.collectives)]  # fmt: skip
         query = key = value = "qkv"
+        if not shape.kernels.value_is_view and (model.qk_norm or model.uses_rotary(layer)):
+            value, moved = "v", 2 * n * kv * a
+            ops.append(Op("self_attn.v_copy", "elementwise", ("qkv",), (Activation("v", n * kv * a),), moved_bytes=moved,
+                          backward_moved_bytes=moved))  # fmt: skip
     else:
         ops = [
             linear(shape, f"self_attn.{name}_proj", source, name, d, width, bias=model.qkv_bias,

@@ -66,13 +66,13 @@ def _activate(
     if not model.gated_mlp:
         return [Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra), moved_bytes=2 * elements * a,
                    backward_moved_bytes=3 * elements * a)]  # fmt: skip
-    if shape.kernels.swiglu or len(reads) == 1:
+    if shape.kernels.swiglu:
         return [
             Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra), backward_scratch_bytes=product.num_bytes,
                moved_bytes=3 * elements * a, backward_moved_bytes=5 * elements * a)
         ]  # fmt: skip
     activated = Activation(f"{make}_activated", elements * a)
-    gate, up = reads
+    gate, up = reads[0], reads[-1]  # one and the same if a product made both
     return [
         Op(f"{block}.silu", "elementwise", (gate,), (activated,), (gate,), moved_bytes=2 * elements * a,
            backward_moved_bytes=3 * elements * a),

@@ -37,9 +37,14 @@ class Kernels:
     functions are not saved."""
     joins_projections: bool = False
     """One product makes queries, keys and values, one makes gate and up."""
+    value_is_view: bool = False
+    """Values stay in that product's result, which is kept whole beside the queries and keys made from it. Read only if
+    joins_projections."""
     gathers_again: bool = True
     """With sequence parallelism the input of a column-parallel product is kept cut, and gathered again for the gradient of the
     weight (Megatron); else it is kept whole (DTensor)."""
+    copies_attended: bool = False
+    """Attention's result is copied into another order before its output projection, and both are kept."""
     masks_in_kernel: bool = False
     """The attention kernel knows documents and windows by itself; else they take a mask, and the full square is computed."""
     weighs_before_combining: bool = False
@@ -73,7 +78,12 @@ class Stack:
     optimizer_temporary_bytes: int = 0
     """Per parameter it updates, what the optimizer makes and drops: 4 for a multi-tensor Adam that is not one kernel."""
     fuses_gradient_accumulation: bool = False
-    """Products add to the summed gradient themselves: no gradient of a micro-batch exists. Read only if gathers = "whole"."""
+    """Products add to the summed gradient themselves: no gradient of a micro-batch exists but those of embedding and head, for a
+    moment. Read only if gathers = "whole"."""
+    keeps_dummy_gradients: bool = False
+    """A gradient that nobody reads stays for every distinct shape of a linear layer (Transformer Engine from 2.3 on)."""
+    stages_count_head: bool = False
+    """Pipeline stages are cut by their FLOPs, the head's included, so that the last has fewer blocks; else evenly by blocks."""
     overlaps_data_parallel: bool = True
     """Gathers and reductions of data parallelism run beside computation."""
     overlaps_tensor_parallel: bool = False
@@ -81,6 +91,14 @@ class Stack:
     selective: Literal["elementwise", "attention", "alternate-products"] = "elementwise"
     """What recompute = "selective" computes again: all but products and attention; attention's core (Megatron); or every second
     product and what is element-wise (torchtitan's per-op policy)."""
+    attention_kernel: Literal["flash", "cudnn", "flash-2"] = "flash-2"
+    """Which fused attention runs where several can: `plan.compute.attention_seconds`. On Ampere they are one."""
+    host_op_seconds: float = 1e-5
+    """Python and the dispatcher need this long to launch one operation of the table; a device that is faster waits."""
+    host_collective_seconds: float = 3e-5
+    """The same for a collective inside a block."""
+    micro_batch_seconds: float = 0.0
+    """Fixed cost of a micro-batch on a pipeline rank: exchanging shapes, Python between actions."""
     bucket_bytes: int = 0
     """Of one gradient reduction; 0: a block at a time."""
     pads_vocab_to: int = 1
@@ -93,11 +111,16 @@ STACKS: dict[str, Stack] = {
         Stack("ultrascale", 0, 4, 0),
         Stack("torchtitan", 0, 4, 0, kernels=Kernels("unfused", compiled=True), selective="alternate-products"),
         Stack(
-            "megatron", 2, 4, 0, gathers="whole", kernels=Kernels("fused"), overlaps_tensor_parallel=True,
+            "megatron", 2, 4, 0, gathers="whole", kernels=Kernels("fused", joins_projections=True),
+            overlaps_tensor_parallel=True, attention_kernel="cudnn",
             bucket_bytes=40_000_000 * 4, pads_vocab_to=128, selective="attention", fuses_gradient_accumulation=True,
+            keeps_dummy_gradients=True,
         ),
-        Stack("nanotron", 2, 4, 2, gathers="whole", kernels=Kernels("unfused", swiglu=False, rotary=False)),
-        Stack("llm-foundry", 0, 4, 0, kernels=Kernels("unfused", norm=False)),
+        Stack(
+            "nanotron", 2, 4, 0, gathers="whole", stages_count_head=True,
+            kernels=Kernels("unfused", swiglu=False, rotary=False, joins_projections=True, value_is_view=True, gathers_again=False, copies_attended=True),
+        ),
+        Stack("llm-foundry", 0, 4, 0, kernels=Kernels("fused")),
         Stack("deepspeed", 2, 2, 0, gathers="whole", kernels=Kernels("fused", norm=True), pads_vocab_to=128),
     )
 }  # fmt: skip

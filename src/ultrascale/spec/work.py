@@ -143,18 +143,19 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str, traffic: tup
 def _loss(shape: Shape, elements: int) -> Op:
     """Cross-entropy of `logits`.
 
-    fused: one kernel which leaves the gradient in place of the logits. unfused: a wide copy, and its softmax kept wide.
+    fused: one kernel which leaves the gradient in place of the logits. compiled: logits are kept, and read again. unfused: a
+    wide copy takes their place, and its softmax is kept, to become the gradient.
     """
     a, w = shape.itemsize, shape.wide_itemsize
     traffic, result = _loss_traffic(shape), Activation("loss", w)
-    if shape.kernels.cross_entropy == "fused":
-        return Op("loss", "loss", ("logits",), (result,), ("logits",), hands_on_saved=True, moved_bytes=4 * elements * a,
+    if shape.kernels.cross_entropy == "fused" or shape.kernels.compiled:
+        in_place = not shape.kernels.compiled
+        return Op("loss", "loss", ("logits",), (result,), ("logits",), hands_on_saved=in_place, moved_bytes=4 * elements * a,
                   backward_moved_bytes=2 * elements * a, collectives=traffic)  # fmt: skip
     kept = Activation("softmax", elements * w, False)
     return Op(
-        "loss", "loss", ("logits",), (result, kept), (kept.name,), scratch_bytes=elements * w,
-        backward_scratch_bytes=elements * w, moved_bytes=elements * (a + 6 * w), backward_moved_bytes=elements * (a + 4 * w),
-        collectives=traffic,
+        "loss", "loss", ("logits",), (result, kept), (kept.name,), scratch_bytes=elements * (w - a),
+        moved_bytes=elements * (a + 6 * w), backward_moved_bytes=elements * (a + 4 * w), collectives=traffic,
     )  # fmt: skip
 
 
