@@ -25,6 +25,7 @@ _PRECISIONS = ("fp64", "fp32", "bf16")
 _MODEL: dict[str, tuple[object, str]] = {
     "num_experts": (0, "experts"),
     "kv_lora_rank": (None, "latent attention"),
+    "num_nextn_predict_layers": (0, "multi-token prediction"),
     "attention_sinks": (False, "attention sinks"),
     "partial_rotary_factor": (1.0, "heads that turn in part"),
     "sliding_window_interval": (1, "layers with and without a window by turns"),
@@ -39,9 +40,10 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
         for key, (only, nearest) in _LAYOUT.items()
         if (value := getattr(layout, key)) != only
     ]
-    if layout.precision not in _PRECISIONS:
-        rule = f"the trainer runs {', '.join(_PRECISIONS)} only so far, is {layout.precision}"
-        found.append(Problem("layout.precision", rule, _remedy("bf16 is as fast as fp16 and needs no loss scaling")))
+    for key in ("precision", "reduce_dtype"):
+        if getattr(layout, key) not in (*_PRECISIONS, None):
+            rule = f"the trainer runs {', '.join(_PRECISIONS)} only so far, is {getattr(layout, key)}"
+            found.append(Problem(f"layout.{key}", rule, _remedy("bf16 is as fast as fp16 and needs no loss scaling")))
     return found
 
 

@@ -1,0 +1,83 @@
+from dataclasses import replace
+
+import pytest
+
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model_presets import PRESETS
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.resolve import resolve
+from ultrascale.spec.rope_scaling import RopeScaling
+from ultrascale.spec.trainable import TRAINED_FAMILIES, expect_trainable, untrainable_layout, untrainable_model
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 2, "virtual_stages": 2, "schedule": "interleaved"}, {"dp": 2, "ep": 2},
+        {"tp": 2, "expert_tp": 2}, {"offload_activations": True}, {"offload_optimizer": True}, {"precision": "fp16"},
+        {"precision": "fp8"}, {"precision": "bf16", "reduce_dtype": "fp16"}, {"pp": 2, "layers_per_stage": (1, 1)},
+    ],
+)  # fmt: skip
+def test_layouts_that_are_only_planned_are_refused_for_each_field_by_name(layout):
+    found = untrainable_layout(Layout(**layout))
+    refused = {key for key in layout if key not in ("schedule", "dp") and not (key == "precision" and "reduce_dtype" in layout)}
+    assert {problem.key for problem in found} == {f"layout.{key}" for key in refused}
+    assert all("so far" in p.rule and "ultrascale plan" in p.remedy for p in found)
+
+
+def test_data_parallel_layouts_are_trained():
+    for zero_stage in (0, 1, 2, 3):
+        assert untrainable_layout(Layout(dp=8, zero_stage=zero_stage, precision="bf16", reduce_dtype="bf16")) == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_dense_presets_of_trained_families_are_trained_and_no_others(name):
+    model = PRESETS[name]
+    assert (untrainable_model(model) == []) == (model.model_type in TRAINED_FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"hidden_act": "gelu_pytorch_tanh"}, "model.hidden_act"),
+        ({"attention_sinks": True}, "model.attention_sinks"),
+        ({"partial_rotary_factor": 0.5}, "model.partial_rotary_factor"),
+        ({"model_type": "grok"}, "model.model_type"),
+        ({"sliding_window": 8, "sliding_window_interval": 2}, "model.sliding_window_interval"),
+        ({"num_nextn_predict_layers": 1}, "model.num_nextn_predict_layers"),
+        ({"rope_scaling": RopeScaling("yarn", 4.0, 256, truncate=False)}, "model.rope_scaling"),
+        ({"rope_scaling": RopeScaling("yarn", 4.0, 256, mscale=1.0)}, "model.rope_scaling"),
+    ],
+)
+def test_features_that_are_only_planned_are_refused_by_name(changes, key):
+    with pytest.raises(SpecError) as caught:
+        expect_trainable(replace(PRESETS["tiny-llama"], **changes))
+    assert [problem.key for problem in caught.value.problems] == [key]
+
+
+@pytest.mark.parametrize("words", [["--layout.tp", "2"], ["--model.preset", "tiny-mixtral"]])
+def test_a_run_that_is_only_planned_resolves_but_no_verb_starts_it(words, tmp_path):
+    from ultrascale.cli import check, train
+
+    (tmp_path / "run.toml").write_text(
+        '[model]\npreset = "tiny-llama"\n[batch]\nsequence_length = 64\n[data]\nsources = ["x"]\n', encoding="utf-8"
+    )
+    assert resolve(tmp_path / "run.toml", words).run.layout.dp == 1
+    for verb in (train, check):
+        with pytest.raises(SpecError, match="so far"):
+            verb.command([str(tmp_path / "run.toml"), *words])
+
+
+def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
+    import torch
+
+    from ultrascale.models.decoder import Decoder
+    from ultrascale.models.huggingface import export_folder
+    from ultrascale.parallel.apply import build_decoder
+
+    with pytest.raises(SpecError, match="brings experts"):
+        Decoder(PRESETS["tiny-mixtral"])
+    with pytest.raises(SpecError, match=r"layout\.tp"):
+        build_decoder(PRESETS["tiny-llama"], Layout(tp=2), device=torch.device("cpu"), seed=0)
+    with pytest.raises(SpecError, match="brings experts"):
+        export_folder({}, PRESETS["tiny-mixtral"], tmp_path / "out")
