@@ -1,4 +1,4 @@
-"""`ultrascale plan`: memory and time of a run, before it runs. Starts at once: no torch, no NumPy."""
+"""`ultrascale plan`: which layout, what memory, how long, before anything runs. No torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import json as jsonlib
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from ultrascale.cli.parse import parse_with_overrides
-from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, plan_run
+from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, has_rates, plan_run
+from ultrascale.plan.trainers import stack_called
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import UnitError, parse_tokens
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LONGEST_DEFAULT = 8192
 
@@ -29,22 +33,38 @@ def plan(
     seq_len: int | None = None,
     tokens_per_batch: str | None = None,
     sequences_per_batch: int | None = None,
+    tp: str | None = None,
+    cp: str | None = None,
+    pp: str | None = None,
+    ep: str | None = None,
+    schedule: str | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
     dp_shard: int | None = None,
     recompute: Literal["none", "selective", "full", "every-k"] | None = None,
     micro_batch_size: int | None = None,
-    precision: Literal["fp64", "fp32", "bf16"] | None = None,
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] | None = None,
+    stack: str = "ultrascale",
+    runnable: bool = False,
+    top: int = 10,
+    explain: bool = False,
+    print_flags: bool = False,
+    svg: str | None = None,
+    perfetto: str | None = None,
     tokens: str | None = None,
     save: str | None = None,
     json: bool = False,
-) -> dict[str, object]:
-    """Memory and time of a run, before it runs.
+) -> dict[str, Any]:
+    """The best layouts of a model on a cluster, or memory and time of one run.
 
         ultrascale plan --model llama-3-8b --gpus 64xh100 --seq-len 8192 --tokens-per-batch 4M
 
+        ultrascale plan --model llama-3-70b --gpus 256xh100 --tp 4,8 --stack megatron --explain
+
         ultrascale plan run.toml --layout.zero-stage 3
 
-    Without a ZeRO stage and a way to recompute, all are compared and the first that fits is explained.
+        ultrascale plan far --help
+
+    With a model and machines all legal layouts are searched; a setting that is given is kept. A run's file has its own.
 
     Args:
         run: A run's TOML file or folder; or give a model.
@@ -53,12 +73,24 @@ def plan(
         seq_len: Tokens of a sequence. Default: what the model was made for, at most 8192.
         tokens_per_batch: Tokens of a step over all GPUs, such as 4M. Default: one micro-batch for each GPU.
         sequences_per_batch: The same, in sequences.
+        tp: Tensor parallelism to search, such as 8 or 4,8.
+        cp: Context parallelism to search.
+        pp: Pipeline parallelism to search.
+        ep: Expert parallelism to search.
+        schedule: Pipeline schedules to search, such as 1f1b,interleaved.
         zero_stage: What is cut over GPUs: nothing, optimizer state, gradients too, parameters too.
-        dp_shard: GPUs that share one copy of the training state. Default: all.
+        dp_shard: GPUs that share one copy of the training state. Default: searched.
         recompute: Activations computed again in the backward pass.
         micro_batch_size: Sequences in one forward pass of one GPU.
         precision: Dtype of the passes. Default: bf16, or fp32 on a CPU.
-        tokens: Say how long training on so many takes, such as 1T.
+        stack: The trainer that is planned for: ultrascale, torchtitan, megatron, nanotron, llm-foundry, deepspeed.
+        runnable: Search only what `ultrascale train` runs today.
+        top: Layouts to list.
+        explain: Say what makes it fit and fast, what binds, what other machines would be worth, and what was left out.
+        print_flags: Print the plan as the trainer's own settings, and nothing else.
+        svg: Draw the pipeline of the step into this file.
+        perfetto: Write the predicted step as a trace for ui.perfetto.dev into this file.
+        tokens: Say how long training on so many takes and what it costs, such as 15T.
         save: Write the run that is explained to this TOML file, for `check` and `train`.
         json: Print one JSON object.
     """
@@ -69,26 +101,65 @@ def plan(
 
 def command(arguments: list[str]) -> int:
     """Run the verb: 0 if the run fits, 1 if it does not."""
+    if arguments[:1] == ["far"]:
+        from ultrascale.cli import plan_far
+
+        return plan_far.command(arguments[1:])
     parsed, rest = parse_with_overrides(plan, "plan", arguments)
-    path = None if parsed["run"] is None else str(parsed["run"])
-    if path is None and parsed["dp_shard"] is not None and parsed["zero_stage"] is None:
-        parsed["zero_stage"] = 1  # the others are compared below; stage 0 cuts nothing
-    described = resolve(path, [*_overrides(parsed, rest), *rest]).run
-    cluster = _cluster(described)
-    any_stage = path is None and not _says(arguments, "zero-stage")
-    any_way = path is None and not _says(arguments, "recompute")
-    if any_stage or any_way:
-        plans = alternatives(described, cluster, any_stage=any_stage, any_way=any_way)
-    else:
-        plans = [plan_run(described, cluster)]
-    chosen = first_that_fits(plans) or min(plans, key=lambda candidate: candidate.memory.peak.total)
-    if parsed["save"] is not None:
-        _save(chosen.run, Path(str(parsed["save"])))
-    if parsed["json"]:
-        print(jsonlib.dumps(_as_json(chosen, plans), indent=2))
-    else:
-        _print(chosen, plans, parsed, arguments, rest)
+    stack = stack_called(parsed["stack"])
+    if parsed["top"] < 1:
+        raise SpecError([Problem("top", f"must be at least 1, is {parsed['top']}", "10 is usual.")])
+    if parsed["run"] is not None:
+        return _one(parsed, rest, arguments)
+    cluster = _machines(parsed, rest)
+    if not has_rates(cluster.accelerator, parsed["precision"] or "bf16"):
+        return _compared(parsed, rest, arguments)
+    from ultrascale.cli.plan_search import searched
+
+    return searched(parsed, rest, arguments, cluster, stack)
+
+
+def _one(parsed: dict[str, Any], rest: list[str], arguments: list[str]) -> int:
+    """Plan the layout of a run's file."""
+    described = resolve(parsed["run"], [*_overrides(parsed, {}), *rest])
+    run = described.run
+    if parsed["gpus"] is not None and "layout.dp" not in _given(rest):
+        run = resolve(parsed["run"], [*_overrides(parsed, {"layout.dp": _ranks_left(run, parsed["gpus"])}), *rest]).run
+    chosen = plan_run(run, cluster_of(run), stack_called(parsed["stack"]))
+    finish(chosen, [chosen], parsed, arguments, rest)
     return 0 if chosen.fits else 1
+
+
+def _ranks_left(run: Run, gpus: str) -> int:
+    """Data-parallel ranks of as many devices, the other axes as the run has them."""
+    count, others = parse_cluster(gpus).num_accelerators, run.layout.world_size // run.layout.dp
+    if count % others:
+        rule = f"{count} GPUs are not a multiple of the run's tp x cp x pp = {others}"
+        raise SpecError([Problem("gpus", rule, f"Give {max(1, round(count / others)) * others}, or change the axes.")])
+    return count // others
+
+
+def _compared(parsed: dict[str, Any], rest: list[str], arguments: list[str]) -> int:
+    """Compare ZeRO stages and ways to recompute on devices whose speed nobody has listed."""
+    if parsed["dp_shard"] is not None and parsed["zero_stage"] is None:
+        parsed["zero_stage"] = 1  # the others are compared below; stage 0 cuts nothing
+    words = run_words(parsed, dp=parse_cluster(parsed["gpus"]).num_accelerators)
+    run = resolve(None, [*_overrides(parsed, words), *rest]).run
+    any_stage, any_way = not says(arguments, "zero-stage"), not says(arguments, "recompute")
+    plans = alternatives(run, cluster_of(run), any_stage=any_stage, any_way=any_way)
+    chosen = first_that_fits(plans) or min(plans, key=lambda candidate: candidate.peak_bytes)
+    finish(chosen, plans, parsed, arguments, rest)
+    return 0 if chosen.fits else 1
+
+
+def _machines(parsed: dict[str, Any], rest: list[str]) -> Cluster:
+    """The machines that are named. Raises SpecError with everything that is missing."""
+    if parsed["model"] is None:
+        remedy = "Give a run's TOML file, or --model llama-3-8b --gpus 8xh100."
+        raise SpecError([Problem("model", "is missing: nothing says what to plan", remedy), *_unknown(rest)])
+    if parsed["gpus"] is None:
+        raise SpecError([Problem("gpus", "is missing: nothing says on what", "Give --gpus 8xh100, or 2xcpu for this machine.")])
+    return parse_cluster(parsed["gpus"])
 
 
 def _unknown(words: list[str]) -> list[Problem]:
@@ -102,71 +173,120 @@ def _unknown(words: list[str]) -> list[Problem]:
     ]
 
 
-def _overrides(parsed: dict[str, object], rest: list[str]) -> list[str]:
-    """The short flags as dotted ones."""
-    words: dict[str, object] = {}
-    model = parsed["model"]
-    if parsed["run"] is None and model is None:
-        remedy = "Give a run's TOML file, or --model llama-3-8b --gpus 8xh100."
-        raise SpecError([Problem("model", "is missing: nothing says what to plan", remedy), *_unknown(rest)])
-    if model is not None:
-        words["model.path" if Path(str(model)).is_dir() else "model.preset"] = model
-    if parsed["gpus"] is not None:
-        cluster = parse_cluster(str(parsed["gpus"]))
-        words |= {"cluster": parsed["gpus"], "layout.dp": cluster.num_accelerators}
-    elif parsed["run"] is None:
-        raise SpecError([Problem("gpus", "is missing: nothing says on what", "Give --gpus 8xh100, or 2xcpu for this machine.")])
-    if parsed["run"] is None:
-        words |= _defaults(parsed, words)
-    for flag, key in (
-        ("seq_len", "batch.sequence_length"), ("tokens_per_batch", "batch.tokens_per_batch"),
-        ("sequences_per_batch", "batch.sequences_per_batch"), ("zero_stage", "layout.zero_stage"),
-        ("dp_shard", "layout.dp_shard"), ("recompute", "layout.recompute"), ("micro_batch_size", "layout.micro_batch_size"),
-        ("precision", "layout.precision"),
-    ):  # fmt: skip
-        if parsed[flag] is not None:
-            words[key] = parsed[flag]
-            words.pop("batch.sequences_per_batch" if flag == "tokens_per_batch" else "", None)
-    return [word for key, value in words.items() for word in (f"--{key}", str(value))]
-
-
-def _defaults(parsed: dict[str, object], words: dict[str, object]) -> dict[str, object]:
-    """What a run without a file takes."""
-    source = {key: words[key] for key in ("model.preset", "model.path") if key in words}
+def run_words(parsed: dict[str, Any], *, dp: int) -> dict[str, Any]:
+    """What a run without a file takes where nothing is said; `dp` data-parallel ranks."""
+    path = Path(parsed["model"]).is_dir()
+    source = {"model.path" if path else "model.preset": parsed["model"]}
     positions = resolve(None, source).run.model.max_position_embeddings
-    on_cpu = "cpu" in str(parsed["gpus"])
-    dp, micro = int(str(words["layout.dp"])), int(str(parsed["micro_batch_size"] or 1))
-    return {
+    on_cpu = "cpu" in parsed["gpus"]
+    return source | {
+        "cluster": parsed["gpus"],
+        "layout.dp": dp,
         "batch.sequence_length": min(positions, LONGEST_DEFAULT),
-        "batch.sequences_per_batch": dp * micro,
+        "batch.sequences_per_batch": dp * (parsed["micro_batch_size"] or 1),
         "layout.precision": "fp32" if on_cpu else "bf16",
     }
 
 
-def _cluster(run: Run) -> Cluster:
-    cluster = parse_cluster(f"{run.layout.dp}xcpu" if run.cluster == "auto" else run.cluster)
-    if cluster.num_accelerators < run.layout.dp:
-        rule = f"{run.layout.dp} ranks do not fit on {cluster.name}, which has {cluster.num_accelerators}"
+SHORT = {
+    "seq_len": "batch.sequence_length", "tokens_per_batch": "batch.tokens_per_batch",
+    "sequences_per_batch": "batch.sequences_per_batch", "zero_stage": "layout.zero_stage", "dp_shard": "layout.dp_shard",
+    "recompute": "layout.recompute", "micro_batch_size": "layout.micro_batch_size", "precision": "layout.precision",
+    "tp": "layout.tp", "cp": "layout.cp", "pp": "layout.pp", "ep": "layout.ep", "schedule": "layout.schedule",
+}  # fmt: skip
+
+
+def _overrides(parsed: dict[str, Any], words: dict[str, Any]) -> list[str]:
+    """The short flags as dotted ones, over `words`."""
+    if parsed["run"] is not None:
+        if parsed["model"] is not None:
+            words |= {"model.path" if Path(parsed["model"]).is_dir() else "model.preset": parsed["model"]}
+        if parsed["gpus"] is not None:
+            words |= {"cluster": parsed["gpus"]}
+    for flag, key in SHORT.items():
+        if parsed[flag] is not None:
+            words[key] = parsed[flag]
+            words.pop("batch.sequences_per_batch" if flag == "tokens_per_batch" else "", None)
+    return as_flags(words)
+
+
+def as_flags(words: dict[str, Any]) -> list[str]:
+    """Dotted settings as words of a command line."""
+    return [word for key, value in words.items() for word in (f"--{key}", str(value))]
+
+
+def cluster_of(run: Run) -> Cluster:
+    """The machines of a run, as many as its layout has ranks. Raises SpecError if there are fewer."""
+    world = run.layout.world_size
+    cluster = parse_cluster(f"{world}xcpu" if run.cluster == "auto" else run.cluster)
+    if cluster.num_accelerators < world:
+        rule = f"{world} ranks do not fit on {cluster.name}, which has {cluster.num_accelerators}"
         raise SpecError([Problem("layout.dp", rule, "Lower it, or plan for more (--gpus).")])
-    return replace(cluster, num_accelerators=run.layout.dp)
+    return replace(cluster, num_accelerators=world)
 
 
-def _says(arguments: list[str], *names: str) -> bool:
+def says(arguments: list[str], *names: str) -> bool:
     """Whether one of these settings is given, as a short or a dotted flag."""
-    given = {word.partition("=")[0].replace("_", "-").removeprefix("--").removeprefix("layout.") for word in arguments}
-    return not given.isdisjoint(names)
+    return not {name.removeprefix("layout.") for name in _given(arguments)}.isdisjoint(names)
 
 
-def _as_json(chosen: RunPlan, plans: list[RunPlan]) -> dict[str, object]:
-    answer: dict[str, object] = chosen.to_json()
+def _given(arguments: list[str]) -> set[str]:
+    """Names of the flags among these words."""
+    return {word.partition("=")[0].replace("_", "-").removeprefix("--") for word in arguments if word.startswith("--")}
+
+
+def finish(chosen: RunPlan, plans: list[RunPlan], parsed: dict[str, Any], arguments: list[str], rest: list[str]) -> None:
+    """Save, write and print what is asked of one plan; `plans` are those it was compared with."""
+    write_files(chosen, parsed)
+    if parsed["print_flags"]:
+        print(flags_of(chosen))
+    elif parsed["json"]:
+        print(jsonlib.dumps(_as_json(chosen, plans), indent=2))
+    else:
+        from ultrascale.plan.view import show_alternatives, show_plan
+
+        console = console_for_people()
+        if len(plans) > 1:
+            show_alternatives(plans, console)
+        show_plan(chosen, console, tokens=num_tokens(parsed["tokens"]))
+        console.print(f"\n[bold]next[/bold]  {_next_command(chosen, parsed, arguments, rest)}", soft_wrap=True)
+
+
+def console_for_people() -> Console:
+    """A terminal that colours what we colour, and no numbers by itself."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def write_files(chosen: RunPlan, parsed: dict[str, Any]) -> None:
+    """The run and the pictures that are asked for. Raises SpecError rather than replace a file or draw nothing."""
+    if parsed["save"] is not None:
+        _save(chosen.run, Path(parsed["save"]))
+    if parsed["svg"] is not None or parsed["perfetto"] is not None:
+        from ultrascale.plan.step_timeline import write_step
+
+        write_step(chosen, svg=parsed["svg"], perfetto=parsed["perfetto"])
+
+
+def flags_of(chosen: RunPlan) -> str:
+    """The plan as settings of its trainer."""
+    from ultrascale.plan.flags import trainer_flags
+    from ultrascale.plan.report import workload_of
+
+    return trainer_flags(workload_of(chosen.run, chosen.cluster, chosen.stack), chosen.run.layout)
+
+
+def _as_json(chosen: RunPlan, plans: list[RunPlan]) -> dict[str, Any]:
+    answer = chosen.to_json()
     if len(plans) > 1:
         answer["compared"] = [
             {
                 "zero_stage": one.run.layout.zero_stage,
                 "recompute": one.run.layout.recompute,
                 "fits": one.fits,
-                "peak_bytes": one.memory.peak.total,
-                "seconds_per_step": one.time and one.time.seconds_per_step,
+                "peak_bytes": one.peak_bytes,
+                "seconds_per_step": one.prediction and one.prediction.step_seconds,
             }
             for one in plans
         ]
@@ -179,26 +299,15 @@ def _save(run: Run, path: Path) -> None:
     path.write_text(to_toml(run))
 
 
-def _print(chosen: RunPlan, plans: list[RunPlan], parsed: dict[str, object], arguments: list[str], rest: list[str]) -> None:
-    from rich.console import Console
-
-    from ultrascale.plan.view import show_alternatives, show_plan
-
-    console = Console(highlight=False)
-    if len(plans) > 1:
-        show_alternatives(plans, console)
-    show_plan(chosen, console, tokens=_tokens(parsed["tokens"]))
-    console.print(f"\n[bold]next[/bold]  {_next_command(chosen, parsed, arguments, rest)}", soft_wrap=True)
-
-
-def _tokens(text: object) -> int | None:
+def num_tokens(text: str | None) -> int | None:
+    """`15T` as a number. Raises SpecError if it is none."""
     try:
-        return None if text is None else parse_tokens(str(text))
+        return None if text is None else parse_tokens(text)
     except UnitError as error:
         raise SpecError([Problem("tokens", str(error), "Write 300B or 1T.")]) from error
 
 
-def _next_command(chosen: RunPlan, parsed: dict[str, object], arguments: list[str], rest: list[str]) -> str:
+def _next_command(chosen: RunPlan, parsed: dict[str, Any], arguments: list[str], rest: list[str]) -> str:
     layout = chosen.run.layout
     words = ["ultrascale plan", *arguments]
     if not chosen.fits:
@@ -208,7 +317,7 @@ def _next_command(chosen: RunPlan, parsed: dict[str, object], arguments: list[st
     run = parsed["run"] or parsed["save"]
     if run is not None:
         settings = rest if parsed["run"] else []
-        return " ".join(["ultrascale check", str(run), *settings, "  then  ultrascale train", str(run), *settings])
-    open_words = [] if _says(arguments, "zero-stage") else ["--zero-stage", str(layout.zero_stage)]
-    open_words += [] if _says(arguments, "recompute") else ["--recompute", layout.recompute]
+        return " ".join(["ultrascale check", run, *settings, "  then  ultrascale train", run, *settings])
+    open_words = [] if says(arguments, "zero-stage") else ["--zero-stage", str(layout.zero_stage)]
+    open_words += [] if says(arguments, "recompute") else ["--recompute", layout.recompute]
     return " ".join([*words, *open_words, "--save run.toml"])

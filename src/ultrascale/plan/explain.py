@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.price import Prediction, price
-from ultrascale.plan.search import Priced, SearchResult
+from ultrascale.plan.search import Priced, SearchResult, needed_bytes
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Cluster, Link
 
@@ -89,7 +89,9 @@ def rungs(result: SearchResult) -> list[Rung]:
 def _rung(name: str, priced: Priced, rows: NDArray[np.bool_]) -> Rung:
     fitting = rows & priced.fits
     fastest = float(priced.step_seconds[fitting].min()) if fitting.any() else None
-    return Rung(name, int(rows.sum()), float(priced.peak_bytes[rows].min()), bool(fitting.any()), fastest)
+    known = rows & ~priced.too_slow  # of those only a bound is known, far below what they need
+    least = float(priced.peak_bytes[known if known.any() else rows].min())
+    return Rung(name, int(rows.sum()), least, bool(fitting.any()), fastest)
 
 
 # The choices of a layout, and the columns each of them takes along; dp always is what remains of the devices.
@@ -131,17 +133,14 @@ def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list
     if not len(table):
         return []
     prices = price(workload, table)
+    needed = needed_bytes(prices.memory)
     found = []
     for value in np.unique(getattr(table, name)):
         rows = np.flatnonzero(getattr(table, name) == value)
         fitting = rows[prices.fits[rows]]
-        row = int(
-            fitting[np.argmin(prices.step_seconds[fitting])] if len(fitting) else rows[np.argmin(prices.memory.reserved[rows])]
-        )
+        row = int(fitting[np.argmin(prices.step_seconds[fitting])] if len(fitting) else rows[np.argmin(needed[rows])])
         text = str(getattr(table.layout(row), name) or int(value))
-        found.append(
-            Change(name, text, float(prices.step_seconds[row]), float(prices.memory.reserved[row]), bool(prices.fits[row]))
-        )
+        found.append(Change(name, text, float(prices.step_seconds[row]), float(needed[row]), bool(prices.fits[row])))
     return found
 
 

@@ -1,15 +1,27 @@
-"""Everything `ultrascale plan` says about a run, as data: memory, time, whether it fits, and the ways to make it fit."""
+"""Everything `ultrascale plan` says about one run, as data: memory, time, whether it fits, and the ways to make it fit.
+
+Memory of a layout that our trainer runs is an exact replay of its step (`plan.memory`); of any other layout, or trainer, it is
+put together from parts (`plan.footprint`). Time is `plan.price`'s where the device's rates are in the catalogue.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from ultrascale.plan.memory import MemoryPlan, plan_memory
-from ultrascale.plan.time import CONVENTION, NOT_IN_IT, TimePlan, plan_time
+from ultrascale.plan.memory import MemoryPlan, num_micro_batches, plan_memory
+from ultrascale.plan.time import CONVENTION, NOT_IN_IT, TimePlan, model_flops_per_token
+from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator, Cluster
+from ultrascale.spec.problems import SpecError
 from ultrascale.spec.run import Run
+from ultrascale.spec.stack import STACKS, Stack
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.weights import num_parameters
+
+if TYPE_CHECKING:
+    from ultrascale.plan.footprint import Footprint
+    from ultrascale.plan.price import Prediction
 
 HEADROOM_FRACTION = {"cuda": 0.06, "cpu": 0.0}
 """Of the device's memory: what the allocator reserves and does not use. SimuMax takes 6 percent, others 10."""
@@ -25,77 +37,154 @@ class RunPlan:
 
     run: Run
     cluster: Cluster
-    memory: MemoryPlan
-    time: TimePlan | None
-    """None when the device's rates are measured at run time."""
+    stack: Stack
+    memory: MemoryPlan | None
+    """The replay; None where our trainer does not run the layout."""
+    prediction: Prediction | None
+    """Time, and memory from parts; None where the device's rates are measured at run time."""
     capacity_bytes: int
     """The device's memory."""
     headroom_bytes: int
-    """What is kept free for what the plan does not count."""
+    """What is kept free for what the replay does not count."""
+    time: TimePlan | None = None
+    """From a rate that somebody measured, in place of `prediction`."""
 
     @property
     def usable_bytes(self) -> int:
         return max(0, self.capacity_bytes - self.headroom_bytes)
 
     @property
+    def peak_bytes(self) -> int:
+        """Live bytes at the peak."""
+        if self.memory is not None:
+            return self.memory.peak.total
+        assert self.prediction is not None
+        return round(float(self.prediction.memory.allocated))
+
+    @property
     def fits(self) -> bool:
-        return self.memory.peak.total <= self.usable_bytes
+        if self.memory is not None:
+            return self.peak_bytes <= self.usable_bytes
+        return self.prediction is not None and bool(self.prediction.memory.fits)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward passes of one rank in a step."""
+        return num_micro_batches(self.run.layout, self.run.batch.sequences_per_batch)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able dictionary: bytes, seconds, FLOPs, tokens."""
-        run, time, memory = self.run, self.time, self.memory
+        run = self.run
         return {
             "model": run.model.name,
             "num_parameters": num_parameters(run.model),
             "cluster": self.cluster.name,
+            "stack": self.stack.name,
             "layout": {name: getattr(run.layout, name) for name in run.layout.__dataclass_fields__},
             "sequence_length": run.batch.sequence_length,
             "sequences_per_batch": run.batch.sequences_per_batch,
-            "num_micro_batches": memory.num_micro_batches,
+            "num_micro_batches": self.num_micro_batches,
             "document_mask": run.data.document_mask,
+            "trainable": not not_trainable(run),
             "fits": self.fits,
-            "memory": {
-                "peak_bytes": memory.peak.total,
-                "peak_phase": memory.peak.phase,
-                "peak_bytes_by_category": memory.peak.by_category,
-                "peak_bytes_by_part": {f"{c}/{label}": n for (c, label), n in memory.peak.by_label.items()},
-                "between_steps_bytes": memory.between_steps.total,
-                "saved_bytes_by_layer": list(memory.saved_by_layer),
-                "capacity_bytes": self.capacity_bytes,
-                "headroom_bytes": self.headroom_bytes,
-            },
-            "time": None if time is None else {name: getattr(time, name) for name in time.__dataclass_fields__},
+            "memory": self._memory_json(),
+            "time": self._time_json(),
             "time_convention": CONVENTION,
-            "time_leaves_out": NOT_IN_IT,
         }
 
+    def _memory_json(self) -> dict[str, Any]:
+        limits = {"capacity_bytes": self.capacity_bytes, "headroom_bytes": self.headroom_bytes}
+        memory = self.memory
+        if memory is None:
+            assert self.prediction is not None
+            return {"peak_bytes": self.peak_bytes, **_footprint_json(self.prediction.memory), **limits}
+        return {
+            "peak_bytes": memory.peak.total,
+            "peak_phase": memory.peak.phase,
+            "peak_bytes_by_category": memory.peak.by_category,
+            "peak_bytes_by_part": {f"{c}/{label}": n for (c, label), n in memory.peak.by_label.items()},
+            "between_steps_bytes": memory.between_steps.total,
+            "saved_bytes_by_layer": list(memory.saved_by_layer),
+            **limits,
+        }
 
-def plan_run(run: Run, cluster: Cluster) -> RunPlan:
+    def _time_json(self) -> dict[str, Any] | None:
+        if self.prediction is not None:
+            return prediction_json(self.prediction)["time"]
+        return None if self.time is None else asdict(self.time) | {"leaves_out": NOT_IN_IT}
+
+
+def prediction_json(prediction: Prediction) -> dict[str, Any]:
+    """A layout's price as a JSON-able dictionary: bytes, seconds, FLOPs, tokens."""
+    workload = prediction.workload
+    accelerator = workload.cluster.accelerator
+    hardware = prediction.hfu() * accelerator.peak_flops_per_second("bf16") / prediction.tokens_per_second_per_gpu
+    return {
+        "layout": asdict(prediction.layout),
+        "num_micro_batches": prediction.num_micro_batches,
+        "fits": bool(prediction.memory.fits),
+        "memory": _footprint_json(prediction.memory),
+        "time": {
+            "seconds_per_step": prediction.step_seconds,
+            "waterfall_seconds": prediction.waterfall,
+            "tokens_per_step": workload.tokens_per_step,
+            "tokens_per_second": prediction.tokens_per_second,
+            "tokens_per_second_per_gpu": prediction.tokens_per_second_per_gpu,
+            "mfu": prediction.mfu(),
+            "mfu_full": prediction.mfu(full_attention=True),
+            "hfu": prediction.hfu(),
+            "model_flops_per_token": model_flops_per_token(workload.model, workload.sequence_length),
+            "hardware_flops_per_token": hardware,
+            "peak_flops_per_second": accelerator.peak_flops_per_second("bf16"),
+        },
+    }
+
+
+def _footprint_json(memory: Footprint) -> dict[str, Any]:
+    return {
+        "peak_allocated_bytes": round(float(memory.allocated)),
+        "peak_reserved_bytes": round(float(memory.reserved)),
+        "outside_torch_bytes": round(float(memory.outside)),
+        "capacity_bytes": round(float(memory.capacity)),
+        "peak_phase": memory.phase,
+        "peak_bytes_by_category": {name: round(float(value)) for name, value in memory.categories.items()},
+    }
+
+
+def workload_of(run: Run, cluster: Cluster, stack: Stack) -> Workload:
+    """What `run` asks for, without its layout."""
+    batch = run.batch
+    return Workload(run.model, cluster, batch.sequence_length, batch.sequences_per_batch, stack, run.data.document_mask)
+
+
+def not_trainable(run: Run) -> list[str]:
+    """What of `run` our trainer does not run yet, as dotted keys."""
+    return [problem.key for problem in (*untrainable_model(run.model), *untrainable_layout(run.layout))]
+
+
+def plan_run(run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"]) -> RunPlan:
     """Memory and time of `run` on `cluster`. Raises SpecError if the batch or the device does not suit the layout."""
-    accelerator = cluster.accelerator
-    device = device_of(accelerator)
-    memory = plan_memory(
-        run.model,
-        run.layout,
-        sequence_length=run.batch.sequence_length,
-        sequences_per_batch=run.batch.sequences_per_batch,
-        documents=run.data.document_mask,
-        device=device,
-    )
-    time = None
-    if not accelerator.measured_at_run_time and accelerator.matmul_fraction is not None:
-        time = plan_time(
+    device = device_of(cluster.accelerator)
+    memory = None
+    if stack.name == "ultrascale" and not not_trainable(run):
+        memory = plan_memory(
             run.model,
             run.layout,
             sequence_length=run.batch.sequence_length,
             sequences_per_batch=run.batch.sequences_per_batch,
-            peak_flops_per_second=accelerator.peak_flops_per_second(run.layout.precision),
-            achievable_fraction=accelerator.matmul_fraction.value,
             documents=run.data.document_mask,
+            device=device,
         )
-    capacity = int(accelerator.memory_bytes.value)
+    prediction = None
+    if has_rates(cluster.accelerator, run.layout.precision):
+        from ultrascale.plan.price import predict  # here, so that a CPU is planned without NumPy
+
+        prediction = predict(workload_of(run, cluster, stack), run.layout)
+    elif memory is None:
+        raise SpecError(untrainable_model(run.model) + untrainable_layout(run.layout))
+    capacity = int(cluster.accelerator.memory_bytes.value)
     headroom = round(capacity * HEADROOM_FRACTION[device]) + HEADROOM_BYTES[device]
-    return RunPlan(run, cluster, memory, time, capacity, headroom)
+    return RunPlan(run, cluster, stack, memory, prediction, capacity, headroom)
 
 
 def alternatives(run: Run, cluster: Cluster, *, any_stage: bool = True, any_way: bool = True) -> list[RunPlan]:
@@ -119,3 +208,8 @@ def first_that_fits(plans: list[RunPlan]) -> RunPlan | None:
 def device_of(accelerator: Accelerator) -> Device:
     """Where torch would run: `cpu` or `cuda` (ROCm counts as CUDA, as in torch)."""
     return "cpu" if accelerator.name == "cpu" else "cuda"
+
+
+def has_rates(accelerator: Accelerator, precision: str) -> bool:
+    """Whether the catalogue knows how fast the device is, and in this precision."""
+    return precision in ("fp16", *accelerator.peak_flops) and not accelerator.measured_at_run_time

@@ -23,6 +23,9 @@ PAYS = 0.5
 DOUBLINGS = 3
 """Counts are tried from an eighth to eight times the cluster."""
 EXACT = 4
+"""Layouts predicted one by one at each count."""
+MOST_GPUS = 2**17
+"""Nobody has more in one training."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,18 @@ def elsewhere(
 
 
 def _best(workload: Workload, count: int, base: Layout | None, asked: Asked | None) -> Prediction | None:
-    cluster = replace(workload.cluster, num_accelerators=count)
+    name = f"{count}x{workload.cluster.accelerator.name}"
+    cluster = replace(workload.cluster, num_accelerators=count, name=name)
     try:
         return search(replace(workload, cluster=cluster), base=base, asked=asked, exact=EXACT).best
     except SpecError:
         return None
+
+
+def smallest_that_fits(workload: Workload, *, base: Layout | None = None, asked: Asked | None = None) -> Prediction | None:
+    """The best layout on the smallest number of GPUs, by doublings, that has one that fits; None if none does."""
+    count = workload.cluster.num_accelerators
+    while (count := 2 * count) <= MOST_GPUS:
+        if best := _best(workload, count, base, asked):
+            return best
+    return None

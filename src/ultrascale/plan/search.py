@@ -13,11 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.bounds import memory_floor, time_floor
+from ultrascale.plan.footprint import Footprint
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.price import Prediction, predict, price
 from ultrascale.plan.space import Asked, Refusal, Space, legal_layouts
@@ -108,7 +110,8 @@ def search(
     ranked = _predict_all(workload, priced, order[:exact])
     front = [one for one in _front(priced) if one not in set(order[:exact].tolist())]
     on_front = pareto([*ranked, *_predict_all(workload, priced, front)])
-    smallest = predict(workload, space.table.layout(int(np.argmin(priced.peak_bytes))))
+    least = int(np.argmin(np.where(priced.was_priced, priced.peak_bytes, np.inf)))
+    smallest = predict(workload, space.table.layout(least))
     return SearchResult(workload, priced, tuple(ranked), tuple(on_front), smallest, time.perf_counter() - started)
 
 
@@ -126,7 +129,7 @@ def price_all(workload: Workload, space: Space, *, kept: int, prunes: bool = Tru
     while len(waiting):
         chunk, waiting = waiting[:CHUNK], waiting[CHUNK:]
         prices = price(workload, table.take(chunk))
-        seconds[chunk], peak[chunk], fits[chunk] = prices.step_seconds, prices.memory.reserved, prices.fits
+        seconds[chunk], peak[chunk], fits[chunk] = prices.step_seconds, needed_bytes(prices.memory), prices.fits
         if prunes and len(waiting):
             drop = _cannot_matter(least_seconds[waiting], least_bytes[waiting], seconds[fits], peak[fits], kept)
             too_slow[waiting[drop]] = True
@@ -168,11 +171,16 @@ def _predict_all(workload: Workload, priced: Priced, rows: Sequence[int] | NDArr
     return sorted((one for one in found if one.memory.fits), key=lambda one: one.step_seconds)
 
 
+def needed_bytes(memory: Footprint) -> Any:
+    """Memory of a device that is taken: what the allocator reserves and what lies outside of it. A column, or one number."""
+    return memory.reserved + memory.outside
+
+
 def pareto(predictions: Sequence[Prediction]) -> list[Prediction]:
     """Those that no other beats in both time and memory, the fastest first."""
     front: list[Prediction] = []
-    for one in sorted(predictions, key=lambda p: (p.step_seconds, float(p.memory.reserved))):
-        if not front or one.memory.reserved < front[-1].memory.reserved:
+    for one in sorted(predictions, key=lambda p: (p.step_seconds, needed_bytes(p.memory))):
+        if not front or needed_bytes(one.memory) < needed_bytes(front[-1].memory):
             front.append(one)
     return front
 
@@ -180,6 +188,9 @@ def pareto(predictions: Sequence[Prediction]) -> list[Prediction]:
 def _nothing_legal(workload: Workload, space: Space) -> Problem:
     """Why there is nothing to search."""
     gpus = workload.cluster.num_accelerators
-    reasons = "; ".join(f"{one.family} {one.reason}" for one in space.refused[:3])
-    rule = f"no layout of {gpus} devices is legal" + (f": {reasons}" if reasons else "")
-    return Problem("layout", rule, "Free one of the settings, or choose another number of GPUs or sequences per batch.")
+    told = [one for one in space.refused if one.remedy] or list(space.refused)
+    reason = f": {told[0].family} {told[0].reason}" if told else ""
+    remedy = (
+        told[0].remedy if told and told[0].remedy else "Free one of the settings, or change the number of GPUs or the batch."
+    )
+    return Problem("layout", f"no layout of {gpus} GPUs is legal{reason}", remedy)

@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.cut_rules import cut_problems
+from ultrascale.spec.layout import SCHEDULES as CHUNKS
 from ultrascale.spec.layout import Layout
 
 MIN_TOKENS_PER_CP_RANK = 4096
 """Shorter shares of a sequence leave nothing to hide the exchange behind (Liu et al. 2023, ring attention)."""
 MAX_TOKENS_PER_MICRO_BATCH = 2**17
 """Of one rank and one forward pass. Products are at their best far below it."""
-TWO_CHUNKS = ("zb-v", "dualpipe", "dualpipe-v")
 DOMINATED = {
     "afab": "1f1b has the same bubble and holds fewer micro-batches",
     "dualpipe": "dualpipe-v has the same bubble and holds the weights once",
@@ -60,7 +61,9 @@ class Refusal:
     family: str
     reason: str
     count: int
-    """Layouts of it that were left out, or ways to cut where no layout of the family can be formed."""
+    """How often, among the ways to cut the model."""
+    remedy: str = ""
+    """The nearest that works, where a rule of the description names it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class _Rules:
     base: Layout
     asked: Asked
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    remedies: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def choose(self, name: str, usual: Sequence[Any]) -> list[Any]:
         """The values of a field: those asked for, else the usual ones."""
@@ -87,8 +91,16 @@ class _Rules:
     def allows(self, name: str, value: Any) -> bool:
         return name not in self.asked or value in self.asked[name]
 
-    def refuse(self, family: str, reason: str) -> None:
+    def refuse(self, family: str, reason: str, remedy: str = "") -> None:
         self.refused[family, reason] += 1
+        self.remedies[family, reason] = remedy
+
+    def breaks(self, family: str, layout: Layout) -> bool:
+        """Whether a layout breaks a rule of the description, which is noted as the reason."""
+        found = cut_problems(self.workload.model, layout, sequence_length=self.workload.sequence_length)
+        if found:
+            self.refuse(family, found[0].rule, found[0].remedy)
+        return bool(found)
 
 
 def legal_layouts(workload: Workload, *, base: Layout | None = None, asked: Asked | None = None) -> Space:
@@ -97,6 +109,7 @@ def legal_layouts(workload: Workload, *, base: Layout | None = None, asked: Aske
     `base` gives the fields that are not searched (precision, buckets, offload); `asked` holds searched fields to given values.
     """
     rules = _Rules(workload, base or Layout(precision="bf16"), asked or {})
+    _refuse_what_does_not_divide(rules)
     cuts = list(_cuts(rules))
     by_inside: dict[tuple[int, str, int], list[Cut]] = {}
     for cut in cuts:
@@ -110,7 +123,7 @@ def legal_layouts(workload: Workload, *, base: Layout | None = None, asked: Aske
                 tables.append(_product(same, rows, rules))
     table = LayoutTable.concatenate(tables) if tables else LayoutTable.of([])
     found = sorted(rules.refused.items(), key=lambda item: -item[1])
-    return Space(table, tuple(Refusal(family, reason, count) for (family, reason), count in found))
+    return Space(table, tuple(Refusal(*key, count, rules.remedies[key]) for key, count in found))
 
 
 @cache
@@ -120,57 +133,57 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
+def _refuse_what_does_not_divide(rules: _Rules) -> None:
+    """Notes what is asked for and cannot be: the walk over divisors never meets it."""
+    gpus = rules.workload.cluster.num_accelerators
+    for axis in ("tp", "cp", "pp", "dp"):
+        for ranks in rules.asked.get(axis, ()):
+            if gpus % ranks:
+                near = sorted(sorted(divisors(gpus), key=lambda n: abs(n - ranks))[:2])
+                rules.refuse(f"{axis} = {ranks}", f"does not divide {gpus} GPUs", f"Nearest: {' or '.join(map(str, near))}.")
+
+
 def _cuts(rules: _Rules) -> Iterator[Cut]:
     gpus = rules.workload.cluster.num_accelerators
     for tp, sequence_parallel in _tensor(rules, gpus):
-        for cp, method in _context(rules, gpus // tp, tp):
+        for cp, method in _context(rules, gpus // tp, Layout(tp=tp, sequence_parallel=sequence_parallel)):
             for pp, virtual_stages, schedule in _pipeline(rules, gpus // (tp * cp)):
                 dp = gpus // (tp * cp * pp)
                 if not rules.allows("dp", dp):
                     continue
                 if rules.workload.sequences_per_batch % dp:
-                    rules.refuse(f"dp = {dp}", f"does not divide the batch of {rules.workload.sequences_per_batch} sequences")
+                    _refuse_batch(rules, dp)
                     continue
                 for ep, expert_tp in _experts(rules, tp, tp * cp * dp):
                     yield Cut(tp, sequence_parallel, cp, method, pp, virtual_stages, schedule, dp, ep, expert_tp)
+
+
+def _refuse_batch(rules: _Rules, dp: int) -> None:
+    batch = rules.workload.sequences_per_batch
+    near = [n for n in (batch - batch % dp, batch - batch % dp + dp) if n]
+    remedy = f"Nearest batches: {' or '.join(map(str, near))} sequences."
+    rules.refuse(f"dp = {dp}", f"does not divide the batch of {batch} sequences", remedy)
 
 
 def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
     model, stack = rules.workload.model, rules.workload.stack
     per_node = rules.workload.cluster.node.num_accelerators
     for tp in divisors(gpus):
-        if tp > model.num_attention_heads or not rules.allows("tp", tp):
+        if not rules.allows("tp", tp) or (tp > model.num_attention_heads and "tp" not in rules.asked):
             continue
-        broken = tensor_problem(model, tp)
         if tp > 1 and not abilities(stack).tensor:
             rules.refuse("tp", f"{stack.name} has no tensor parallelism")
-        elif broken:
-            rules.refuse(f"tp = {tp}", broken)
         elif tp > per_node and "tp" not in rules.asked:
             rules.refuse(
                 f"tp = {tp}", f"leaves the node of {per_node}, where it costs most; --tp {tp} searches it all the same"
             )
         else:
             for sequence_parallel in rules.choose("sequence_parallel", (True,)):
-                if sequence_parallel and tp > 1 and rules.workload.sequence_length % tp:
-                    rules.refuse(f"tp = {tp}", f"does not divide the sequence of {rules.workload.sequence_length}")
-                else:
+                if not rules.breaks(f"tp = {tp}", Layout(tp=tp, sequence_parallel=sequence_parallel)):
                     yield tp, sequence_parallel
 
 
-def tensor_problem(model: Any, tp: int) -> str | None:
-    """Why tp cannot cut the heads and the MLP of `model`; None if it can. Key/value heads may be repeated, not split."""
-    heads, groups = model.num_attention_heads, model.num_key_value_heads
-    if heads % tp:
-        return f"does not divide {heads} attention heads"
-    if groups % tp and tp % groups:
-        return f"neither divides nor is a multiple of {groups} key/value heads"
-    if model.intermediate_size % tp:
-        return f"does not divide the MLP's {model.intermediate_size}"
-    return None
-
-
-def _context(rules: _Rules, gpus: int, tp: int) -> Iterator[tuple[int, str]]:
+def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, str]]:
     stack, length = rules.workload.stack, rules.workload.sequence_length
     methods = abilities(stack).cp_methods
     for cp in divisors(gpus):
@@ -189,19 +202,8 @@ def _context(rules: _Rules, gpus: int, tp: int) -> Iterator[tuple[int, str]]:
         for method in rules.choose("cp_method", methods):
             if method not in methods:
                 rules.refuse(f"cp_method {method}", f"{stack.name} has {', '.join(methods)}")
-            elif broken := context_problem(rules.workload, cp, method, tp):
-                rules.refuse(f"cp = {cp}, {method}", broken)
-            else:
+            elif not rules.breaks(f"cp = {cp}, {method}", replace(layout, cp=cp, cp_method=method)):
                 yield cp, method
-
-
-def context_problem(workload: Workload, cp: int, method: str, tp: int) -> str | None:
-    """Why cp cannot cut the sequence this way; None if it can. Zigzag gives each rank two pieces, all-to-all cuts heads."""
-    if workload.sequence_length % (2 * cp * tp):
-        return f"2 x cp x tp = {2 * cp * tp} does not divide the sequence of {workload.sequence_length}"
-    if method == "all-to-all" and workload.model.num_key_value_heads % (cp * tp):
-        return f"cp x tp = {cp * tp} does not divide {workload.model.num_key_value_heads} key/value heads"
-    return None
 
 
 def _pipeline(rules: _Rules, gpus: int) -> Iterator[tuple[int, int, str]]:
@@ -216,7 +218,7 @@ def _pipeline(rules: _Rules, gpus: int) -> Iterator[tuple[int, int, str]]:
         elif not can:
             rules.refuse("pp", f"{stack.name} has no pipeline")
         elif pp > layers:
-            rules.refuse(f"pp = {pp}", f"more stages than the {layers} layers")
+            rules.refuse(f"pp = {pp}", f"more stages than the {layers} layers", f"Use pp = {layers} or less.")
         else:
             yield from ((pp, chunks, schedule) for chunks, schedule in _schedules(rules, pp, can))
 
@@ -244,9 +246,8 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
 
 def chunks_per_rank(schedule: str, pp: int, num_layers: int) -> tuple[int, ...]:
     """Pieces of the model that a rank may hold: the divisors of its layers where the schedule interleaves them."""
-    if schedule == "interleaved":
-        return tuple(n for n in divisors(-(-num_layers // pp)) if n > 1)
-    return (2,) if schedule in TWO_CHUNKS else (1,)
+    chunks = CHUNKS[schedule]
+    return tuple(n for n in divisors(-(-num_layers // pp)) if n > 1) if chunks is None else (chunks,)
 
 
 def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
@@ -261,7 +262,7 @@ def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
                 continue
             if ranks % (ep * expert_tp):
                 rules.refuse(f"ep = {ep}, expert_tp = {expert_tp}", "do not divide tp x cp x dp")
-            else:
+            elif not rules.breaks(f"expert_tp = {expert_tp}", Layout(ep=ep, expert_tp=expert_tp)):
                 yield ep, expert_tp
 
 

@@ -1,16 +1,25 @@
-"""A plan on a terminal: what takes the memory, whether it fits, how long a step takes. Draws what `plan.report` says."""
+"""A plan on a terminal: what takes the memory, whether it fits, where a step's time goes. Draws what `plan.report` says."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ultrascale.plan.cost import cost
+from ultrascale.plan.memory import MemoryPlan
 from ultrascale.plan.report import RunPlan, first_that_fits
 from ultrascale.plan.time import NOT_IN_IT
+from ultrascale.spec.layout import Layout
 from ultrascale.spec.units import format_bytes, format_count, format_flops_per_second, format_seconds
 from ultrascale.spec.weights import num_parameters
+
+if TYPE_CHECKING:
+    from ultrascale.plan.price import Prediction
 
 PARTS = {
     "parameters": ("parameters", "blue", "{share}, {master}"),
@@ -35,19 +44,99 @@ KINDS = {
     "gradients of weights": "of weights",
 }
 BAR_WIDTH = 72
+WATERFALL_WIDTH = 40
+SHOWN_SHARE = 0.0005
+"""Parts of a step below this share are not drawn."""
+FOOTPRINT = {
+    "weights": ("weights", "blue", "and master copies"),
+    "gathered": ("gathered copies", "cyan", "whole, while in use"),
+    "gradients": ("gradients", "yellow", ""),
+    "optimizer": ("optimizer state", "magenta", ""),
+    "activations": ("activations", "green", "of all micro-batches in flight"),
+    "buffers": ("buffers", "bright_cyan", "of collectives, loss and batch"),
+    "reserve": ("reserved", "white", "by the allocator, unused"),
+    "outside": ("outside torch", "bright_black", "CUDA, NCCL, workspaces"),
+}
+TIMES = {
+    "compute": ("compute", "green"),
+    "recompute": ("recomputation", "bright_green"),
+    "tensor_parallel": ("tp traffic", "yellow"),
+    "context_parallel": ("cp traffic", "bright_yellow"),
+    "expert_parallel": ("ep traffic", "bright_magenta"),
+    "data_parallel": ("dp traffic", "magenta"),
+    "pipeline_sends": ("pipeline sends", "cyan"),
+    "bubble": ("bubble", "red"),
+    "optimizer": ("optimizer", "blue"),
+    "rest": ("rest", "bright_black"),
+}
 
 
 def show_plan(plan: RunPlan, console: Console, *, tokens: int | None = None) -> None:
     """Print one run's plan; `tokens` adds the time to train on so many."""
     console.print(_headline(plan))
     console.print()
-    console.print(_bar(plan))
-    console.print(_verdict(plan))
+    if plan.memory is not None:
+        console.print(_bar(plan, plan.memory.by_category, plan.headroom_bytes))
+        console.print(_verdict(plan))
+        console.print()
+        console.print(_parts(plan, plan.memory))
+        console.print(_per_block(plan.memory))
+    elif plan.prediction is not None:
+        show_footprint(plan, plan.prediction, console)
     console.print()
-    console.print(_parts(plan))
-    console.print(_per_block(plan))
+    if plan.prediction is not None:
+        console.print(waterfall(plan.prediction))
+        console.print()
+        console.print(_speed(plan, plan.prediction, tokens))
+    else:
+        console.print(_time(plan, tokens))
+
+
+def show_footprint(plan: RunPlan, prediction: Prediction, console: Console) -> None:
+    """Print memory that was put together from parts: a bar, the verdict, and the parts."""
+    memory = prediction.memory
+    kept = {**memory.categories, "reserve": memory.reserved - memory.allocated, "outside": memory.outside}
+    parts = {name: round(float(value)) for name, value in kept.items()}
+    console.print(_bar(plan, parts, 0))
+    spare = float(memory.capacity - memory.reserved - memory.outside)
+    text = Text("fits" if prediction.memory.fits else "does not fit", style="bold green" if memory.fits else "bold red")
+    rest = f"{format_bytes(spare)} to spare" if spare >= 0 else f"{format_bytes(-spare)} too much"
+    text.append(f"  {format_bytes(sum(parts.values()))} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold")
+    text.append("put together from parts: our trainer does not run this layout yet, or it is another's", style="not bold dim")
+    console.print(text)
     console.print()
-    console.print(_time(plan, tokens))
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("at the peak", no_wrap=True, min_width=18)
+    table.add_column(memory.phase, justify="right", no_wrap=True, min_width=len("1023 MiB"))
+    table.add_column("", no_wrap=True, min_width=20)
+    table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
+    largest = max(parts.values())
+    for name, num_bytes in parts.items():
+        if num_bytes:
+            label, color, note = FOOTPRINT[name]
+            table.add_row(label, format_bytes(num_bytes), Text("█" * round(20 * num_bytes / largest) or "▏", style=color), note)
+    table.add_row("total", format_bytes(sum(parts.values())), style="bold")
+    console.print(table)
+
+
+def waterfall(prediction: Prediction) -> Table:
+    """Where the time of a step goes, as bars that end where the next begins."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("of a step", no_wrap=True, min_width=18)
+    table.add_column("", justify="right", no_wrap=True, min_width=len("12.3 ms"))
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=WATERFALL_WIDTH)
+    done = 0.0
+    for name, seconds in prediction.waterfall.items():
+        start, end = (round(at / prediction.step_seconds * WATERFALL_WIDTH) for at in (done, done + seconds))
+        done += seconds
+        if seconds < SHOWN_SHARE * prediction.step_seconds:
+            continue
+        label, color = TIMES[name]
+        bar = Text(" " * min(start, WATERFALL_WIDTH - 1)).append("█" * (end - start) or "▏", style=color)
+        table.add_row(label, format_seconds(seconds), f"{seconds / prediction.step_seconds:.1%}", bar)
+    table.add_row("step", format_seconds(prediction.step_seconds), "", "", style="bold")
+    return table
 
 
 def show_alternatives(plans: list[RunPlan], console: Console) -> None:
@@ -72,8 +161,8 @@ def show_alternatives(plans: list[RunPlan], console: Console) -> None:
 
 
 def _cell(plan: RunPlan, is_best: bool) -> Text:
-    seconds = "" if plan.time is None else f"  {format_seconds(plan.time.seconds_per_step)}"
-    text = f"{format_bytes(plan.memory.peak.total)}{seconds}"
+    seconds = "" if plan.prediction is None else f"  {format_seconds(plan.prediction.step_seconds)}"
+    text = f"{format_bytes(plan.peak_bytes)}{seconds}"
     if is_best:
         return Text(f"> {text}", style="bold green")
     return Text(text, style="" if plan.fits else "red dim")
@@ -84,41 +173,61 @@ def _headline(plan: RunPlan) -> Text:
     nodes = f", {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else ""
     title = Text(run.model.name or run.model.model_type, style="bold")
     title.append(f"  {format_count(num_parameters(run.model))} parameters", style="")
-    title.append(f"  on {layout.dp} x {cluster.accelerator.title}{nodes}\n", style="")
+    title.append(f"  on {layout.world_size} x {cluster.accelerator.title}{nodes}\n", style="")
     tokens = run.batch.sequences_per_batch * run.batch.sequence_length
-    replicas = f", {layout.dp_replicate} copies of the state" if layout.dp_replicate > 1 else ""
     masked = "masked" if run.data.document_mask else "not masked"
-    micro_batches = f"{plan.memory.num_micro_batches} micro-batch{'' if plan.memory.num_micro_batches == 1 else 'es'}"
+    count = plan.num_micro_batches
+    micro_batches = f"{count} micro-batch{'' if count == 1 else 'es'}"
+    trainer = "" if plan.stack.name == "ultrascale" else f", trained by {plan.stack.name}"
     title.append(
-        f"{layout.precision}, ZeRO stage {layout.zero_stage}{replicas}, recompute {layout.recompute}\n"
-        f"a step is {format_count(tokens)} tokens: {layout.dp} ranks x {micro_batches} "
-        f"x {layout.micro_batch_size} x {run.batch.sequence_length}, documents {masked}",
+        f"{_cut(layout)}{layout.precision}, {_state(layout)}, {_again(layout)}{trainer}\n"
+        f"a step is {format_count(tokens)} tokens: {layout.dp} {'ranks' if layout.world_size == layout.dp else 'replicas'} "
+        f"x {micro_batches} x {layout.micro_batch_size} x {run.batch.sequence_length}, documents {masked}",
         style="dim",
     )
     return title
 
 
-def _bar(plan: RunPlan) -> Text:
+def _cut(layout: Layout) -> str:
+    """How the model is cut: `tp 8, pp 4 (interleaved, 2 stages a rank), `; empty for data parallelism alone."""
+    words = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "ep", "expert_tp") if getattr(layout, name) > 1]
+    if layout.cp > 1:
+        words.append(f"{layout.cp_method} attention")
+    if layout.pp > 1:
+        stages = f", {layout.virtual_stages} stages a rank" if layout.virtual_stages > 1 else ""
+        words.append(f"pp {layout.pp} ({layout.schedule}{stages})")
+    return "".join(f"{word}, " for word in words)
+
+
+def _state(layout: Layout) -> str:
+    copies = f", {layout.dp_replicate} copies of the state" if layout.dp_replicate > 1 else ""
+    return f"ZeRO stage {layout.zero_stage}{copies}"
+
+
+def _again(layout: Layout) -> str:
+    every = f" of {layout.recompute_every}" if layout.recompute == "every-k" else ""
+    return f"recompute {layout.recompute}{every}"
+
+
+def _bar(plan: RunPlan, parts: Mapping[str, int], headroom_bytes: int) -> Text:
     """The device's memory as one line: parts, what is free, what is kept free."""
-    whole = max(plan.capacity_bytes, plan.memory.peak.total + plan.headroom_bytes)
+    whole = max(plan.capacity_bytes, sum(parts.values()) + headroom_bytes)
     bar, used = Text(), 0
-    for category, (_, color, _) in PARTS.items():
-        width = round((used + plan.memory.by_category[category]) / whole * BAR_WIDTH) - round(used / whole * BAR_WIDTH)
-        used += plan.memory.by_category[category]
-        bar.append("█" * width, style=color)
-    kept_free = round(plan.headroom_bytes / whole * BAR_WIDTH)
+    for category, num_bytes in parts.items():
+        width = round((used + num_bytes) / whole * BAR_WIDTH) - round(used / whole * BAR_WIDTH)
+        used += num_bytes
+        bar.append("█" * width, style=(PARTS | FOOTPRINT)[category][1])
+    kept_free = round(headroom_bytes / whole * BAR_WIDTH)
     bar.append("·" * max(0, BAR_WIDTH - len(bar) - kept_free), style="dim")
     bar.append("░" * (BAR_WIDTH - len(bar)), style="dim")
     return bar
 
 
 def _verdict(plan: RunPlan) -> Text:
-    spare = plan.usable_bytes - plan.memory.peak.total
+    spare = plan.usable_bytes - plan.peak_bytes
     text = Text("fits" if spare >= 0 else "does not fit", style="bold green" if spare >= 0 else "bold red")
     rest = f"{format_bytes(spare)} to spare" if spare >= 0 else f"{format_bytes(-spare)} too much"
-    text.append(
-        f"  peak {format_bytes(plan.memory.peak.total)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold"
-    )
+    text.append(f"  peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold")
     text.append(_kept_free(plan), style="not bold dim")
     return text
 
@@ -130,8 +239,8 @@ def _kept_free(plan: RunPlan) -> str:
     return f"{format_bytes(plan.headroom_bytes)} stay free for what a plan cannot count: {uncounted}{shared}"
 
 
-def _parts(plan: RunPlan) -> Table:
-    layout, peak = plan.run.layout, plan.memory.peak
+def _parts(plan: RunPlan, memory: MemoryPlan) -> Table:
+    layout, peak = plan.run.layout, memory.peak
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("at the peak", no_wrap=True, min_width=max(map(len, KINDS.values())) + 2)
     table.add_column(peak.phase, justify="right", no_wrap=True, min_width=len("1023 MiB"))
@@ -147,42 +256,67 @@ def _parts(plan: RunPlan) -> Table:
         table.add_row(
             name, format_bytes(num_bytes), bar, note.format(master=layout.master_dtype, precision=layout.precision, share=share)
         )
-        for label, part in _inside(plan, category):
+        for label, part in _inside(memory, category):
             table.add_row(f"  {KINDS.get(label, label)}", format_bytes(part), style="dim")
     table.add_row("total", format_bytes(peak.total), style="bold")
     return table
 
 
-def _inside(plan: RunPlan, category: str) -> list[tuple[str, int]]:
+def _inside(memory: MemoryPlan, category: str) -> list[tuple[str, int]]:
     """What a category is made of, largest first, where that tells something."""
     if category not in ("activations", "temporary", "communication"):
         return []
-    inside = [(label, n) for (c, label), n in plan.memory.peak.by_label.items() if c == category and n >= 2**10]
+    inside = [(label, n) for (c, label), n in memory.peak.by_label.items() if c == category and n >= 2**10]
     return sorted(inside, key=lambda item: -item[1]) if len(inside) > 1 else []
 
 
-def _per_block(plan: RunPlan) -> RenderableType:
-    layers = plan.memory.saved_by_layer
+def _per_block(memory: MemoryPlan) -> RenderableType:
+    layers = memory.saved_by_layer
     kinds = ", ".join(f"{KINDS[kind]} {format_bytes(n)}" for kind, n in sorted(layers[-1].items(), key=lambda item: -item[1]))
     title = Text(f"a block keeps {format_bytes(sum(layers[-1].values()))} of a micro-batch:", style="dim")
     return Group(title, Padding(Text(kinds, style="dim"), (0, 0, 0, 2)))
+
+
+def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None) -> Table:
+    """Tokens per second, how well the devices are used, and what a training takes and costs."""
+    table = _rows()
+    per_gpu = prediction.tokens_per_second_per_gpu
+    table.add_row("tokens/s", f"{prediction.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU")
+    full = prediction.mfu(full_attention=True)
+    rate = format_flops_per_second(plan.cluster.accelerator.peak_flops_per_second("bf16"))
+    table.add_row("MFU", f"{prediction.mfu():.1%}", f"of {rate}, causal attention; {full:.1%} if the full square is counted")
+    table.add_row("HFU", f"{prediction.hfu():.1%}", "with what is computed twice, or only to be masked")
+    goal, why = _goal(plan, tokens)
+    taken = cost(plan.cluster, goal / prediction.tokens_per_second, num_gpus=plan.run.layout.world_size)
+    table.add_row("training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
+    table.add_row("", f"{taken.gpu_hours:,.0f}", f"GPU hours{taken.words}")
+    return table
+
+
+def _goal(plan: RunPlan, tokens: int | None) -> tuple[int, str]:
+    """Tokens to train on, and why so many."""
+    return (tokens, "") if tokens else (20 * num_parameters(plan.run.model), ", 20 a parameter (Hoffmann et al. 2022)")
+
+
+def _rows() -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(style="dim")
+    return table
 
 
 def _time(plan: RunPlan, tokens: int | None) -> RenderableType:
     time = plan.time
     if time is None:
         return Text("Time: this device's rates are not in the catalogue; a run measures and reports them.", style="dim")
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(style="dim")
+    table = _rows()
     rate = format_flops_per_second(time.peak_flops_per_second)
     table.add_row("step, at best", format_seconds(time.seconds_per_step), f"{time.achievable_fraction:.0%} of {rate} a GPU")
     per_gpu = time.tokens_per_second / time.num_devices
     table.add_row("tokens/s", f"{time.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU")
     table.add_row("MFU", f"{time.mfu:.1%}", f"causal attention; {time.mfu_full:.1%} if the full square is counted")
     table.add_row("HFU", f"{time.hfu:.1%}", "with what is computed twice, or only to be masked")
-    goal = tokens or 20 * num_parameters(plan.run.model)
-    why = "" if tokens else ", 20 a parameter (Hoffmann et al. 2022)"
+    goal, why = _goal(plan, tokens)
     table.add_row("training", format_seconds(time.seconds_for(goal)), f"on {format_count(goal)} tokens{why}")
     return Group(table, Text(f"A bound, not a forecast: {NOT_IN_IT} are not in it.", style="dim"))

@@ -1,0 +1,76 @@
+"""`ultrascale plan far`: one training on data centres far apart."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import Any
+
+from ultrascale.cli.parse import parse
+from ultrascale.plan.far_apart import FarPlan, far_apart
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.units import UnitError, parse_tokens
+
+
+def far(
+    parameters: str,
+    kilometres: float,
+    line_gbits: float,
+    step_seconds: float,
+    sites: int = 2,
+    bits: float = 16,
+    every: int = 1,
+    overlap: bool = False,
+    switching_ms: float = 0.0,
+    json: bool = False,
+) -> dict[str, Any]:
+    """What distance costs a training on several data centres, and what reducing gradients less often saves.
+
+        ultrascale plan far --parameters 72T --kilometres 4800 --line-gbits 400 --step-seconds 60
+
+    Args:
+        parameters: Of the model, such as 405B.
+        kilometres: From one site to the next; the sites are a ring.
+        line_gbits: Of the line between two sites, Gbit/s in each direction.
+        step_seconds: Of a step without the reduction between sites.
+        sites: Data centres.
+        bits: Of a parameter on the line.
+        every: Steps between two reductions (an outer step every H steps).
+        overlap: The reduction runs beside the next steps.
+        switching_ms: Of the equipment on the way, for each hop, milliseconds.
+        json: Print one JSON object.
+    """
+    return dict(locals())
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb: 0, or a SpecError with what makes no sense."""
+    parsed = parse(far, "plan far", arguments)
+    plan = _plan(parsed)
+    if parsed["json"]:
+        print(jsonlib.dumps(plan.to_json(), indent=2))
+        return 0
+    from rich.console import Console
+
+    from ultrascale.plan.far_view import show
+
+    show(plan, Console(highlight=False))
+    return 0
+
+
+def _plan(parsed: dict[str, Any]) -> FarPlan:
+    try:
+        parameters = parse_tokens(parsed["parameters"])
+    except UnitError as error:
+        rule = str(error).replace("tokens", "parameters")
+        raise SpecError([Problem("parameters", rule, "Write 405B or 72T.")]) from error
+    return far_apart(
+        parameters,
+        distance_kilometres=parsed["kilometres"],
+        line_bits_per_second=parsed["line_gbits"] * 1e9,
+        step_seconds=parsed["step_seconds"],
+        num_sites=parsed["sites"],
+        bits_per_parameter=parsed["bits"],
+        outer_every=parsed["every"],
+        overlap=parsed["overlap"],
+        switching_seconds=parsed["switching_ms"] / 1e3,
+    )

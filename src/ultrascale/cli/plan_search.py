@@ -1,0 +1,232 @@
+"""`ultrascale plan --model ... --gpus ...`: search all layouts of the machines, print the best, and why."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from ultrascale.cli import plan as verb
+from ultrascale.plan.explain import changes, marginals, rungs
+from ultrascale.plan.report import RunPlan, plan_run, prediction_json, workload_of
+from ultrascale.plan.scaling import Scaled, elsewhere, scaling, smallest_that_fits
+from ultrascale.plan.search import TIE, SearchResult, search
+from ultrascale.plan.search_view import distinct, layout_words, no_layout_fits, show_explanation, show_ranking
+from ultrascale.plan.space import divisors
+from ultrascale.plan.view import show_plan
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import Cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.resolve import resolve
+from ultrascale.spec.run import Run
+from ultrascale.spec.schema import BAD, At, convert, leaves
+from ultrascale.spec.stack import Stack
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model
+from ultrascale.spec.units import UnitError, parse_tokens
+
+SEARCHED = (
+    "dp", "tp", "sequence_parallel", "cp", "cp_method", "pp", "virtual_stages", "schedule", "zero_stage", "dp_shard",
+    "micro_batch_size", "recompute", "recompute_every", "ep", "expert_tp",
+)  # fmt: skip
+RUNNABLE = {name: (1,) for name in ("tp", "cp", "pp", "ep", "expert_tp")}
+
+
+def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], cluster: Cluster, stack: Stack) -> int:
+    """Search, print and write what is asked for: 0 if a layout fits, 1 if none does."""
+    settings, others = _split(parsed, rest)
+    asked, base = _choices(settings)
+    run = _described(parsed, others, asked, base, cluster)
+    workload = workload_of(run, cluster, stack)
+    if parsed["runnable"]:
+        if problems := untrainable_model(run.model):
+            raise SpecError(problems)
+        asked = RUNNABLE | asked
+    result = search(workload, base=base, asked=asked)
+    best = result.best or result.smallest
+    assert best is not None
+    chosen = _chosen(run, result, cluster, stack)
+    if result.best is not None:
+        verb.write_files(chosen, parsed)
+    if parsed["print_flags"]:
+        print(verb.flags_of(chosen))
+    elif parsed["json"]:
+        print(jsonlib.dumps(_as_json(result, chosen, parsed, base, asked), indent=2))
+    else:
+        _print(result, chosen, parsed, arguments, base, asked)
+    return 0 if chosen.fits else 1
+
+
+def _split(parsed: dict[str, Any], rest: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Settings of the layout, by field, and the words of all others."""
+    settings = {
+        key.removeprefix("layout."): str(parsed[flag])
+        for flag, key in verb.SHORT.items()
+        if key.startswith("layout.") and parsed[flag] is not None
+    }
+    others, words = [], list(rest)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.replace("_", "-").partition("=")
+        if not name.startswith("--layout."):
+            others.append(word)
+            continue
+        field = name.removeprefix("--layout.").replace("-", "_")
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        settings[field] = value
+    return settings, others
+
+
+def _choices(settings: dict[str, str]) -> tuple[dict[str, tuple[Any, ...]], Layout]:
+    """What is asked of the searched fields, and a layout of the others. Raises SpecError with every wrong one."""
+    problems: list[Problem] = []
+    asked: dict[str, tuple[Any, ...]] = {}
+    fixed: dict[str, Any] = {"precision": "bf16"}
+    for name, text in settings.items():
+        leaf = leaves().get(f"layout.{name}")
+        if leaf is None or name == "layers_per_stage":
+            rule = "is for one layout, not for a search" if leaf else "is not a key of a layout"
+            problems.append(Problem(f"layout.{name}", rule, "Plan a run's file with it." if leaf else "See docs/describe.md."))
+            continue
+        at = At(leaf.key, "flag", text=True, problems=problems)
+        values = tuple(convert(word.strip(), leaf.kind, at) for word in text.split(","))
+        if BAD in values:
+            continue
+        if name in SEARCHED:
+            asked[name] = values
+        else:
+            fixed[name] = values[0]
+    if not problems:
+        problems = [p for name, values in asked.items() for value in values for p in _range_problems(name, value)]
+    if problems:
+        raise SpecError(problems)
+    return asked, Layout(**fixed)
+
+
+def _range_problems(name: str, value: Any) -> list[Problem]:
+    """What is wrong with one value whatever the others are."""
+    in_use = {"schedule": {"pp": 2, "virtual_stages": 2}}.get(name, {})
+    key = f"layout.{name}"
+    return [problem for problem in Layout(**{**in_use, name: value}).problems() if problem.key == key and name != "dp_shard"]
+
+
+def _described(
+    parsed: dict[str, Any], others: list[str], asked: dict[str, tuple[Any, ...]], base: Layout, cluster: Cluster
+) -> Run:
+    """The run without its layout: `dp` stands in for it so that a batch such as 4M becomes one that many ranks can share."""
+    length = parsed["seq_len"] or verb.run_words(parsed, dp=1)["batch.sequence_length"]
+    micro = asked.get("micro_batch_size", (1,))[0]
+    dp = _sharing_ranks(parsed, cluster.num_accelerators, length * micro) if "dp" not in asked else asked["dp"][0]
+    words = verb.run_words(parsed, dp=dp) | {"layout.micro_batch_size": micro, "layout.precision": base.precision}
+    if parsed["sequences_per_batch"] is None and parsed["tokens_per_batch"] is None:
+        words["batch.sequences_per_batch"] = cluster.num_accelerators * micro
+    elif parsed["sequences_per_batch"] is not None:
+        words |= {"batch.sequences_per_batch": parsed["sequences_per_batch"], "layout.dp": 1, "layout.micro_batch_size": 1}
+    else:
+        del words["batch.sequences_per_batch"]
+        words["batch.tokens_per_batch"] = parsed["tokens_per_batch"]
+    if parsed["seq_len"] is not None:
+        words["batch.sequence_length"] = parsed["seq_len"]
+    return resolve(None, [*verb.as_flags(words), *others]).run
+
+
+def _sharing_ranks(parsed: dict[str, Any], num_gpus: int, tokens_of_a_pass: int) -> int:
+    """The most GPUs among whom the batch can be shared: a number of tokens is brought to a multiple of them."""
+    try:
+        tokens = parse_tokens(str(parsed["tokens_per_batch"] or 1))
+    except UnitError:
+        return 1  # told where the batch is read
+    return max(n for n in divisors(num_gpus) if n == 1 or n * tokens_of_a_pass <= tokens)
+
+
+def _chosen(run: Run, result: SearchResult, cluster: Cluster, stack: Stack) -> RunPlan:
+    """The fastest layout whose memory, replayed where it can be, fits; or the one that needs least."""
+    for one in result.ranked:
+        plan = plan_run(replace(run, layout=one.layout), cluster, stack)
+        if plan.fits:
+            return plan
+    assert result.smallest is not None
+    return plan_run(replace(run, layout=result.smallest.layout), cluster, stack)
+
+
+def _print(
+    result: SearchResult, chosen: RunPlan, parsed: dict[str, Any], arguments: list[str], base: Layout,
+    asked: dict[str, tuple[Any, ...]],
+) -> None:  # fmt: skip
+    console = verb.console_for_people()
+    if result.best is None:
+        console.print(f"[bold red]{no_layout_fits(result)}[/]")
+        console.print(_what_would_fit(result.workload, base, asked) + "\n")
+    else:
+        show_ranking(result, console, top=parsed["top"])
+        console.print()
+    show_plan(chosen, console, tokens=verb.num_tokens(parsed["tokens"]))
+    if parsed["explain"]:
+        console.print()
+        show_explanation(result, *_compared(result.workload, base, asked), console)
+    console.print(f"\n[bold]next[/bold]  {_next_command(result, chosen, parsed, arguments)}", soft_wrap=True)
+
+
+def _compared(
+    workload: Workload, base: Layout, asked: dict[str, tuple[Any, ...]]
+) -> tuple[list[Scaled], list[tuple[Cluster, Any]]]:
+    """Other numbers of GPUs, and other GPUs."""
+    return scaling(workload, base=base, asked=asked), elsewhere(workload, base=base, asked=asked)
+
+
+def _what_would_fit(workload: Workload, base: Layout, asked: dict[str, tuple[Any, ...]]) -> str:
+    """The smallest larger cluster on which something fits, in a sentence."""
+    one = smallest_that_fits(workload, base=base, asked=asked)
+    if one is None:
+        return "No number of these GPUs would do with this batch; a larger batch, a shorter sequence or larger GPUs might."
+    words = layout_words(one.layout, one.num_micro_batches)
+    return f"{one.layout.world_size} GPUs would do: {words}."
+
+
+def _next_command(result: SearchResult, chosen: RunPlan, parsed: dict[str, Any], arguments: list[str]) -> str:
+    words = ["ultrascale plan", *arguments]
+    if not chosen.fits:
+        return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
+    if parsed["save"] is not None:
+        return f"ultrascale check {parsed['save']}   then  ultrascale train {parsed['save']}"
+    if chosen.stack.name != "ultrascale":
+        return " ".join([*words, "--print-flags"])
+    if untrainable_layout(chosen.run.layout) and not parsed["runnable"]:
+        words.append("--runnable")
+    return " ".join([*words, "--save run.toml"])
+
+
+def _as_json(
+    result: SearchResult, chosen: RunPlan, parsed: dict[str, Any], base: Layout, asked: dict[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    priced = result.priced
+    found: dict[str, Any] = {
+        "num_legal": len(priced.fits),
+        "num_fitting": int(priced.fits.sum()),
+        "num_priced": int(priced.was_priced.sum()),
+        "seconds": result.seconds,
+        "tie_fraction": TIE,
+        "num_tied": result.num_tied if result.ranked else 0,
+        "ranked": [prediction_json(one) for one in distinct(result.ranked)[: parsed["top"]]],
+        "front": [prediction_json(one) for one in result.front],
+        "smallest": result.smallest and prediction_json(result.smallest),
+        "refused": [asdict(one) for one in result.refused],
+    }
+    if parsed["explain"]:
+        found["explanation"] = _explanation_json(result, *_compared(result.workload, base, asked))
+    return chosen.to_json() | {"search": found}
+
+
+def _explanation_json(result: SearchResult, scan: Sequence[Scaled], others: Sequence[tuple[Cluster, Any]]) -> dict[str, Any]:
+    return {
+        "fit": [asdict(one) for one in rungs(result)],
+        "changes": [asdict(one) for one in changes(result)],
+        "worth": [asdict(one) for one in marginals(result)],
+        "scaling": [
+            {"num_gpus": one.num_gpus, "brings": one.brings, "pays": one.pays, "best": one.best and prediction_json(one.best)}
+            for one in scan
+        ],
+        "elsewhere": {cluster.name: one and prediction_json(one) for cluster, one in others},
+    }

@@ -1,0 +1,220 @@
+"""A search on a terminal: the ranking, and why. Draws what `plan.search`, `plan.explain` and `plan.scaling` say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ultrascale.plan.explain import Change, Marginal, Rung, binding, changes, marginals, rungs
+from ultrascale.plan.price import Prediction
+from ultrascale.plan.scaling import PAYS, Scaled, most_that_pay
+from ultrascale.plan.search import TIE, SearchResult, needed_bytes
+from ultrascale.spec.cluster import Cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model
+from ultrascale.spec.units import format_bytes, format_count, format_seconds
+
+MAX_REFUSED = 12
+"""Families left out that are told one by one; the rest is counted."""
+
+
+def show_ranking(result: SearchResult, console: Console, *, top: int) -> None:
+    """Print the fastest layouts, of those that differ only in details the fastest; and what was searched."""
+    ours = result.workload.stack.name == "ultrascale"
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for column in ("", "step", "MFU", "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("runs" if ours else "", no_wrap=True)
+    table.add_column("layout", overflow="fold")
+    for number, one in enumerate(distinct(result.ranked)[:top], start=1):
+        tied = one.step_seconds <= result.ranked[0].step_seconds * (1 + TIE)
+        mark = Text(f"{'=' if tied and number > 1 else ''}{number}", style="bold green" if number == 1 else "")
+        table.add_row(
+            mark, format_seconds(one.step_seconds), f"{one.mfu():.1%}", format_bytes(float(needed_bytes(one.memory))),
+            _runs(one) if ours else "", layout_words(one.layout, one.num_micro_batches),
+            style="bold" if number == 1 else "" if tied else "dim",
+        )  # fmt: skip
+    console.print(table)
+    console.print(Text(_summary(result), style="dim"))
+
+
+def distinct(ranked: Iterable[Prediction]) -> list[Prediction]:
+    """The fastest of each way to cut the model: same axes, ZeRO stage and recomputation."""
+    best: dict[tuple[object, ...], Prediction] = {}
+    for one in ranked:
+        own = one.layout
+        best.setdefault((own.tp, own.cp, own.pp, own.ep, own.expert_tp, own.zero_stage, own.recompute), one)
+    return list(best.values())
+
+
+def _summary(result: SearchResult) -> str:
+    priced = result.priced
+    count, fitting = len(priced.fits), int(priced.fits.sum())
+    tied = result.num_tied
+    together = (
+        f"  = within {TIE:.0%} of the first, {tied} in all: only a measurement can tell them apart.\n" if tied > 1 else ""
+    )
+    runs = "  runs: what `ultrascale train` runs today; --runnable searches only that. 2 x 8: micro-batch size x number.\n"
+    dropped = int(priced.too_large.sum() + priced.too_slow.sum())
+    took = format_seconds(result.seconds)
+    searched = f"  {count:,} legal layouts, {fitting:,} fit, {dropped:,} dropped by bounds; searched in {took}."
+    return together + (runs if result.workload.stack.name == "ultrascale" else "") + searched
+
+
+def _runs(one: Prediction) -> str:
+    return "" if untrainable_layout(one.layout) or untrainable_model(one.workload.model) else "yes"
+
+
+def layout_words(layout: Layout, num_micro_batches: int) -> str:
+    """A layout in a line: `dp16 tp2 pp2 interleaved x4, ZeRO 1, 2 x 8, recompute full`; 2 x 8: micro-batch size, number."""
+    axes = [f"{name}{size}" for name, size in _axes(layout) if size > 1] or ["one GPU"]
+    if layout.pp > 1:
+        axes.append(f"{layout.schedule} x{layout.virtual_stages}" if layout.virtual_stages > 1 else layout.schedule)
+    if layout.cp > 1:
+        axes.append(layout.cp_method)
+    partly = f"/{layout.shard_size}" if layout.zero_stage and layout.dp_replicate > 1 else ""
+    words = [" ".join(axes), f"ZeRO {layout.zero_stage}{partly}", f"{layout.micro_batch_size} x {num_micro_batches}"]
+    if layout.recompute != "none":
+        words.append(f"every {layout.recompute_every}" if layout.recompute == "every-k" else layout.recompute)
+    return ", ".join(words)
+
+
+def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
+    names = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "expert_tp": "etp"}
+    return tuple((short, getattr(layout, name)) for name, short in names.items())
+
+
+def show_explanation(
+    result: SearchResult, scan: Sequence[Scaled], others: Sequence[tuple[Cluster, Prediction | None]], console: Console
+) -> None:
+    """Print the three steps, the marginal prices, better clusters, and what was left out."""
+    console.print(Text("1  What makes it fit, and what that costs", style="bold"))
+    console.print(_rungs_table(rungs(result), result))
+    best = result.best
+    if best is not None:
+        console.print(Text("\n2  How the batch is reached", style="bold"))
+        console.print(Text(f"   {batch_words(best)}"))
+        console.print(Text("\n3  What makes it fast: one choice changed, the rest kept", style="bold"))
+        console.print(_changes_table(changes(result), best))
+        found = marginals(result)
+        console.print(Text("\nWhat binds", style="bold"))
+        console.print(Text(f"   {binding(best, found)}"))
+        console.print(_marginals_table(found))
+    console.print(Text("\nMore GPUs, fewer GPUs, the same batch", style="bold"))
+    console.print(_scaling_table(scan, result.workload.cluster.num_accelerators))
+    if others:
+        console.print(Text("\nThe same number of other GPUs", style="bold"))
+        console.print(_others_table(others, best))
+    console.print(Text("\nLeft out", style="bold"))
+    console.print(_refused_table(result))
+
+
+def batch_words(one: Prediction) -> str:
+    """The global batch as a product: `512 sequences = dp 16 x micro-batch 2 x accumulation 16`."""
+    layout, workload = one.layout, one.workload
+    product = f"dp {layout.dp} x micro-batch {layout.micro_batch_size} x {one.num_micro_batches} micro-batches"
+    why = ""
+    if layout.pp > 1:
+        why = f"; {one.num_micro_batches} of them keep {layout.pp} stages busy"
+    elif one.num_micro_batches > 1:
+        why = ", gradients summed over them"
+    tokens = format_count(workload.tokens_per_step)
+    return f"{workload.sequences_per_batch} sequences ({tokens} tokens) = {product}{why}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold dim", padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0, overflow="fold")
+    return table
+
+
+def _rungs_table(found: Sequence[Rung], result: SearchResult) -> Table:
+    table = _table("", "layouts", "needs at least", "fastest step")
+    for rung in found:
+        fastest = "does not fit" if rung.fastest_seconds is None else format_seconds(rung.fastest_seconds)
+        style = "" if rung.fits else "red dim"
+        table.add_row(rung.name, f"{rung.num_layouts:,}", format_bytes(rung.least_bytes), fastest, style=style)
+    capacity = result.workload.cluster.accelerator.memory_bytes.value
+    table.add_row("of one GPU", "", format_bytes(capacity), "", style="dim")
+    return table
+
+
+def _changes_table(found: Sequence[Change], best: Prediction) -> Table:
+    table = _table("change", "to", "step", "", "memory")
+    for change in found:
+        slower = change.seconds / best.step_seconds - 1
+        memory = format_bytes(change.peak_bytes) + ("" if change.fits else ", too much")
+        own = str(getattr(best.layout, change.name) or best.layout.shard_size)
+        table.add_row(
+            f"{change.name} = {own}", change.value, format_seconds(change.seconds), f"{slower:+.1%}", memory,
+            style="" if change.fits else "red dim",
+        )  # fmt: skip
+    return table
+
+
+def _marginals_table(found: Sequence[Marginal]) -> Table:
+    table = _table("worth of", "tokens/s")
+    for one in found:
+        table.add_row(one.name, f"{one.gain:+.1%}" if abs(one.gain) >= 0.0005 else "nothing")
+    return table
+
+
+def _scaling_table(scan: Sequence[Scaled], own: int) -> Table:
+    table = _table("GPUs", "step", "tokens/s", "MFU", "each added GPU brings")
+    for one in scan:
+        style = "bold" if one.num_gpus == own else ""
+        if one.best is None:
+            table.add_row(f"{one.num_gpus:,}", "nothing fits or divides", "", "", "", style="red dim")
+            continue
+        brings = "" if one.brings is None else f"{one.brings:.0%} of a GPU"
+        table.add_row(
+            f"{one.num_gpus:,}", format_seconds(one.best.step_seconds), f"{one.best.tokens_per_second:,.0f}",
+            f"{one.best.mfu():.1%}", brings, style=style,
+        )  # fmt: skip
+    most = most_that_pay(scan)
+    if most is not None:
+        table.caption = f"Up to {most.num_gpus:,} an added GPU brings at least {PAYS:.0%} of what one brings at best."
+        table.caption_justify = "left"
+    return table
+
+
+def _others_table(others: Sequence[tuple[Cluster, Prediction | None]], best: Prediction | None) -> Table:
+    table = _table("cluster", "step", "against this", "memory", "layout")
+    for cluster, one in others:
+        if one is None:
+            table.add_row(cluster.name, "does not fit", "", "", "", style="red dim")
+            continue
+        against = "" if best is None else f"{best.step_seconds / one.step_seconds:.2f} x"
+        memory = format_bytes(float(needed_bytes(one.memory)))
+        words = layout_words(one.layout, one.num_micro_batches)
+        table.add_row(cluster.name, format_seconds(one.step_seconds), against, memory, words)
+    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+    return table
+
+
+def _refused_table(result: SearchResult) -> Table:
+    table = _table("", "", "cuts")
+    table.columns[1].justify, table.columns[1].no_wrap = "left", False
+    refused = result.refused
+    for one in refused[:MAX_REFUSED]:
+        table.add_row(one.family, one.reason, f"{one.count:,}")
+    if len(refused) > MAX_REFUSED:
+        rest = refused[MAX_REFUSED:]
+        table.add_row("others", f"{len(rest)} more families (--json lists them)", f"{sum(one.count for one in rest):,}")
+    too_large, unfit = int(result.priced.too_large.sum()), int((result.priced.was_priced & ~result.priced.fits).sum())
+    table.add_row("too large", "weights, gradients and optimizer state alone are more than a GPU", f"{too_large:,} layouts")
+    table.add_row("does not fit", "with activations and buffers", f"{unfit:,} layouts")
+    return table
+
+
+def no_layout_fits(result: SearchResult) -> str:
+    """One sentence on what is missing, and what would fit."""
+    smallest = result.smallest
+    assert smallest is not None
+    need, have = float(needed_bytes(smallest.memory)), result.workload.cluster.accelerator.memory_bytes.value
+    words = layout_words(smallest.layout, smallest.num_micro_batches)
+    return f"Nothing fits: the smallest layout ({words}) needs {format_bytes(need)} of {format_bytes(have)} a GPU."
