@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -67,6 +68,20 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """Share of all ranks' time in which they do not compute."""
         return 1 - sum(self.busy_seconds) / (len(self.busy_seconds) * self.step_seconds)
+
+    def to_json(self, *, actions: bool = True) -> dict[str, Any]:
+        """A JSON-able dictionary; with `actions`, each of them with its start and end."""
+        ranks = []
+        for rank, (row, busy, held) in enumerate(zip(self.schedule, self.busy_seconds, self.in_flight, strict=True)):
+            about: dict[str, Any] = {
+                "rank": rank, "stages": sorted(held.by_stage), "busy_seconds": busy,
+                "bubble_seconds": self.bubble_seconds[rank], "in_flight": held.total, "in_flight_for_weights": held.waiting,
+            }  # fmt: skip
+            if actions:
+                names = (action.cell for action in row)
+                about["actions"] = [list(item) for item in zip(names, self.start[rank], self.end[rank], strict=True)]
+            ranks.append(about)
+        return {"step_seconds": self.step_seconds, "bubble_fraction": self.bubble_fraction, "ranks": ranks}
 
     @cached_property
     def in_flight(self) -> list[InFlight]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.build import build_schedule, is_file
 from ultrascale.schedules.executable import Schedule, Wiring, shape_of, wire
 
 TABLE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
@@ -40,9 +40,15 @@ class Program:
     """First and last + 1 number of every wave."""
 
 
-@lru_cache(maxsize=128)
 def program_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> Program:
-    """A schedule of `schedules.build.NAMES` ready to be played. Raises SpecError if the numbers do not suit it."""
+    """A schedule known by name (kept for the next time) or from a file. Raises SpecError if the numbers do not suit it."""
+    if is_file(name):
+        return compile_schedule(build_schedule(name, pp, num_micro_batches, virtual_stages))
+    return _program_of(name, pp, num_micro_batches, virtual_stages)
+
+
+@lru_cache(maxsize=128)
+def _program_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None) -> Program:
     return compile_schedule(build_schedule(name, pp, num_micro_batches, virtual_stages))
 
 

@@ -74,8 +74,13 @@ def schedule_problems(name: str, pp: int, num_micro_batches: int, virtual_stages
     return found
 
 
+def is_file(name: str) -> bool:
+    """Whether `name` is that of a file of actions."""
+    return Path(name).suffix in (".csv", ".json")
+
+
 def _from_file(name: str, pp: int, num_micro_batches: int) -> list[list[Action]]:
-    if Path(name).suffix not in (".csv", ".json"):
+    if not is_file(name):
         raise SpecError(
             [Problem("schedule", f"there is no schedule {name!r}", f"Take {', '.join(NAMES)}, or a .csv or .json file.")]
         )

@@ -1,0 +1,211 @@
+"""`ultrascale show schedule`: a pipeline schedule played and drawn; `ultrascale show schedules`: all of them on one table."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from ultrascale.cli.parse import parse
+from ultrascale.spec.problems import Problem, SpecError
+
+if TYPE_CHECKING:
+    from ultrascale.plan.pipeline import Program, Timeline
+
+COPIES = {"dualpipe": 2}
+"""Copies of the weights that a schedule needs, where it is not one."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, or any unit of time, of one micro-batch through all the stages of a rank."""
+
+    forward: float = 1.0
+    """Its forward pass."""
+    input_gradient: float = 1.0
+    """The gradients of its activations."""
+    weight_gradient: float = 1.0
+    """The gradients of its weights."""
+    communication: float = 0.0
+    """Of each of forward and input_gradient: what an overlapped pair (dualpipe) can hide."""
+    send: float = 0.0
+    """One message between ranks."""
+
+
+@dataclass(frozen=True)
+class ShowSchedule:
+    """Play a pipeline schedule and draw it: when each rank does what, how long it waits, what it keeps.
+
+        ultrascale show schedule 1f1b --pp 4 --micro-batches 8
+
+        ultrascale show schedule interleaved --pp 4 --micro-batches 8 --virtual-stages 2 --svg interleaved.svg
+
+    All of them on one table:
+
+        ultrascale show schedules --pp 8 --micro-batches 32
+    """
+
+    what: Annotated[str, tyro.conf.Positional]
+    """`schedule`, or `schedules` for all."""
+    name: Annotated[str, tyro.conf.Positional] = ""
+    """afab, 1f1b, interleaved, breadth-first, zb-h1, zb-v, dualpipe, dualpipe-v, or a CSV or JSON file of actions."""
+    pp: int | None = None
+    """Ranks of the pipeline. None: 4, or what the file says."""
+    micro_batches: int | None = None
+    """Micro-batches of a step. None: 8, or what the file says."""
+    virtual_stages: int | None = None
+    """Stages a rank: for interleaved and breadth-first, 2 if not given."""
+    cost: Costs = Costs()
+    svg: Path | None = None
+    """Also write a picture."""
+    perfetto: Path | None = None
+    """Also write a trace for ui.perfetto.dev."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb. Raises SpecError if the schedule is unknown or the numbers do not suit it."""
+    asked = parse(ShowSchedule, "show", arguments)
+    if asked.what == "schedules":
+        if asked.name:
+            raise SpecError([Problem("name", f"`show schedules` takes no name, got {asked.name}", "Say `show schedule`.")])
+        return _show_all(asked)
+    if not asked.name:
+        from ultrascale.schedules.build import NAMES
+
+        raise SpecError([Problem("name", "which schedule is missing", f"Take {', '.join(NAMES)}, or a .csv or .json file.")])
+    program = _program(asked)
+    timeline = _played(asked, asked.name, program)
+    ranks, micro_batches = len(program.schedule), program.num_micro_batches
+    title = f"{asked.name}, {ranks} ranks, {micro_batches} micro-batches"
+    if asked.json:
+        print(jsonlib.dumps({"schedule": asked.name, "pp": ranks, "micro_batches": micro_batches} | timeline.to_json()))
+    else:
+        _show_one(timeline, title)
+    _write_files(asked, timeline, title, say=not asked.json)
+    return 0
+
+
+def _program(asked: ShowSchedule) -> Program:
+    """The schedule asked for; a file says itself for how many ranks and micro-batches it is."""
+    from ultrascale.plan.pipeline import compile_schedule, program_of
+    from ultrascale.schedules.build import is_file
+    from ultrascale.schedules.custom import read_schedule
+
+    if is_file(asked.name):
+        given = {"pp": asked.pp, "micro_batches": asked.micro_batches, "virtual_stages": asked.virtual_stages}
+        if said := [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]:
+            raise SpecError([Problem(said[0], f"{asked.name} says that itself", f"Leave out {' and '.join(said)}.")])
+        return compile_schedule(read_schedule(Path(asked.name)))
+    return program_of(asked.name, *_size(asked), asked.virtual_stages)
+
+
+def _size(asked: ShowSchedule) -> tuple[int, int]:
+    return (4 if asked.pp is None else asked.pp), (8 if asked.micro_batches is None else asked.micro_batches)
+
+
+def _played(asked: ShowSchedule, name: str, program: Program) -> Timeline:
+    from ultrascale.plan.pipeline import StageSeconds, play
+    from ultrascale.plan.pipeline_bounds import STAGES_A_RANK
+
+    _check_costs(asked.cost)
+    cost, share = asked.cost, 1 / STAGES_A_RANK.get(name, program.num_stages / len(program.schedule))
+    passes = (cost.forward * share, cost.input_gradient * share, cost.weight_gradient * share)
+    talk = cost.communication * share
+    return play(program, StageSeconds(*passes, cost.send, forward_communication=talk, backward_communication=talk))
+
+
+def _check_costs(cost: Costs) -> None:
+    found = [
+        Problem(f"cost.{key}", f"must not be negative, is {value:g}", "Give a time.")
+        for key, value in vars(cost).items()
+        if value < 0
+    ]
+    if cost.communication > min(cost.forward, cost.input_gradient):
+        rule = f"is part of forward and of input_gradient, but {cost.communication:g} is more than one of them"
+        found.append(Problem("cost.communication", rule, f"Give at most {min(cost.forward, cost.input_gradient):g}."))
+    if cost.forward + cost.input_gradient + cost.weight_gradient == 0:
+        found.append(Problem("cost", "everything takes no time", "Give one of them a time."))
+    if found:
+        raise SpecError(found)
+
+
+def _show_one(timeline: Timeline, title: str) -> None:
+    from ultrascale.plan.draw_schedule import draw_text
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{title}[/bold]\n")
+    names = [f"rank {rank} " for rank in range(len(timeline.schedule))]
+    margin = max(map(len, names))
+    lines = draw_text(timeline, width=console.width - margin, colour=console.color_system is not None)
+    for name, line in zip(names, lines, strict=True):
+        console.print(name.ljust(margin), line, sep="", soft_wrap=True)
+    console.print()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("rank", "stages", "computes", "waits", "", "activations", "for W only"):
+        table.add_column(column, justify="left" if column == "stages" else "right")
+    for rank, (row, busy, idle, held) in enumerate(
+        zip(timeline.schedule, timeline.busy_seconds, timeline.bubble_seconds, timeline.in_flight, strict=True)
+    ):
+        stages = ", ".join(map(str, sorted({part.stage for action in row for part in action.parts})))
+        share = f"{idle / timeline.step_seconds:.1%}"
+        table.add_row(str(rank), stages, f"{busy:.4g}", f"{idle:.4g}", share, str(held.total), str(held.waiting or ""))
+    console.print(table)
+    console.print(f"\nA step takes {timeline.step_seconds:.4g}; ranks wait {timeline.bubble_fraction:.1%} of it.")
+    console.print("Activations: the most at once, in micro-batches of one stage.")
+
+
+def _show_all(asked: ShowSchedule) -> int:
+    from ultrascale.plan.pipeline import program_of
+    from ultrascale.schedules.build import NAMES
+
+    pp, micro_batches = _size(asked)
+    rows = []
+    for name, known in NAMES.items():
+        if name == "dualpipe" and pp % 2:
+            continue
+        program = program_of(name, pp, micro_batches, asked.virtual_stages if known.virtual_stages is None else None)
+        rows.append((name, program, _played(asked, name, program)))
+    if asked.json:
+        print(jsonlib.dumps({name: timeline.to_json(actions=False) for name, _, timeline in rows}))
+        return 0
+    console = Console(highlight=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("schedule", "stages a rank", "weights", "step", "waits", "activations kept", "messages"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for name, program, timeline in rows:
+        table.add_row(name, *_compared(name, program, timeline))
+    console.print(f"[bold]{pp} ranks, {micro_batches} micro-batches[/bold]\n")
+    console.print(table)
+    console.print("\nActivations: the most at once on the rank that keeps most, in micro-batches of all its stages.")
+    console.print("Messages: sent a micro-batch, the mean of the ranks.")
+    return 0
+
+
+def _compared(name: str, program: Program, timeline: Timeline) -> list[str]:
+    copies = COPIES.get(name, 1)
+    ranks, num_stages = len(program.schedule), program.num_stages
+    kept = max(held.total for held in timeline.in_flight) * ranks / num_stages
+    sent = (program.borders < num_stages - 1).sum() / (ranks * program.num_micro_batches)
+    step, waits = f"{timeline.step_seconds:.4g}", f"{timeline.bubble_fraction:.1%}"
+    return [str(num_stages * copies // ranks), f"{copies}x", step, waits, f"{kept:.4g}", f"{sent:.3g}"]
+
+
+def _write_files(asked: ShowSchedule, timeline: Timeline, title: str, *, say: bool) -> None:
+    if asked.svg is not None:
+        from ultrascale.plan.draw_schedule import draw_svg
+
+        asked.svg.write_text(draw_svg(timeline, title=title, unit="units of time"))
+    if asked.perfetto is not None:
+        from ultrascale.plan.trace_events import trace_events
+
+        asked.perfetto.write_text(jsonlib.dumps(trace_events(timeline, title=title)))
+    for path in (asked.svg, asked.perfetto):
+        if path is not None and say:
+            print(f"wrote {path}")

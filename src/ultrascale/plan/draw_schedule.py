@@ -1,0 +1,205 @@
+"""A step of a pipeline as a picture: a row a rank, a box an action, from left to right in time. As text and as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import NamedTuple
+
+from rich.text import Text
+
+from ultrascale.plan.pipeline import Timeline
+from ultrascale.schedules.actions import Action, Kind
+
+COLOURS = {
+    Kind.FORWARD: "#3d6db5",
+    Kind.BACKWARD: "#2e8f66",
+    Kind.INPUT_GRADIENT: "#3aa88f",
+    Kind.WEIGHT_GRADIENT: "#d9952b",
+}
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input gradient",
+    Kind.WEIGHT_GRADIENT: "weight gradient",
+}
+FADE = 0.5
+"""How far towards white the colour of a rank's last stage goes."""
+IDLE = "·"
+WIDEST_UNIT = 6
+"""Columns of text for the shortest action, at most."""
+LEFT, RIGHT, TOP, ROW, GAP, BOTTOM, WIDTH = 96, 128, 62, 30, 6, 78, 1280
+"""Pixels of the SVG: margins, a row, the gap between rows, the whole width."""
+DIGIT = 6.4
+"""Pixels of a digit at the boxes' font size, 11."""
+MOST_TICKS = 12
+
+
+class Box(NamedTuple):
+    """One pass, as it is drawn."""
+
+    rank: int
+    start: float
+    end: float
+    part: Action
+    depth: float
+    """0 for the rank's first stage, 1 for its last: how light the colour is."""
+    row: int
+    """0 the upper half of the rank's row, 1 the lower half, -1 all of it."""
+
+
+def boxes(timeline: Timeline) -> Iterator[Box]:
+    """Everything to draw, rank by rank in time."""
+    for rank, row in enumerate(timeline.schedule):
+        stages = sorted({part.stage for action in row for part in action.parts})
+        depth = {stage: index / max(1, len(stages) - 1) for index, stage in enumerate(stages)}
+        for action, start, end in zip(row, timeline.start[rank], timeline.end[rank], strict=True):
+            parts = action.parts
+            for index, part in enumerate(parts):
+                yield Box(rank, start, end, part, depth[part.stage], index if len(parts) == 2 else -1)
+
+
+def draw_text(timeline: Timeline, *, width: int, colour: bool) -> list[Text]:
+    """A line a rank, at most `width` columns wide: `F3` a forward of micro-batch 3, `B0──` a longer backward, `·` waiting.
+
+    With `colour`, boxes are coloured and a number alone will do where the letter does not fit.
+    """
+    shortest = min(end - start for starts, ends in zip(timeline.start, timeline.end, strict=True)
+                   for start, end in zip(starts, ends, strict=True) if end > start)  # fmt: skip
+    a_unit = width * shortest / timeline.step_seconds
+    scale = (min(int(a_unit), WIDEST_UNIT) if a_unit >= 1 else a_unit) / shortest
+    lines = []
+    for rank, row in enumerate(timeline.schedule):
+        line, column = Text(no_wrap=True, end=""), 0
+        for action, start, end in zip(row, timeline.start[rank], timeline.end[rank], strict=True):
+            first, beyond = round(start * scale), round(end * scale)
+            line.append(IDLE * (first - column), style="dim")
+            line.append(_cell(action, beyond - first, colour=colour), style=_style(action) if colour else "")
+            column = beyond
+        line.append(IDLE * (round(timeline.step_seconds * scale) - column), style="dim")
+        lines.append(line)
+    return lines
+
+
+def _cell(action: Action, width: int, *, colour: bool) -> str:
+    """The label that fits, filled up to `width`."""
+    if action.beside is None:
+        kind, number = action.kind.value, str(action.micro_batch)
+        labels = [kind + number, number if colour else kind, kind, ""]
+    else:
+        labels = [
+            f"F{action.micro_batch}&B{action.beside.micro_batch}",
+            f"{action.micro_batch}&{action.beside.micro_batch}",
+            "&",
+            "",
+        ]
+    label = next(label for label in labels if len(label) <= width)
+    return label.ljust(width, " " if colour else "─")
+
+
+def _style(action: Action) -> str:
+    """White on the kind's colour, odd micro-batches a little lighter so that neighbours can be told apart."""
+    colour = "#6a5a9e" if action.beside is not None else COLOURS[action.kind]
+    return f"white on {_lighter(colour, 0.2 * (action.micro_batch % 2))}"
+
+
+def draw_svg(timeline: Timeline, *, title: str, unit: str = "") -> str:
+    """A picture that stands alone: boxes with numbers of micro-batches, waiting hatched, its share and activations beside.
+
+    `unit`: what a second stands for, if it is none.
+    """
+    ranks = len(timeline.schedule)
+    height = TOP + ranks * (ROW + GAP) + BOTTOM
+    scale = (WIDTH - LEFT - RIGHT) / timeline.step_seconds
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        'font-family="Helvetica, Arial, sans-serif">',
+        '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        '<rect width="6" height="6" fill="#f4f5f7"/><rect width="1.5" height="6" fill="#d5d9df"/></pattern></defs>',
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        f'<text x="{LEFT}" y="28" font-size="17" font-weight="bold" fill="#1f2933">{escape(title)}</text>',
+        f'<text x="{LEFT}" y="48" font-size="12" fill="#6b7580">{escape(_subtitle(timeline, unit))}</text>',
+    ]
+    for rank in range(ranks):
+        out += _row_frame(timeline, rank, scale)
+    for box in boxes(timeline):
+        out += _svg_box(box, scale)
+    out += _axis(timeline, scale, TOP + ranks * (ROW + GAP))
+    out += _legend(timeline, height - 26)
+    return "\n".join([*out, "</svg>", ""])
+
+
+def _subtitle(timeline: Timeline, unit: str) -> str:
+    return f"step {timeline.step_seconds:g}{' ' + unit if unit else ' s'}, ranks wait {timeline.bubble_fraction:.1%} of it"
+
+
+def _row_frame(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
+    """The rank's name and stages, its row as waiting time, and at the right what it waits and holds."""
+    top = TOP + rank * (ROW + GAP)
+    stages = ", ".join(str(stage) for stage in sorted({p.stage for a in timeline.schedule[rank] for p in a.parts}))
+    held = timeline.in_flight[rank].total
+    idle = timeline.bubble_seconds[rank] / timeline.step_seconds
+    yield f'<text x="{LEFT - 10}" y="{top + 13}" font-size="12" text-anchor="end" fill="#1f2933">rank {rank}</text>'
+    yield f'<text x="{LEFT - 10}" y="{top + 26}" font-size="9.5" text-anchor="end" fill="#8a939c">stage {stages}</text>'
+    yield f'<rect x="{LEFT}" y="{top}" width="{timeline.step_seconds * scale:.2f}" height="{ROW}" fill="url(#idle)"/>'
+    yield f'<text x="{WIDTH - RIGHT + 12}" y="{top + 13}" font-size="12" fill="#1f2933">{idle:.1%} waiting</text>'
+    yield f'<text x="{WIDTH - RIGHT + 12}" y="{top + 26}" font-size="9.5" fill="#8a939c">{held} activations at most</text>'
+
+
+def _svg_box(box: Box, scale: float) -> Iterator[str]:
+    """A pass and, if there is room, the number of its micro-batch."""
+    x, width = LEFT + box.start * scale, (box.end - box.start) * scale
+    y, height = TOP + box.rank * (ROW + GAP), float(ROW)
+    if box.row >= 0:
+        y, height = y + box.row * ROW / 2, ROW / 2
+    colour = _lighter(COLOURS[box.part.kind], FADE * box.depth)
+    name = f"{NAMES[box.part.kind]} of micro-batch {box.part.micro_batch}, stage {box.part.stage}"
+    yield (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="2" fill="{colour}" stroke="#ffffff" '
+        f'stroke-width="{min(1.0, width / 8):.2f}"><title>{name}, {box.start:g} to {box.end:g}</title></rect>'
+    )
+    label = str(box.part.micro_batch)
+    if len(label) * DIGIT + 2 <= width:
+        ink = "#ffffff" if box.depth < 0.75 else "#14202b"
+        yield (
+            f'<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:.2f}" font-size="11" text-anchor="middle" '
+            f'fill="{ink}" pointer-events="none">{label}</text>'
+        )
+
+
+def _axis(timeline: Timeline, scale: float, y: float) -> Iterator[str]:
+    step = _round_step(timeline.step_seconds / MOST_TICKS)
+    ticks = int(timeline.step_seconds / step + 1e-9)
+    for number in range(ticks + 1):
+        x = LEFT + number * step * scale
+        yield f'<line x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 5}" stroke="#8a939c"/>'
+        yield f'<text x="{x:.2f}" y="{y + 18}" font-size="10" text-anchor="middle" fill="#6b7580">{number * step:g}</text>'
+
+
+def _round_step(least: float) -> float:
+    """The next of 1, 2, 5, 10, ... times a power of ten."""
+    power = 10.0 ** int(f"{least:e}".partition("e")[2])
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
+def _legend(timeline: Timeline, y: float) -> Iterator[str]:
+    """The kinds of action that occur."""
+    parts = [part for row in timeline.schedule for action in row for part in action.parts]
+    entries = [(COLOURS[kind], name) for kind, name in NAMES.items() if any(part.kind is kind for part in parts)]
+    x = float(LEFT)
+    for fill, name in [*entries, ("url(#idle)", "waiting")]:
+        yield f'<rect x="{x}" y="{y - 10}" width="13" height="13" rx="2" fill="{fill}"/>'
+        yield f'<text x="{x + 19}" y="{y + 1}" font-size="12" fill="#1f2933">{name}</text>'
+        x += 19 + 6.6 * len(name) + 26
+    notes = []
+    if any(len({p.stage for a in row for p in a.parts}) > 1 for row in timeline.schedule):
+        notes.append("lighter: a rank's later stages")
+    if any(action.beside is not None for row in timeline.schedule for action in row):
+        notes.append("one above the other: at the same time")
+    yield f'<text x="{x}" y="{y + 1}" font-size="12" fill="#6b7580">{"; ".join(["numbers: micro-batches", *notes])}</text>'
+
+
+def _lighter(colour: str, share: float) -> str:
+    """`#rrggbb` moved towards white by `share` of the way."""
+    channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(channel + (255 - channel) * share):02x}" for channel in channels)
