@@ -168,7 +168,7 @@ def _precision(asked: Asked, assumed: list[str]) -> Precision:
         value: Precision = "fp16" if (asked.year or 9999) <= LAST_YEAR_OF_FP16 else "bf16"
         assumed.append(f"precision {value}")
         return value
-    known = next((value for name, value in _PRECISIONS.items() if name in text), None)
+    known = next((precision for name, precision in _PRECISIONS.items() if name in text), None)
     if known is None:
         raise UnrepresentableError(f"precision {asked.precision!r} is not one of {', '.join(_PRECISIONS)}")
     if text in ("nvfp4", "fp4"):
