@@ -32,6 +32,12 @@ def show(
 
         ultrascale show clusters --resolved
 
+    Pipeline schedules, drawn and compared (`show schedule --help` says more):
+
+        ultrascale show schedule 1f1b --pp 4 --micro-batches 8
+
+        ultrascale show schedules --pp 8 --micro-batches 32
+
     Args:
         what: A run's TOML file or folder, or `models`, or `clusters`.
         resolved: Show every value, defaults too; for clusters, where each number comes from.
@@ -42,6 +48,10 @@ def show(
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0, or a SpecError with every mistake of the description."""
+    if arguments[:1] in (["schedule"], ["schedules"]):
+        from ultrascale.cli import show_schedule
+
+        return show_schedule.command(arguments)
     parsed, rest = parse_with_overrides(show, "show", arguments)
     what, every, as_json = parsed
     if what in ("models", "clusters"):

@@ -136,11 +136,12 @@ def _subtitle(timeline: Timeline, unit: str) -> str:
 def _row_frame(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
     """The rank's name and stages, its row as waiting time, and at the right what it waits and holds."""
     top = TOP + rank * (ROW + GAP)
-    stages = ", ".join(str(stage) for stage in sorted({p.stage for a in timeline.schedule[rank] for p in a.parts}))
+    held_stages = sorted(timeline.in_flight[rank].by_stage)
+    stages = f"stage{'s' * (len(held_stages) > 1)} {', '.join(map(str, held_stages))}"
     held = timeline.in_flight[rank].total
     idle = timeline.bubble_seconds[rank] / timeline.step_seconds
     yield f'<text x="{LEFT - 10}" y="{top + 13}" font-size="12" text-anchor="end" fill="#1f2933">rank {rank}</text>'
-    yield f'<text x="{LEFT - 10}" y="{top + 26}" font-size="9.5" text-anchor="end" fill="#8a939c">stage {stages}</text>'
+    yield f'<text x="{LEFT - 10}" y="{top + 26}" font-size="9.5" text-anchor="end" fill="#8a939c">{stages}</text>'
     yield f'<rect x="{LEFT}" y="{top}" width="{timeline.step_seconds * scale:.2f}" height="{ROW}" fill="url(#idle)"/>'
     yield f'<text x="{WIDTH - RIGHT + 12}" y="{top + 13}" font-size="12" fill="#1f2933">{idle:.1%} waiting</text>'
     yield f'<text x="{WIDTH - RIGHT + 12}" y="{top + 26}" font-size="9.5" fill="#8a939c">{held} activations at most</text>'
