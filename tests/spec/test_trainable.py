@@ -13,9 +13,9 @@ from ultrascale.spec.trainable import TRAINED_FAMILIES, expect_trainable, untrai
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 2, "virtual_stages": 2, "schedule": "interleaved"}, {"dp": 2, "ep": 2},
+        {"tp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 4, "schedule": "zb-h1"}, {"dp": 2, "ep": 2},
         {"tp": 2, "expert_tp": 2}, {"offload_activations": True}, {"offload_optimizer": True}, {"precision": "fp16"},
-        {"precision": "fp8"}, {"precision": "bf16", "reduce_dtype": "fp16"}, {"pp": 2, "layers_per_stage": (1, 1)},
+        {"precision": "fp8"}, {"precision": "bf16", "reduce_dtype": "fp16"},
     ],
 )  # fmt: skip
 def test_layouts_that_are_only_planned_are_refused_for_each_field_by_name(layout):
@@ -66,6 +66,12 @@ def test_a_run_that_is_only_planned_resolves_but_no_verb_starts_it(words, tmp_pa
     for verb in (train, check):
         with pytest.raises(SpecError, match="so far"):
             verb.command([str(tmp_path / "run.toml"), *words])
+
+
+def test_what_is_only_planned_is_told_together_with_the_corpus_that_is_missing():
+    with pytest.raises(SpecError) as caught:
+        resolve(None, {"model.preset": "tiny-mixtral", "batch.sequence_length": 64, "layout.pp": 2}, require_data=True)
+    assert [p.key for p in caught.value.problems] == ["model.num_experts", "layout.pp", "data.sources"]
 
 
 def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):

@@ -13,7 +13,6 @@ from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
-from ultrascale.spec.trainable import expect_trainable
 from ultrascale.train.metrics import expect_trackers
 from ultrascale.train.run_folder import RunFolder
 
@@ -54,7 +53,6 @@ def command(arguments: list[str]) -> int:
     if processes is not None:
         overrides += ["--layout.dp", str(processes)]
     resolved = resolve(path, overrides, require_data=True).run
-    expect_trainable(resolved.model, resolved.layout)
     expect_trackers(resolved)
     if "WORLD_SIZE" in os.environ or resolved.layout.world_size == 1:
         from ultrascale.train.worker import train_or_explain

@@ -51,7 +51,7 @@ def resolve(
     """The run that a TOML file (or a run folder, or nothing) and overrides describe.
 
     `overrides` are command-line words (`["--layout.dp", "4", "--compile"]`) or a mapping from dotted keys to values.
-    `require_data` demands a corpus to train on. Raises SpecError with every mistake found.
+    `require_data` demands a corpus to train on, and what the trainer runs. Raises SpecError with every mistake found.
     """
     problems: list[Problem] = []
     layers = [] if path is None else read_files(Path(path), problems)

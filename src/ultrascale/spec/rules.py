@@ -14,7 +14,7 @@ from ultrascale.spec.families import export_problems
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
-from ultrascale.spec.trainable import untrainable_model
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 
 # key: lowest, highest value. None as a value is always allowed where the field allows it.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -62,16 +62,26 @@ def run_problems(run: Run, *, require_data: bool = False, without: frozenset[str
     """Every rule that `run` breaks across its sections.
 
     `without` names keys whose values could not be read: rules that depend on them say nothing. `require_data` demands a corpus,
-    as training does and planning does not.
+    and a model and layout that the trainer runs, as training does and planning does not.
     """
     found: list[Problem] = []
     for depends, rule in _RULES:
         if not any(bad == key or bad.startswith(f"{key}.") for bad in without for key in depends):
             found += rule(run)
+    if require_data:
+        found += [*_trainable(run, without)]
     if require_data and not run.data.sources and "data.sources" not in without:
         remedy = 'Prepare text with `ultrascale data prepare` and name its folder: [data] sources = [{path = "..."}].'
         found.append(Problem("data.sources", "names no corpus to train on", remedy))
     return found
+
+
+def _trainable(run: Run, without: frozenset[str]) -> Iterator[Problem]:
+    unread = {bad.partition(".")[0] for bad in without}
+    if "model" not in unread:
+        yield from untrainable_model(run.model)
+    if "layout" not in unread:
+        yield from untrainable_layout(run.layout)
 
 
 def run_notes(run: Run) -> list[str]:

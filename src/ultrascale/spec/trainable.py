@@ -13,10 +13,8 @@ _LAYOUT: dict[str, tuple[object, str]] = {
     "tp": (1, "zero_stage = 3 cuts the parameters over dp ranks"),
     "cp": (1, "micro_batch_size = 1 with recompute = \"full\" fits the longest sequences"),
     "pp": (1, "zero_stage = 3 cuts the parameters over dp ranks"),
-    "virtual_stages": (1, "virtual stages are for pipelines only"),
-    "layers_per_stage": (None, "zero_stage = 3 cuts the parameters over dp ranks"),
-    "ep": (1, "dense models need none"),
-    "expert_tp": (1, "dense models need none"),
+    "ep": (1, "1, which dense models need"),
+    "expert_tp": (1, "1, which dense models need"),
     "offload_activations": (False, "recompute = \"full\" or a smaller micro_batch_size saves activations"),
     "offload_optimizer": (False, "zero_stage = 1 cuts optimizer state over dp ranks"),
 }  # fmt: skip
@@ -50,7 +48,7 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
 def untrainable_model(model: Model) -> list[Problem]:
     """Why the trainer cannot run `model` yet, one problem per feature; empty if it can. Planning is not affected."""
     found = [
-        Problem(f"model.{key}", f"brings {what}, which the trainer does not run so far", _remedy("dense models train"))
+        Problem(f"model.{key}", f"brings {what}, which the trainer does not run so far", _remedy("a dense model"))
         for key, (only, what) in _MODEL.items()
         if getattr(model, key) != only
     ]
@@ -59,7 +57,11 @@ def untrainable_model(model: Model) -> list[Problem]:
         rule = f"the trainer runs {usual} only so far{' with' if model.gated_mlp else ' without'} a gate, is {model.activation}"
         found.append(Problem("model.hidden_act", rule, _remedy("leave it out")))
     scaling = model.rope_scaling
-    if scaling is not None and not (scaling.truncate and scaling.mscale is None and scaling.mscale_all_dim is None):
+    if (
+        scaling is not None
+        and not model.latent_attention
+        and not (scaling.truncate and scaling.mscale is None and scaling.mscale_all_dim is None)
+    ):
         rule = "the trainer runs yarn with truncate = true and without mscale only so far"
         found.append(Problem("model.rope_scaling", rule, _remedy("leave them out")))
     if not found and model.model_type not in TRAINED_FAMILIES:
@@ -82,4 +84,4 @@ def _remedy(nearest: str) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return "none" if value is None else str(list(value) if isinstance(value, tuple) else value)
+    return str(value)
