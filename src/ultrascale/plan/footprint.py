@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ultrascale.plan.allocator import outside_bytes, reserved_bytes
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.rank_activations import rank_activations
-from ultrascale.plan.rank_moments import MOMENTS, rank_moments
+from ultrascale.plan.rank_moments import MOMENTS, aside_bytes, rank_moments
 from ultrascale.plan.rank_state import rank_state
 from ultrascale.plan.stages import Stages, cut_stages
 from ultrascale.plan.workload import Workload
@@ -90,7 +90,7 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
     exists = stages.exists > 0
     always = state.weights + state.optimizer + parts.dummies + _batch_bytes(workload, table)
     shape = (3, len(table))
-    sums = np.stack([np.broadcast_to(sum(one), shape) for one in moments]) + always
+    sums = np.stack([np.broadcast_to(sum(one[:-1]), shape) for one in moments]) + always
     sums = np.where(exists, sums, 0.0)
     moment = sums.argmax(axis=0)
     by_rank = np.take_along_axis(sums, moment[None], axis=0)[0]
@@ -112,9 +112,13 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
         "buffers": at([one.buffers for one in moments]) + of_worst(parts.dummies + _batch_bytes(workload, table)),
     }
     allocated = by_rank.max(axis=0)
+    in_pools = (
+        np.max([np.broadcast_to(sum(one[:-1]) - one.aside, shape) for one in moments], axis=0) + always + aside_bytes(state)
+    )
+    pooled = np.where(exists, np.maximum(in_pools, by_rank), 0.0).max(axis=0)
     capacity = np.full(len(table), workload.cluster.accelerator.memory_bytes.value)
     return Footprint(
-        categories, allocated, reserved_bytes(allocated), outside_bytes(table), capacity, by_rank, worst, when
+        categories, allocated, reserved_bytes(pooled), outside_bytes(table), capacity, by_rank, worst, when
     )  # fmt: skip
 
 

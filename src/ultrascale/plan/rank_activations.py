@@ -43,11 +43,14 @@ class RankActivations:
     """Of the micro-batches in flight but the one at work."""
     current: Floats
     """Of the micro-batch at work, all blocks of its stage and what is before them."""
-    saved: Floats
-    """Of the largest block."""
+    last_saved: Floats
+    """Of the last block, the first on the way back."""
     forward_excess: Floats
     """Of the block at work, beyond what it saves."""
-    backward_excess: Floats
+    last_excess: Floats
+    """Of the last block in its backward pass, beyond what it saved."""
+    next_excess: Floats
+    """Of the one before it."""
     first_backward: Floats
     """The backward pass of the first block, the last to run: with what it saved."""
     head_forward: Floats
@@ -66,7 +69,11 @@ def rank_activations(
 ) -> RankActivations:
     """The activations of every layout of `table`."""
     shapes, shape_of = distinct_shapes(workload, table)
-    saved, forward, backward = _blocks(workload, table, shapes, shape_of)
+    plain, again, share = _blocks(workload, table, shapes, shape_of)
+    saved = plain[0] * (1 - share) + again[0] * share
+    last_again, next_again = _recomputed_ends(workload, table, share)
+    last, following = np.where(last_again, again, plain), np.where(next_again, again, plain)
+    first = np.where(share > 0, again, plain)
     head = _parts([head_memory(workload.model, shape, stack=workload.stack) for shape in shapes])[:, shape_of]
     embedding = _parts([embedding_memory(workload.model, shape, stack=workload.stack) for shape in shapes])[:, shape_of]
     hidden = np.array([s.outer_tokens * workload.model.hidden_size * s.itemsize for s in shapes], dtype=float)[shape_of]
@@ -78,18 +85,22 @@ def rank_activations(
     head_saved = head[0] * stages.has_head * np.where(table.schedule == SCHEDULES.index("afab"), micro_batches - 1, 0)
     before = embedding[0] * stages.has_embedding
     waiting = np.maximum(flight - 1 / v, 0) * of_blocks + (flight - 1) * before + head_saved
-    largest = np.where(there, saved, 0).max(axis=1)
+
+    def largest(column: Floats) -> Floats:
+        return np.where(there, column, 0).max(axis=1)
+
     current = of_blocks / v
     offloads = table.offload_activations > 0
     waiting = np.where(offloads, np.minimum(waiting, 0), waiting)
-    current = np.where(offloads, np.minimum(current, OFFLOADED_BLOCKS_LEFT * largest), current)
+    current = np.where(offloads, np.minimum(current, OFFLOADED_BLOCKS_LEFT * largest(saved)), current)
     return RankActivations(
         waiting=waiting,
         current=current + before,
-        saved=largest,
-        forward_excess=np.where(there, forward - saved, 0).max(axis=1),
-        backward_excess=np.where(there, backward - saved, 0).max(axis=1),
-        first_backward=np.where(there, backward, 0).max(axis=1) + before,
+        last_saved=largest(last[0]),
+        forward_excess=largest(plain[1] - plain[0]),
+        last_excess=largest(last[2] - last[0]),
+        next_excess=largest(following[2] - following[0]),
+        first_backward=largest(first[2]) + before,
         head_forward=head[1] * stages.has_head,
         head_backward=head[2] * stages.has_head,
         embedding_saved=before,
@@ -121,25 +132,30 @@ def in_flight(table: LayoutTable, micro_batches: NDArray[np.int64]) -> Floats:
 def _blocks(
     workload: Workload, table: LayoutTable, shapes: list[Shape], shape_of: NDArray[np.intp]
 ) -> tuple[Floats, Floats, Floats]:
-    """Saved bytes and peaks of each kind of block: [kinds, layouts] each."""
+    """[saved, forward peak, backward peak] x kinds x layouts: of a block that is not recomputed as one of every k, of one that
+    is, and the share of the latter."""
     every = RECOMPUTE.index("every-k")
     share = np.where(table.recompute == every, 1.0 / table.recompute_every, 0.0)
-    full = MODES.index("full")
     mode = np.where(table.recompute == every, MODES.index("none"), table.recompute)
+    by_mode: dict[int, Floats] = {}
     kinds = layer_kinds(workload)[0]
-    used = set(np.unique(mode).tolist()) | ({full} if share.any() else set())
-    by_mode = np.zeros((len(MODES), 3, len(kinds), len(shapes)))
-    for number in sorted(used):
-        for kind, layer in enumerate(kinds):
-            by_mode[number, :, kind] = _parts([
-                block_memory(workload.model, layer, shape, recompute=MODES[number], stack=workload.stack) for shape in shapes
-            ])  # fmt: skip
-    plain = np.moveaxis(by_mode[mode, :, :, shape_of], 0, -1)
-    if not share.any():
-        return plain[0], plain[1], plain[2]
-    again = np.moveaxis(by_mode[full, :, :, shape_of], 0, -1)
-    saved = plain[0] * (1 - share) + again[0] * share
-    return saved, plain[1], np.where(share > 0, np.maximum(plain[2] - plain[0], again[2] - again[0]) + saved, plain[2])
+    for number in sorted(set(np.unique(mode).tolist()) | ({MODES.index("full")} if share.any() else set())):
+        memories = [
+            [block_memory(workload.model, layer, shape, recompute=MODES[number], stack=workload.stack) for shape in shapes]
+            for layer in kinds
+        ]
+        by_mode[number] = np.stack([_parts(row) for row in memories], axis=1)
+    used = np.stack(list(by_mode.values()))
+    position = np.searchsorted(sorted(by_mode), mode)
+    plain = np.moveaxis(used[position, :, :, shape_of], 0, -1)
+    again = by_mode[MODES.index("full")][:, :, shape_of] if share.any() else plain
+    return plain, again, share
+
+
+def _recomputed_ends(workload: Workload, table: LayoutTable, share: Floats) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Whether the last block, and the one before it, is one of every k that are recomputed."""
+    layers, k = workload.model.num_hidden_layers, table.recompute_every
+    return (share > 0) & ((layers - 1) % k == 0), (share > 0) & ((layers - 2) % k == 0)
 
 
 def _dummies(workload: Workload, shapes: list[Shape]) -> Floats:

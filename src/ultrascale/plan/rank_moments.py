@@ -1,7 +1,7 @@
 """The moments of a step at which a rank's memory can be highest, for whole tables of layouts.
 
-A sum of parts misses what decides: at the peak some activations are gone and some gradients not yet there. Between the ends of a pass over equal
-blocks memory changes evenly, so it is enough to look at its ends:
+A sum of parts misses what decides: at the peak some activations are gone and some gradients not yet there. Between the ends of
+a pass over equal blocks memory changes evenly, so it is enough to look at its ends:
 
     forward         the last block of the last micro-batch that enters before one leaves
     head            the loss, forward and backward
@@ -12,8 +12,8 @@ blocks memory changes evenly, so it is enough to look at its ends:
     outside         the embedding's gradient, and the reduction of what is outside the blocks
     optimizer       no activations; its own temporaries
 
-FSDP's own memory (`plan.sharding` replays it move by move): parameters whole or gathered ahead, flat buffers of gathers, gradients
-as autograd makes them, flat buffers of reductions.
+FSDP's own memory (`plan.sharding` replays it move by move): parameters whole or gathered ahead, flat buffers of gathers,
+gradients as autograd makes them, flat buffers of reductions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ MOMENTS = (
     "forward", "head forward", "head backward", "backward last", "backward next", "reduction", "backward first", "outside",
     "optimizer",
 )  # fmt: skip
-ZERO = np.zeros((3, 1))
+NOTHING = np.zeros((3, 1))
+MASTER_BYTES = 4
+"""Of a parameter of one process in mixed precision, and of its gradient."""
 
 
 class Moment(NamedTuple):
@@ -45,6 +47,8 @@ class Moment(NamedTuple):
     gradients: Floats
     buffers: Floats
     """Flat buffers of gathers and reductions, copies that the optimizer makes."""
+    aside: Floats
+    """Of gradients and buffers, what other streams than the one that computes took from the allocator."""
 
 
 def rank_moments(
@@ -54,7 +58,7 @@ def rank_moments(
     whole = _whole_moments(workload, state, parts)
     if not state.gathers.any():
         return whole
-    buckets = _bucket_moments(workload, table, state, parts, micro_batches)
+    buckets = _bucket_moments(workload, _fsdp(workload, table, state, parts, micro_batches), state, parts)
     return [
         Moment(*(np.where(state.gathers, ours, theirs) for ours, theirs in zip(one, other, strict=True)))
         for one, other in zip(buckets, whole, strict=True)
@@ -68,82 +72,149 @@ def _passes(parts: RankActivations) -> list[Floats]:
         full + parts.forward_excess,
         full + parts.head_forward,
         full + parts.head_backward,
-        full + parts.backward_excess,
-        full - parts.saved + parts.backward_excess,
-        full - parts.saved + parts.hidden,
+        full + parts.last_excess,
+        full - parts.last_saved + parts.next_excess,
+        full - parts.last_saved + parts.hidden,
         parts.waiting + parts.first_backward,
         parts.waiting + parts.embedding_saved + parts.embedding_backward,
-        ZERO,
+        NOTHING,
     ]
 
 
 def _whole_moments(workload: Workload, state: RankState, parts: RankActivations) -> list[Moment]:
     """Parameters and gradients are there throughout: Megatron, nanotron, plain DDP."""
-    moments = [Moment(activations, ZERO, state.gradients, ZERO) for activations in _passes(parts)]
+    moments = [Moment(activations, NOTHING, state.gradients, NOTHING, NOTHING) for activations in _passes(parts)]
     return [*moments[:-1], moments[-1]._replace(gradients=state.late_gradients, buffers=_optimizer_room(workload, state))]
 
 
 def _optimizer_room(workload: Workload, state: RankState) -> Floats:
     """Copies that a multi-tensor optimizer makes of what it updates."""
-    own = (state.blocks + state.root) / state.shard
-    return workload.stack.optimizer_temporary_bytes * own
+    return workload.stack.optimizer_temporary_bytes * (state.blocks + state.root) / state.shard
 
 
-def _bucket_moments(
+class _Fsdp(NamedTuple):
+    """Bytes of FSDP's parts, [3, layouts] or what broadcasts to it; one process in mixed precision has some of them too."""
+
+    all_parameters: Floats
+    """Whole, in the dtype of the passes."""
+    bucket_parameters: Floats
+    root_parameters: Floats
+    flat: Floats
+    """An all-gather's output that is not unpacked yet."""
+    narrow_bucket: Floats
+    """Gradients of a bucket as autograd makes them."""
+    narrow_root: Floats
+    """Of what is outside the blocks: they wait until all of them are there."""
+    narrow_head: Floats
+    """Of these, the ones that are there before the first block's."""
+    narrow_largest: Floats
+    """Of these, one weight's, which outlives its reduction by a moment."""
+    reduce_bucket: Floats
+    """The buffer in which a bucket is reduced, as long as it is not the result itself."""
+    reduce_root: Floats
+    copy_bucket: Floats
+    """torch divides through a copy where nothing is scattered."""
+    copy_root: Floats
+    cut_bucket: Floats
+    """Summed gradients that a bucket of this micro-batch adds."""
+    cut_root: Floats
+    cut_others: Floats
+    """Of all blocks but those of one bucket."""
+    summed: Floats
+    """Gradients of earlier micro-batches."""
+    summed_at_first: Floats
+    """What is left of these at the first block of the last micro-batch."""
+    held: Floats
+    """Gradients of a bucket's other blocks."""
+    blocks_between: Floats
+    """Blocks of a bucket but one."""
+    keeps: NDArray[np.bool_]
+    stays: NDArray[np.bool_]
+    """Whole parameters outlive the backward pass of their bucket."""
+    forward_flat: Floats
+    """What a flat buffer adds to the highest forward pass: where parameters stay, only the first pass has one."""
+
+
+def _fsdp(
     workload: Workload, table: LayoutTable, state: RankState, parts: RankActivations, micro_batches: NDArray[np.int64]
-) -> list[Moment]:
-    """FSDP: parameters come bucket by bucket, gradients leave so."""
+) -> _Fsdp:
     c, r, n, alone = state.compute_itemsize, state.reduce_itemsize, state.shard, state.alone
+    wide = np.where(alone, np.maximum(c, MASTER_BYTES), r)  # of a summed gradient
     per_bucket = np.where(alone, 1, table.layers_per_bucket)
-    bucket = np.minimum(state.block * per_bucket, state.blocks)
-    blocks, root = state.blocks, state.root
-    copies = np.where(alone & (c >= r), 0.0, c)  # one process in one dtype computes with the parameters themselves
-    cuts, keeps = n > 1, state.keeps | alone
-    stays = alone | ((table.zero_stage == 2) & (micro_batches > 1))  # whole parameters outlive the bucket's reduction
-
-    flat = np.where(cuts, c * bucket, 0.0)
-    everything = copies * (blocks + root)
-    gathered = np.where(keeps, everything, copies * (root + bucket))
-    after_one = np.where(stays, everything, np.where(keeps, everything - copies * bucket, copies * root))
-    at_first = np.where(stays, everything, copies * (root + bucket))
-
-    summed = state.gradients  # of earlier micro-batches
-    whole_sums = (micro_batches > 1) & (table.zero_stage < 2) | alone & (micro_batches > 1)
-    of_head = (
-        c * root * np.where(parts.head_forward > 0, np.where(parts.embedding_backward > 0, _head_share(workload), 1.0), 0.0)
+    bucket, blocks, root = np.minimum(state.block * per_bucket, state.blocks), state.blocks, state.root
+    copies = np.where(alone & (c >= MASTER_BYTES), 0.0, c)  # one process in one dtype computes with the parameters themselves
+    cuts, scatters = n > 1, ~alone
+    repeated = micro_batches > 1
+    whole_sums = repeated & ((table.zero_stage < 2) | alone)
+    adds = np.where(whole_sums, 0.0, 1.0)  # whether gradients of this micro-batch need memory of their own once summed
+    fresh = np.where(whole_sums & (c >= wide), 0.0, c)  # and before: if they are not narrower, autograd adds in place
+    both_ends = (parts.head_forward > 0) & (parts.embedding_backward > 0)
+    half = np.where(both_ends & (not workload.model.tie_word_embeddings), 0.5, 1.0)
+    left = state.gradients - np.where(whole_sums & cuts, wide * (blocks - bucket) * (1 - 1 / n), 0.0)
+    return _Fsdp(
+        all_parameters=copies * (blocks + root),
+        bucket_parameters=copies * bucket,
+        root_parameters=copies * root,
+        flat=np.where(cuts, c * bucket, 0.0),
+        narrow_bucket=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * bucket),
+        narrow_root=np.where(whole_sums, 0.0, c * root),
+        narrow_head=fresh * root * np.where(parts.head_forward > 0, half, 0.0),
+        narrow_largest=np.where((scatters & ~cuts) | (alone & (c >= wide)), 0.0, c * root * half),
+        reduce_bucket=np.where(cuts, r * bucket, 0.0),
+        reduce_root=np.where(cuts, r * root, 0.0),
+        copy_bucket=np.where(scatters & ~cuts, r * bucket * (2 - adds), 0.0),
+        copy_root=np.where(scatters & ~cuts, r * root * (2 - adds), 0.0),
+        cut_bucket=adds * wide * bucket / n,
+        cut_root=adds * wide * root / n,
+        cut_others=adds * wide * (blocks - bucket) / n * np.where(repeated & (table.zero_stage >= 2) & scatters, 0.0, 1.0),
+        summed=state.gradients,
+        summed_at_first=left,
+        held=(per_bucket - 1) * fresh * state.block,
+        blocks_between=(per_bucket - 1.0) * (parts.current > per_bucket * parts.last_saved),
+        keeps=state.keeps | alone,
+        stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),
+        forward_flat=np.where(cuts, np.maximum(c * bucket - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0), 0.0),
     )
-    own = np.where(whole_sums, 0.0, 1.0)  # whether gradients of this micro-batch are new memory once they are summed
-    cut_bucket = own * np.where(alone, 4 / c * c * bucket, r * bucket / n)
-    reduced = np.where(cuts, r * bucket, 0.0)
-    # On one rank of n = 1 the result is the input, and torch divides through a copy.
-    copy = np.where(~cuts & ~alone, r * bucket, 0.0)
-    ahead = np.where(keeps, 0.0, flat)
-    of_others = np.where(
-        whole_sums & cuts & ~alone, summed - r * (blocks - bucket) * (1 - 1 / n), summed + own * r * (blocks - bucket) / n
-    )
-    of_others = np.where((table.zero_stage >= 2) & (micro_batches > 1), summed, of_others)
-    held = (per_bucket - 1) * c * state.block
 
-    activations = _passes(parts)
-    narrow = np.where(whole_sums, 0.0, c * bucket)
-    forward_flat = np.where(keeps, np.where(micro_batches > 1, 0.0, flat), flat)
+
+def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: RankActivations) -> list[Moment]:
+    """FSDP: parameters come bucket by bucket, gradients leave so. See `plan.sharding` for each move."""
+    f, activations = fsdp, _passes(parts)
+    outside = np.where(f.keeps, f.all_parameters, f.root_parameters)
+    at_work = np.where(f.keeps, f.all_parameters, f.root_parameters + f.bucket_parameters)
+    after_one = np.where(f.stays | ~f.keeps, outside, f.all_parameters - f.bucket_parameters)
+    next_one = np.where(f.keeps, after_one, at_work)
+    at_first = np.where(f.stays, f.all_parameters, f.root_parameters + f.bucket_parameters)
+    forward_flat, between = f.forward_flat, f.blocks_between * parts.last_saved
+    held = np.maximum(f.held - between, 0.0)  # at the last block of a bucket of several
+    ahead = np.where(f.keeps, 0.0, f.flat)
+    early = f.summed + f.narrow_head
+    late = f.summed_at_first + f.cut_others
+    sharded = np.where(state.shard > 1, 1.0, 0.0)  # results of reductions and gathers live on streams of their own
+    old = sharded * np.where(state.keeps & (state.gradients > state.late_gradients), 0.0, f.summed)
+    reduced = np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket)
+    root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
     return [
-        Moment(activations[0], gathered, summed, forward_flat),
-        Moment(activations[1], np.where(keeps, everything, copies * root), summed, forward_flat),
-        Moment(activations[2], np.where(keeps, everything, copies * root), summed, ahead),
-        Moment(activations[3], gathered, summed + of_head, ahead),
-        Moment(activations[4] + held, at_least(after_one + np.where(keeps, 0.0, copies * bucket)), summed + of_head + cut_bucket, reduced + ahead),
-        Moment(activations[5], after_one, summed + of_head + narrow + cut_bucket + np.where(cuts, 0.0, 0.0), reduced + copy + ahead),
-        Moment(activations[6] + held, at_first, of_others + of_head, reduced),
-        Moment(activations[7], np.where(stays, everything, 0.0), of_others + of_head, np.where(cuts, r * root, 0.0) + np.where(~cuts & ~alone, r * root, 0.0)),
-        Moment(ZERO, np.where(alone, everything, 0.0), state.late_gradients, _optimizer_room(workload, state)),
+        Moment(activations[0], at_work, f.summed, forward_flat, old + forward_flat),
+        Moment(activations[1], outside, f.summed, forward_flat, old + forward_flat),
+        Moment(activations[2], outside, f.summed, ahead, old + ahead),
+        Moment(activations[3] + held, at_work, early, ahead, old + ahead),
+        Moment(activations[4] - between + held, next_one, early + f.cut_bucket, f.reduce_bucket + ahead, old + ahead),
+        Moment(activations[5] - between, after_one, early + reduced, f.reduce_bucket + ahead, old + ahead),
+        Moment(activations[6] + f.held, at_first, late + f.narrow_head, f.reduce_bucket, sharded * f.cut_others),
+        Moment(
+            parts.waiting + parts.embedding_saved,
+            np.where(f.stays, f.all_parameters, 0.0),
+            late + f.cut_bucket + root_reduced,
+            f.reduce_root,
+            sharded * (f.cut_others + f.cut_bucket),
+        ),
+        Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
+               sharded * state.late_gradients),
     ]  # fmt: skip
 
 
-def at_least(column: Floats) -> Floats:
-    return np.maximum(column, 0.0)
-
-
-def _head_share(workload: Workload) -> float:
-    """Of the parameters outside the blocks, those on the side of the head, if both sides are on one rank."""
-    return 1.0 if workload.model.tie_word_embeddings else 0.5
+def aside_bytes(state: RankState) -> Floats:
+    """What other streams than the one that computes keep for themselves once a step is over: cut gradients, gathers' outputs."""
+    gathered = state.compute_itemsize * np.maximum(state.root, 2 * state.block)
+    return np.where(state.gathers & (state.shard > 1), state.late_gradients + gathered, 0.0)

@@ -19,9 +19,10 @@ Name = Literal["ultrascale", "torchtitan", "megatron", "nanotron", "llm-foundry"
 class Kernels:
     """What is fused on one device."""
 
-    cross_entropy: Literal["chunked", "fused", "unfused"] = "chunked"
-    """chunked: logits never exist whole, gradients are kept instead; fused: logits in the compute dtype, once; unfused:
-    with fp32 copies."""
+    cross_entropy: Literal["chunked", "fused", "compiled", "unfused", "eager"] = "chunked"
+    """chunked: logits never exist whole, gradients are kept instead. fused: one kernel leaves the gradient in their place.
+    compiled: logits are kept, their gradient is made beside them. unfused: an fp32 copy becomes softmax, then gradient. eager:
+    `F.cross_entropy` of an fp32 copy, three of them at the peak."""
     swiglu: bool = True
     """The product is made by one kernel which saves only its two inputs."""
     rotary: bool = True
@@ -49,6 +50,33 @@ class Kernels:
     """The attention kernel knows documents and windows by itself; else they take a mask, and the full square is computed."""
     weighs_before_combining: bool = False
     """Experts' outputs are weighed by their scores on the rank of the expert: what comes back is summed, and not saved."""
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Time that belongs to a program and not to the mathematics, found in its published runs."""
+
+    op_seconds: float = 1e-5
+    """Python and the dispatcher need this long to launch one operation of the table; a device that is faster waits."""
+    collective_seconds: float = 3e-5
+    """The same for a collective inside a block."""
+    crossing_seconds: float = 0.0
+    """Latency that a collective inside a block adds for every node it crosses."""
+    pipeline_seconds: float = 0.0
+    """Of a micro-batch on a rank of a pipeline: shapes are sent before tensors, and Python decides what comes next."""
+    pipelined_collective_seconds: float = 0.0
+    """Instead of `collective_seconds` where there is a pipeline: receives that wait on the device are in the way."""
+    pipelined_collective_tp_seconds: float = 0.0
+    """Added to that, times tp squared."""
+    stall_seconds: float = 0.0
+    """A stop of every micro-batch (of every step without a pipeline) on `stall_nodes` nodes or more."""
+    stall_nodes: int = 0
+    products: float = 1.0
+    """Time of products over that of the same products in Megatron: what clocks, streams and copies between them cost."""
+    attention: float = 1.0
+    """Time of attention over that of the kernel named by `attention_kernel`: older versions, biases, copies around it."""
+    elementwise: float = 1.0
+    """Time of element-wise work over that of its bytes: what is not fused as `kernels` says, or reads with strides."""
 
 
 KERNELS = Kernels()
@@ -93,12 +121,7 @@ class Stack:
     product and what is element-wise (torchtitan's per-op policy)."""
     attention_kernel: Literal["flash", "cudnn", "flash-2"] = "flash-2"
     """Which fused attention runs where several can: `plan.compute.attention_seconds`. On Ampere they are one."""
-    host_op_seconds: float = 1e-5
-    """Python and the dispatcher need this long to launch one operation of the table; a device that is faster waits."""
-    host_collective_seconds: float = 3e-5
-    """The same for a collective inside a block."""
-    micro_batch_seconds: float = 0.0
-    """Fixed cost of a micro-batch on a pipeline rank: exchanging shapes, Python between actions."""
+    overheads: Overheads = Overheads()
     bucket_bytes: int = 0
     """Of one gradient reduction; 0: a block at a time."""
     pads_vocab_to: int = 1
@@ -109,7 +132,10 @@ STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
         Stack("ultrascale", 0, 4, 0),
-        Stack("torchtitan", 0, 4, 0, kernels=Kernels("unfused", compiled=True), selective="alternate-products"),
+        Stack(
+            "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False),
+            selective="alternate-products",
+        ),
         Stack(
             "megatron", 2, 4, 0, gathers="whole", kernels=Kernels("fused", joins_projections=True),
             overlaps_tensor_parallel=True, attention_kernel="cudnn",
@@ -117,8 +143,18 @@ STACKS: dict[str, Stack] = {
             keeps_dummy_gradients=True,
         ),
         Stack(
-            "nanotron", 2, 4, 0, gathers="whole", stages_count_head=True,
-            kernels=Kernels("unfused", swiglu=False, rotary=False, joins_projections=True, value_is_view=True, gathers_again=False, copies_attended=True),
+            "nanotron", 2, 4, 0, gathers="whole", stages_count_head=True, overlaps_data_parallel=False,
+            kernels=Kernels(
+                "unfused", swiglu=False, rotary=False, joins_projections=True, value_is_view=True, gathers_again=False,
+                copies_attended=True,
+            ),
+            # From the playbook's scan of 1,139 runs: under tp a block takes 4.5 ms at least, forward and backward; in a pipeline
+            # 20 ms at tp 4, 26 at tp 8, 62 at 16 and 180 at 32; on 64 nodes each micro-batch stopped for more than a second.
+            overheads=Overheads(
+                4e-5, 3.5e-4, crossing_seconds=4.8e-4, pipeline_seconds=0.006, pipelined_collective_seconds=1.4e-3,
+                pipelined_collective_tp_seconds=2.05e-5, stall_seconds=1.2,
+                stall_nodes=64, products=1.15,
+            ),
         ),
         Stack("llm-foundry", 0, 4, 0, kernels=Kernels("fused")),
         Stack("deepspeed", 2, 2, 0, gathers="whole", kernels=Kernels("fused", norm=True), pads_vocab_to=128),

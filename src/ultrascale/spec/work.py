@@ -141,21 +141,19 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str, traffic: tup
 
 
 def _loss(shape: Shape, elements: int) -> Op:
-    """Cross-entropy of `logits`.
-
-    fused: one kernel which leaves the gradient in place of the logits. compiled: logits are kept, and read again. unfused: a
-    wide copy takes their place, and its softmax is kept, to become the gradient.
-    """
-    a, w = shape.itemsize, shape.wide_itemsize
+    """Cross-entropy of `logits`, as `Kernels.cross_entropy` says."""
+    a, w, way = shape.itemsize, shape.wide_itemsize, shape.kernels.cross_entropy
     traffic, result = _loss_traffic(shape), Activation("loss", w)
-    if shape.kernels.cross_entropy == "fused" or shape.kernels.compiled:
-        in_place = not shape.kernels.compiled
-        return Op("loss", "loss", ("logits",), (result,), ("logits",), hands_on_saved=in_place, moved_bytes=4 * elements * a,
-                  backward_moved_bytes=2 * elements * a, collectives=traffic)  # fmt: skip
+    if way in ("fused", "compiled"):
+        return Op("loss", "loss", ("logits",), (result,), ("logits",), hands_on_saved=way == "fused",
+                  moved_bytes=4 * elements * a, backward_moved_bytes=2 * elements * a, collectives=traffic)  # fmt: skip
     kept = Activation("softmax", elements * w, False)
+    eager = way == "eager"
+    # eager: the copy lives beside logits and log-softmax, and backward two more wide ones, of which one is narrowed.
     return Op(
-        "loss", "loss", ("logits",), (result, kept), (kept.name,), scratch_bytes=elements * (w - a),
-        moved_bytes=elements * (a + 6 * w), backward_moved_bytes=elements * (a + 4 * w), collectives=traffic,
+        "loss", "loss", ("logits",), (result, kept), (kept.name,), scratch_bytes=elements * (w if eager else w - a),
+        backward_scratch_bytes=elements * (2 * w - a) if eager else 0, moved_bytes=elements * (a + 6 * w),
+        backward_moved_bytes=elements * (a + 4 * w), collectives=traffic,
     )  # fmt: skip
 
 
