@@ -17,7 +17,6 @@ from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matmul_seconds
 from ultrascale.plan.layouts import CP_METHODS, PRECISIONS, LayoutTable
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import Accelerator
 from ultrascale.spec.ops import Op, Shape
 from ultrascale.spec.work import block_work, embedding_work, head_work
 
@@ -136,7 +135,7 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
 
 
 def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
-    compute = np.array([_compute(workload.cluster.accelerator, s, ops, head) for s, ops in zip(shapes, works, strict=True)])
+    compute = np.array([_compute(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
     columns = compute.reshape(len(shapes), 6).T
     traffic, counts = _traffic(workload, shapes, works)
     return PartSeconds(
@@ -147,9 +146,13 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
     )
 
 
-def _compute(accelerator: Accelerator, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
+def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
     """Seconds of products, attention and element-wise work forward, of the two gradients backward; number of operations."""
+    accelerator, stack = workload.cluster.accelerator, workload.stack
     product = attention = elementwise = inputs = weights = count = 0.0
+    # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in a pass of its own.
+    gradient_bytes = 2.0 * stack.gradient_bytes if stack.fuses_gradient_accumulation else float(shape.itemsize)
+    added_bytes = 0 if stack.fuses_gradient_accumulation else 2 * stack.gradient_bytes + shape.itemsize
     dtype = "bf16" if head and shape.precision == "fp8" else shape.precision
     wide = "bf16" if shape.precision == "fp8" else shape.precision
     for op in ops:
@@ -158,15 +161,19 @@ def _compute(accelerator: Accelerator, shape: Shape, ops: Iterable[Op], head: bo
             m, n, k, copies = op.product
             product += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies)
             inputs += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient")
-            weights += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient")
+            weights += matmul_seconds(
+                accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient", output_bytes=gradient_bytes
+            )
+            weights += elementwise_seconds(accelerator, n * k * copies * added_bytes)
         if op.scores is not None:
             scores = op.scores._asdict()
-            attention += attention_seconds(accelerator, **scores, dtype=wide, backward=False)
-            inputs += attention_seconds(accelerator, **scores, dtype=wide, backward=True)
+            kernel, over = stack.attention_kernel, stack.overheads.attention
+            attention += over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
+            inputs += over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
         if op.moved_bytes:
-            elementwise += elementwise_seconds(accelerator, op.moved_bytes)
+            elementwise += stack.overheads.elementwise * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:
-            inputs += elementwise_seconds(accelerator, op.backward_moved_bytes)
+            inputs += stack.overheads.elementwise * elementwise_seconds(accelerator, op.backward_moved_bytes)
     return product, attention, elementwise, inputs, weights, count
 
 

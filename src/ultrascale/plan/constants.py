@@ -6,7 +6,8 @@ together, by `benchmarks/plan/cross_validate.py`; what that leaves is told by `d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,10 @@ class Constants:
 
     compute_derate: float = 1.06
     """Time of a product in training over its time alone in a hot loop: cold caches, clocks lowered by power."""
-    host_op_seconds: float = 1.6e-5
-    """Python and the dispatcher need this long to launch one operation of the table, forward; a device that is faster waits."""
-    host_backward_op_seconds: float = 1.6e-5
-    host_collective_seconds: float = 3e-5
+    device_derates: Mapping[str, float] = field(default_factory=dict)
+    """The same for one kind of accelerator, on top; 1 for those not named."""
     compiled_host_fraction: float = 0.5
-    """Of the two above, when blocks are compiled."""
+    """Of the time Python needs to launch a block's operations, when it is compiled."""
     tensor_parallel_hidden: float = 0.35
     """Share of tensor-parallel traffic hidden where the stack overlaps it (Megatron's user buffers)."""
     data_parallel_window: float = 0.9

@@ -4,7 +4,7 @@
     one step on a rank          micro-batches x that + gathers and reductions of data parallelism that nothing hides
     one step                    the slowest rank + what it waits for (the bubble, sends, stragglers) + the optimizer
 
-The parts of `PriceTable.waterfall` sum to `step_seconds`. `predict` prices one layout, with its pipeline simulated action by action.
+The parts of `PriceTable.waterfall` sum to `step_seconds`. `predict` prices one layout, its pipeline simulated action by action.
 """
 
 from __future__ import annotations
@@ -107,13 +107,21 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
 
 def price(workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS) -> PriceTable:
     """The price of every layout of `table`, which must be legal for the workload (`plan.space`, `spec.rules`)."""
-    blocks = price_blocks(workload, table)
     stages = cut_stages(workload, table)
+    seconds, waterfall = price_time(workload, table, stages, constants)
+    micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
+    return PriceTable(workload, table, seconds, waterfall, stage_memory(workload, table, stages), micro_batches)
+
+
+def price_time(
+    workload: Workload, table: LayoutTable, stages: Stages, constants: Constants = CONSTANTS
+) -> tuple[Floats, dict[str, Floats]]:
+    """Seconds of a step of every layout, and where they go."""
+    blocks = price_blocks(workload, table)
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
     passes = _rank_passes(workload, table, blocks, stages, constants)
     data_parallel, slowed = _data_parallel(workload, table, stages, passes, micro_batches, constants)
-    seconds, waterfall = _step(workload, table, stages, passes, data_parallel, slowed, micro_batches, constants)
-    return PriceTable(workload, table, seconds, waterfall, stage_memory(workload, table), micro_batches)
+    return _step(workload, table, stages, passes, data_parallel, slowed, micro_batches, constants)
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,8 @@ def _rank_passes(workload: Workload, table: LayoutTable, blocks: Blocks, stages:
     def sum_of(name: str, counts: Floats = weights) -> Floats:
         return np.einsum("rpn,pn->rn", counts, np.stack([getattr(part, name) for part in parts]))
 
-    derate = constants.compute_derate
+    derate = constants.compute_derate * stack.overheads.products
+    derate *= constants.device_derates.get(workload.cluster.accelerator.name, 1.0)
     again = _recomputed_share(table)
     forward = derate * sum_of("product") + sum_of("attention") + sum_of("elementwise")
     inputs, weight_gradient = derate * sum_of("input_gradient"), derate * sum_of("weight_gradient")
@@ -163,21 +172,29 @@ def _rank_passes(workload: Workload, table: LayoutTable, blocks: Blocks, stages:
         selective = selective + derate * sum_of("product", in_blocks) / 2
     recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective
 
+    shown = 1.0 - constants.tensor_parallel_hidden if stack.overlaps_tensor_parallel else 1.0
+    overheads = stack.overheads
+    crossed = -(-table.tp // workload.cluster.node.num_accelerators)
+    latency = overheads.crossing_seconds * np.where(crossed > 1, crossed, 0) * sum_of("num_collectives")
+    tp_forward, tp_backward = latency + shown * sum_of("tp_forward"), latency + shown * sum_of("tp_backward")
+    tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)
+
     # A device that is faster than Python waits for it.
     host = constants.compiled_host_fraction if stack.kernels.compiled else 1.0
-    launches = host * constants.host_op_seconds * sum_of("num_ops") + constants.host_collective_seconds * sum_of(
-        "num_collectives"
-    )
-    forward = np.maximum(forward, launches)
-    backward_launches = launches * constants.host_backward_op_seconds / constants.host_op_seconds
-    short = np.maximum(backward_launches - inputs - weight_gradient, 0.0)
-    weight_gradient = weight_gradient + short
+    launches = host * overheads.op_seconds * sum_of("num_ops") + _collective_launch(workload, table) * sum_of("num_collectives")
+    forward = forward + np.maximum(launches - forward - tp_forward, 0.0)
+    weight_gradient = weight_gradient + np.maximum(launches - inputs - weight_gradient - tp_backward, 0.0)
 
-    shown = 1.0 - constants.tensor_parallel_hidden if stack.overlaps_tensor_parallel else 1.0
-    tp = shown * (sum_of("tp_forward") + sum_of("tp_backward") + again * sum_of("tp_forward", in_blocks))
     cp = _exposed_context_parallel(table, sum_of, again)
     ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
     return _Passes(forward, inputs, weight_gradient, recompute, tp, cp, ep)
+
+
+def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:
+    """What a collective inside a block takes at least, however small it is."""
+    overheads = workload.stack.overheads
+    in_pipeline = overheads.pipelined_collective_seconds + overheads.pipelined_collective_tp_seconds * table.tp**2
+    return np.where(table.pp > 1, np.maximum(in_pipeline, overheads.collective_seconds), overheads.collective_seconds)
 
 
 def _recomputed_share(table: LayoutTable) -> Floats:
@@ -297,6 +314,10 @@ def _step(
     running = sum(parts.values())
     nodes = np.maximum(table.world_size / workload.cluster.node.num_accelerators, 1.0)
     parts["rest"] = constants.step_seconds + running * constants.straggler_per_doubling * np.log2(nodes)
+    overheads = workload.stack.overheads
+    if overheads.stall_nodes:
+        stops = np.where(table.pp > 1, micro_batches, 1)
+        parts["rest"] += np.where(nodes >= overheads.stall_nodes, overheads.stall_seconds * stops, 0.0)
     return running + parts["rest"], parts
 
 
@@ -333,6 +354,8 @@ def _sends(workload: Workload, table: LayoutTable, micro_batches: Counts, consta
     fill = 2 * (table.pp - 1) * one
     hidden = 0.0 if workload.stack.overlaps_sends else constants.send_exposed
     steady = 2 * micro_batches * table.virtual_stages * one * hidden
+    overheads = workload.stack.overheads
+    steady = steady + micro_batches * overheads.pipeline_seconds
     return np.where(table.pp > 1, fill + steady, 0.0)
 
 

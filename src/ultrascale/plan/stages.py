@@ -50,9 +50,9 @@ def cut_stages(workload: Workload, table: LayoutTable) -> Stages:
     total = model.num_hidden_layers + model.num_nextn_predict_layers
     pp, v = table.pp, table.virtual_stages
     chunks = pp * v
-    base, extra = total // chunks, total % chunks
-    first_chunk = base + ((extra == chunks - 1) & (chunks > 1))
-    last_chunk, middle_chunk = base, base + (extra > 0)
+    counts, which = np.unique(chunks, return_inverse=True)
+    cuts = np.array([_ends_and_largest(split_layers(workload, int(count))) for count in counts])[which].T
+    first_chunk, middle_chunk, last_chunk = cuts
 
     kinds, kind_of_layer = layer_kinds(workload)
     is_kind = np.array([[k == kind for k in kind_of_layer] for kind in range(len(kinds))])
@@ -92,6 +92,36 @@ def cut_stages(workload: Workload, table: LayoutTable) -> Stages:
         root_parameters=root,
         exists=np.stack([ones, np.maximum(pp - 2, 0), np.where(one, none, ones)]),
     )
+
+
+def split_layers(workload: Workload, num_chunks: int) -> list[int]:
+    """Blocks of each chunk of the pipeline, prediction blocks included.
+
+    Even, what is left over to the chunks after the first; or, where the stack counts the head, as nanotron does: blocks and head
+    in a row, each goes to the first chunk whose share of the FLOPs is not used up yet.
+    """
+    model = workload.model
+    total = model.num_hidden_layers + model.num_nextn_predict_layers
+    if num_chunks == 1:
+        return [total]
+    if not workload.stack.stages_count_head:
+        base, extra = divmod(total, num_chunks)
+        first = max(0, extra - (num_chunks - 2))
+        return [base + first, *(base + (i < extra - first) for i in range(num_chunks - 2)), base]
+    block = sum(w.numel for w in layer_weights(model, total - 1) if len(w.shape) > 1)
+    costs = [float(block)] * total + [float(model.vocab_size * model.hidden_size)]
+    layers, done, chunk = [0] * num_chunks, 0.0, 0
+    for index, cost in enumerate(costs):
+        done += cost
+        layers[chunk] += index < total
+        if done > sum(costs) * (chunk + 1) / num_chunks and chunk < num_chunks - 1:
+            chunk += 1
+    return layers
+
+
+def _ends_and_largest(layers: list[int]) -> tuple[int, int, int]:
+    """Blocks of the first chunk, of the largest between, of the last; without any between, the larger of the two."""
+    return layers[0], max(layers[1:-1], default=max(layers)), layers[-1]
 
 
 def parameters_by_kind(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:

@@ -44,6 +44,8 @@ class Kernels:
     gathers_again: bool = True
     """With sequence parallelism the input of a column-parallel product is kept cut, and gathered again for the gradient of the
     weight (Megatron); else it is kept whole (DTensor)."""
+    gathers_logits: bool = False
+    """The loss sees the whole vocabulary on every rank of tp; else each rank sees its part."""
     copies_attended: bool = False
     """Attention's result is copied into another order before its output projection, and both are kept."""
     masks_in_kernel: bool = False
@@ -151,9 +153,8 @@ STACKS: dict[str, Stack] = {
             # From the playbook's scan of 1,139 runs: under tp a block takes 4.5 ms at least, forward and backward; in a pipeline
             # 20 ms at tp 4, 26 at tp 8, 62 at 16 and 180 at 32; on 64 nodes each micro-batch stopped for more than a second.
             overheads=Overheads(
-                4e-5, 3.5e-4, crossing_seconds=4.8e-4, pipeline_seconds=0.006, pipelined_collective_seconds=1.4e-3,
-                pipelined_collective_tp_seconds=2.05e-5, stall_seconds=1.2,
-                stall_nodes=64, products=1.15,
+                2.4e-5, 4.4e-4, crossing_seconds=3.6e-4, pipeline_seconds=0.0036, pipelined_collective_seconds=1.4e-3,
+                pipelined_collective_tp_seconds=1.64e-5, stall_seconds=1.2, stall_nodes=64, products=1.21,
             ),
         ),
         Stack("llm-foundry", 0, 4, 0, kernels=Kernels("fused")),
