@@ -31,8 +31,8 @@ TREE_NODES = {"a100_sxm": (0.98, 0.74), "h100_sxm": (1.0, 0.93), "h200_sxm": (1.
 LL_SHARE = {"ring": 0.5, "tree": 1 / 3.8}
 # Bytes per second that LL is capped at across two nodes, and across four or more.
 LL_LIMIT = (39e9, 20.4e9)
-# On two nodes p5 instances reach 0.91 of one node's in-switch rate (awsome-distributed-training, 2025); from four nodes on NCCL's
-# caps of a channel are lower by 45.5 over 57.7 on Hopper. On Blackwell, 43.8 over 96, which is what twenty GB200 racks show.
+# On two nodes p5 instances reach 0.91 of one node's in-switch rate (awsome-distributed-training, 2025); from four on NCCL's
+# caps of a channel are lower, by 45.5 over 57.7 on Hopper, by 43.8 over 96 on Blackwell, as twenty GB200 racks show.
 NVLS_TREE_TWO_NODES = 0.91
 NVLS_TREE_MANY_NODES = {"h100_sxm": 0.72, "h200_sxm": 0.72, "b200_sxm": 0.46}
 MIN_IN_SWITCH = 5
@@ -44,6 +44,8 @@ DIRECT_FIXED, DIRECT_PER_RANK = 27.0, 0.6
 DIRECT_LOSS = 0.44
 """Of the cards' bandwidth, lost in an all-to-all, over the number of nodes (same source)."""
 SEND_FIXED = 8.4
+BASE = 6.6
+MEASURED_RANKS = 8
 GROWTH_HOP = 0.6
 """us a rank adds inside a domain that is larger than the eight ranks measured."""
 RING_CARDS = 8
@@ -69,8 +71,9 @@ class Line(NamedTuple):
 def inside_line(fabric: Fabric, kind: str, ranks: int) -> Line:
     """The line of `ranks` ranks that share a node."""
     if kind == "broadcast":
-        whole = inside_line(fabric, "all_gather", ranks)  # the root sends all of it, not (n-1)/n
-        return whole._replace(per_byte=whole.per_byte * ranks / (ranks - 1))
+        # The root sends all of it, not (n-1)/n, at the rate of a full node's ring.
+        per_byte = 1 / _ring_rate(fabric, max(ranks, MEASURED_RANKS))
+        return inside_line(fabric, "all_gather", ranks)._replace(per_byte=per_byte)
     if kind == "send":
         half = inside_line(fabric, "all_to_all", 2)  # two ranks swap half of what they have
         return half._replace(algorithm="direct", per_byte=half.per_byte * 2, per_root=half.per_root * 2**0.5)
@@ -108,38 +111,45 @@ def _ring(fabric: Fabric, kind: str, place: Placement, protocol: str) -> Line:
     passes = 2 if kind == "all_reduce" else 1
     inside, outside = RING_HOP[protocol]
     # The first hops inside a node are in its measured latency already.
-    hops = (n - k - (g - 1)) * inside + (k - 1) * (outside + fabric.hop_seconds / MICRO)
-    fixed = _start(fabric, "all_gather", g) + passes * hops * MICRO
+    near = max(0, n - k - (min(n, fabric.gpus_per_node) - 1))
+    hops = near * inside + (k - 1) * (outside + fabric.hop_seconds / MICRO)
+    fixed = _start(fabric, "all_gather", n) + passes * hops * MICRO
     cards = min(place.bytes_per_second, RING_CARDS * place.card_bytes_per_second) / place.crossing
     bus = min(_ring_rate(fabric, g), cards)
     share = 1.0 if kind == "broadcast" else passes * (n - 1) / n
     if protocol == "LL":
         return Line("ring", "LL", fixed, share / _limited(bus * LL_SHARE["ring"], k), 0.0)
-    return Line("ring", protocol, fixed, share / bus, _root(fabric, "all_gather", g, share / bus))
+    return Line("ring", protocol, fixed, share / bus, _root(fabric, "all_gather", share / bus))
 
 
 def _tree(fabric: Fabric, place: Placement, protocol: str) -> Line:
-    g, k = place.ranks_per_node, place.num_nodes
+    n, g, k = place.size, place.ranks_per_node, place.num_nodes
     inside, outside = TREE_HOP[protocol]
-    depth = log2(k) * (outside + fabric.hop_seconds / MICRO)
-    chain = (g - 1) * inside if protocol == "Simple" else 0.0  # that of LL is in the measured latency
-    fixed = _start(fabric, "all_reduce", g) + 2 * (chain + depth) * MICRO
+    packed = min(n, fabric.gpus_per_node)
+
+    def way(ranks: int, nodes: int) -> float:
+        chain = (ranks - 1) * inside if protocol == "Simple" else 0.0  # that of LL is in the measured latency
+        return chain + log2(nodes) * (outside + fabric.hop_seconds / MICRO)
+
+    # A group spread over more nodes gets no credit for the shorter chain in each.
+    up = max(way(g, k), way(packed, -(-n // packed)))
+    fixed = _start(fabric, "all_reduce", n) + 2 * up * MICRO
     two, many = TREE_NODES[fabric.fits]
     bus = TREE_BANDWIDTH * _ring_rate(fabric, g) * _by_nodes(two, many, k)
     cards = _tree_rate(place)
     if protocol == "LL":
         return Line("tree", "LL", fixed, 1 / min(_limited(bus * LL_SHARE["tree"], k) / 2, cards), 0.0)
     per_byte = 1 / min(bus / 2, cards)
-    return Line("tree", protocol, fixed, per_byte, _root(fabric, "all_gather", g, per_byte))
+    return Line("tree", protocol, fixed, per_byte, _root(fabric, "all_gather", per_byte))
 
 
 def _nvls_tree(fabric: Fabric, place: Placement) -> Line:
-    g, k = place.ranks_per_node, place.num_nodes
-    node = inside_line(fabric, "all_reduce", g)
+    n, k = place.size, place.num_nodes
+    node = inside_line(fabric, "all_reduce", min(n, fabric.gpus_per_node))
     kept = _by_nodes(NVLS_TREE_TWO_NODES, NVLS_TREE_MANY_NODES[fabric.fits], k)
     fixed = (NVLS_TREE_FIXED + 2 * log2(k) * (NVLS_TREE_HOP + fabric.hop_seconds / MICRO)) * MICRO
     per_byte = 1 / min(kept / node.per_byte, _tree_rate(place))
-    return Line("NVLSTree", "Simple", max(fixed, node.fixed), per_byte, _root(fabric, "all_reduce", g, per_byte))
+    return Line("NVLSTree", "Simple", max(fixed, node.fixed), per_byte, _root(fabric, "all_reduce", per_byte))
 
 
 def _direct(fabric: Fabric, place: Placement) -> Line:
@@ -149,14 +159,14 @@ def _direct(fabric: Fabric, place: Placement) -> Line:
     remote = (n - g) / n / rate
     local = inside_line(fabric, "all_to_all", g).per_byte * g / n if g > 1 else 0.0
     per_byte = max(remote, local)
-    return Line("direct", "Simple", fixed, per_byte, _root(fabric, "all_to_all", g, per_byte))
+    return Line("direct", "Simple", fixed, per_byte, _root(fabric, None, per_byte))
 
 
 def _send(fabric: Fabric, place: Placement) -> Line:
     """One neighbour to the next, over one card."""
     fixed = (SEND_FIXED + RING_HOP["Simple"][1]) * MICRO + fabric.hop_seconds
     per_byte = place.crossing / min(place.bytes_per_second, place.card_bytes_per_second)
-    return Line("direct", "Simple", fixed, per_byte, _root(fabric, "all_gather", 1, per_byte))
+    return Line("direct", "Simple", fixed, per_byte, _root(fabric, None, per_byte))
 
 
 def _at(measured: dict[int, tuple[float, float, float]], ranks: int) -> tuple[float, float, float]:
@@ -180,9 +190,10 @@ def _at(measured: dict[int, tuple[float, float, float]], ranks: int) -> tuple[fl
     return a, b, c
 
 
-def _start(fabric: Fabric, kind: str, ranks: int) -> float:
-    """Measured seconds of a tiny message inside the node; a launch (NCCL's base) for one rank."""
-    return inside_line(fabric, kind, ranks).fixed if ranks > 1 else 6.6 * MICRO
+def _start(fabric: Fabric, kind: str, size: int) -> float:
+    """Seconds of a tiny message: as measured on as many ranks inside a node; NCCL's base for nodes of one rank."""
+    ranks = min(size, fabric.gpus_per_node)
+    return inside_line(fabric, kind, ranks).fixed if ranks > 1 else BASE * MICRO
 
 
 def _ring_rate(fabric: Fabric, ranks: int) -> float:
@@ -206,10 +217,13 @@ def _by_nodes(two: float, many: float, nodes: int) -> float:
     return two if nodes == 2 else (two + many) / 2 if nodes == 3 else many
 
 
-def _root(fabric: Fabric, kind: str, ranks: int, per_byte: float) -> float:
-    """What filling the pipeline of chunks costs: 2 sqrt(latency of a chunk x seconds per byte)."""
+def _root(fabric: Fabric, kind: str | None, per_byte: float) -> float:
+    """What filling the pipeline of chunks costs: 2 sqrt(latency of a chunk x seconds per byte).
+
+    The latency is a share of a hop between nodes, and what a whole node's `kind` shows, if the chunks pass through nodes.
+    """
     latency = PIPELINE_SHARE * (RING_HOP["Simple"][1] * MICRO + fabric.hop_seconds)
-    if ranks > 1:
-        node = inside_line(fabric, kind, ranks)
+    if kind is not None and fabric.gpus_per_node > 1:
+        node = inside_line(fabric, kind, fabric.gpus_per_node)
         latency += (node.per_root / 2) ** 2 / node.per_byte
     return 2 * (latency * per_byte) ** 0.5

@@ -1,0 +1,176 @@
+"""Data centres far apart: one step's all-reduce over a long line, and what reducing every H steps instead would save.
+
+    site 0 ==line== site 1 ==line== ... ==line== site N-1 ==line== (back to 0)       a bidirectional ring of N sites
+
+Gradients are summed inside each site first (fast), then over the ring: each half of the buffer goes round one way. In either
+direction a line carries 2 (N-1)/N of half of the buffer, and 2 (N-1) messages wait for light to cross, one after another:
+
+    seconds = 2 (N-1)/N x bytes / ways / line rate  +  2 (N-1) x (distance / 200,000 km/s + switching)
+
+with two ways round, or one between two sites, which are neighbours only once.
+
+The distance hurts little, the bytes do. What helps is fewer bytes: an outer step every H inner ones sends the difference of the
+weights instead of every gradient (DiLoCo, Douillard et al. 2023, H = 50 to 500), in fewer bits (Streaming DiLoCo, 2025: 4), a
+fragment at a time beside the computation. That is another algorithm: what it does to the loss is not predicted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ultrascale.spec.problems import Problem, SpecError
+
+FIBRE_METRES_PER_SECOND = 2e8
+"""Light in glass: 299,792 km/s over a refractive index of 1.47, rounded as every network engineer does."""
+BITS_PER_BYTE = 8
+
+
+@dataclass(frozen=True)
+class FarPlan:
+    """What training over a ring of far sites costs."""
+
+    num_parameters: float
+    bits_per_parameter: float
+    num_sites: int
+    distance_metres: float
+    """Of one line, from a site to the next."""
+    line_bytes_per_second: float
+    """Of one line in one direction."""
+    switching_seconds: float
+    """Per message, above the flight of light: routers, transport protocol."""
+    step_seconds: float
+    """Of one step inside a site, without the far traffic."""
+    outer_every: int
+    """H: inner steps between two reductions over the line; 1 reduces every step's gradients."""
+    overlap: bool
+    """Whether the reduction runs beside the next H steps, which then work with the sum of H steps ago, or in front of them."""
+
+    @property
+    def num_bytes(self) -> float:
+        """The reduced buffer."""
+        return self.num_parameters * self.bits_per_parameter / BITS_PER_BYTE
+
+    @property
+    def flight_seconds(self) -> float:
+        """Light over one line, one way."""
+        return self.distance_metres / FIBRE_METRES_PER_SECOND
+
+    @property
+    def num_messages(self) -> int:
+        """Hops that follow one another: those of the reduce-scatter and of the all-gather."""
+        return 2 * (self.num_sites - 1)
+
+    @property
+    def num_ways(self) -> int:
+        """Ways round the ring that are used at once."""
+        return 2 if self.num_sites > 2 else 1
+
+    @property
+    def bytes_per_line(self) -> float:
+        """What a line carries in one direction: 2 (N-1)/N of the buffer, shared by the ways round."""
+        return self.num_messages / self.num_sites * self.num_bytes / self.num_ways
+
+    @property
+    def latency_seconds(self) -> float:
+        return self.num_messages * (self.flight_seconds + self.switching_seconds)
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Of what a line carries in one direction."""
+        return self.bytes_per_line / self.line_bytes_per_second
+
+    @property
+    def all_reduce_seconds(self) -> float:
+        return self.latency_seconds + self.transfer_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Of a reduction, what an outer step waits for; with overlap it has the H inner steps to hide behind."""
+        hidden = self.outer_every * self.step_seconds if self.overlap else 0.0
+        return max(0.0, self.all_reduce_seconds - hidden)
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Mean, the far traffic spread over the steps between two reductions."""
+        return self.step_seconds + self.exposed_seconds / self.outer_every
+
+    @property
+    def utilisation(self) -> float:
+        """Of the time, what is computation."""
+        return self.step_seconds / self.seconds_per_step
+
+    @property
+    def bytes_in_flight(self) -> float:
+        """What a line holds while light crosses it: the window a transport protocol must allow."""
+        return self.line_bytes_per_second * 2 * self.flight_seconds
+
+    def every(self, outer_every: int) -> FarPlan:
+        """The same with another H."""
+        return replace(self, outer_every=outer_every)
+
+    def outer_every_for(self, utilisation: float) -> int:
+        """The least H that keeps this share of the time for computation."""
+        if self.overlap:
+            # all_reduce <= H step + H step (1/u - 1) = H step / u
+            return max(1, _ceil(self.all_reduce_seconds * utilisation / self.step_seconds))
+        return max(1, _ceil(self.all_reduce_seconds * utilisation / (self.step_seconds * (1 - utilisation))))
+
+    def line_bytes_per_second_for(self, utilisation: float) -> float:
+        """The line that this H needs for that share; infinite if light alone takes longer."""
+        allowed = self.outer_every * self.step_seconds * (1 / utilisation - (0 if self.overlap else 1)) - self.latency_seconds
+        if allowed <= 0:
+            return float("inf")
+        return self.bytes_per_line / allowed
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields and what follows from them, in bytes and seconds."""
+        derived = (
+            "num_bytes", "bytes_per_line", "flight_seconds", "num_messages", "latency_seconds", "transfer_seconds",
+            "all_reduce_seconds",
+            "exposed_seconds", "seconds_per_step", "utilisation", "bytes_in_flight",
+        )  # fmt: skip
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+def far_apart(
+    num_parameters: float,
+    *,
+    distance_kilometres: float,
+    line_bits_per_second: float,
+    step_seconds: float,
+    num_sites: int = 2,
+    bits_per_parameter: float = 16,
+    outer_every: int = 1,
+    overlap: bool = False,
+    switching_seconds: float = 0.0,
+) -> FarPlan:
+    """The cost of training on `num_sites` sites in a ring whose neighbours are `distance_kilometres` apart.
+
+    Raises SpecError naming every number that makes no sense.
+    """
+    positive = {
+        "num_parameters": num_parameters, "line_bits_per_second": line_bits_per_second, "step_seconds": step_seconds,
+        "bits_per_parameter": bits_per_parameter, "outer_every": outer_every,
+    }  # fmt: skip
+    problems = [
+        Problem(f"far.{key}", f"must be positive, is {value:g}", "Give it.") for key, value in positive.items() if value <= 0
+    ]
+    not_negative = {"distance_kilometres": distance_kilometres, "switching_seconds": switching_seconds}
+    problems += [
+        Problem(f"far.{key}", f"must not be negative, is {value:g}", "Give it.")
+        for key, value in not_negative.items()
+        if value < 0
+    ]
+    if num_sites < 2:
+        problems.append(Problem("far.num_sites", f"must be 2 or more, is {num_sites}", "One site needs no far plan."))
+    if problems:
+        raise SpecError(problems)
+    return FarPlan(
+        num_parameters, bits_per_parameter, num_sites, distance_kilometres * 1e3, line_bits_per_second / BITS_PER_BYTE,
+        switching_seconds, step_seconds, outer_every, overlap,
+    )  # fmt: skip
+
+
+def _ceil(value: float) -> int:
+    return -int(-value // 1)
