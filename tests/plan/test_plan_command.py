@@ -19,28 +19,64 @@ def answer(capsys, *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_first_layout_that_fits_is_explained_and_all_are_compared(capsys) -> None:
-    plan = answer(capsys)
+def test_the_fastest_layout_that_fits_is_explained_and_the_next_are_listed(capsys) -> None:
+    plan = answer(capsys, "--top", "5")
+    ranked = plan["search"]["ranked"]
+    seconds = [one["time"]["seconds_per_step"] for one in ranked]
+    assert len(ranked) == 5 and seconds == sorted(seconds) and all(one["fits"] for one in ranked)
+    assert plan["layout"] in [one["layout"] for one in ranked]
+    assert plan["fits"] and plan["sequences_per_batch"] == 512 and plan["search"]["num_legal"] > 10_000
+    size, count, dp = (plan["layout"]["micro_batch_size"], plan["num_micro_batches"], plan["layout"]["dp"])
+    assert size * count * dp == 512
+
+
+def test_the_waterfall_sums_to_the_step(capsys) -> None:
+    time = answer(capsys, "--top", "1")["time"]
+    assert sum(time["waterfall_seconds"].values()) == pytest.approx(time["seconds_per_step"])
+    assert time["tokens_per_step"] == 512 * 8192
+    assert time["mfu"] == pytest.approx(
+        time["model_flops_per_token"] * time["tokens_per_second"] / 64 / time["peak_flops_per_second"]
+    )
+
+
+def test_a_choice_is_kept_and_only_the_rest_is_searched(capsys) -> None:
+    layouts = [one["layout"] for one in answer(capsys, "--zero-stage", "3", "--tp", "2,4")["search"]["ranked"]]
+    assert {one["zero_stage"] for one in layouts} == {3} and {one["tp"] for one in layouts} <= {2, 4}
+    one = answer(capsys, "--layout.zero-stage=1", "--recompute", "full", "--layout.layers-per-bucket", "4")["layout"]
+    assert (one["zero_stage"], one["recompute"], one["layers_per_bucket"]) == (1, "full", 4)
+
+
+def test_runnable_searches_what_the_trainer_runs(capsys) -> None:
+    plan = answer(capsys, "--runnable", "--top", "50")
+    assert plan["trainable"]
+    for one in plan["search"]["ranked"]:
+        assert [one["layout"][axis] for axis in ("tp", "cp", "pp", "ep")] == [1, 1, 1, 1]
+    assert main([*ISSUE, "--runnable", "--model", "mixtral-8x7b"]) == 2
+    assert "experts" in capsys.readouterr().err
+
+
+def test_on_processes_of_this_machine_stages_and_recomputation_are_compared(capsys) -> None:
+    words = ["plan", "--model", "tiny-llama", "--gpus", "2xcpu", "--seq-len", "128", "--json"]
+    main(words)
+    plan = json.loads(capsys.readouterr().out)
     fitting = [one for one in plan["compared"] if one["fits"]]
-    assert len(plan["compared"]) == 12
+    assert len(plan["compared"]) == 12 and plan["time"] is None
     assert (plan["layout"]["zero_stage"], plan["layout"]["recompute"]) == (fitting[0]["zero_stage"], fitting[0]["recompute"])
-    assert plan["fits"] and plan["sequences_per_batch"] == 512 and plan["num_micro_batches"] == 8
-
-
-def test_a_choice_is_kept_and_only_the_rest_is_compared(capsys) -> None:
-    assert {one["zero_stage"] for one in answer(capsys, "--zero-stage", "3")["compared"]} == {3}
-    assert "compared" not in answer(capsys, "--zero-stage", "3", "--recompute", "full")
+    main([*words, "--zero-stage", "3"])
+    assert {one["zero_stage"] for one in json.loads(capsys.readouterr().out)["compared"]} == {3}
 
 
 def test_parts_add_up_to_the_peak(capsys) -> None:
-    memory = answer(capsys)["memory"]
+    memory = answer(capsys, "--runnable")["memory"]
     assert sum(memory["peak_bytes_by_category"].values()) == sum(memory["peak_bytes_by_part"].values()) == memory["peak_bytes"]
+    memory = answer(capsys, "--pp", "4")["memory"]
+    assert sum(memory["peak_bytes_by_category"].values()) == pytest.approx(memory["peak_bytes"])
 
 
 def test_what_does_not_fit_says_so_and_exits_with_one(capsys) -> None:
     assert main(["plan", "--model", "llama-3.1-405b", "--gpus", "8xh100"]) == 1
     out = capsys.readouterr().out
-    assert "does not fit" in out and "Nothing fits" in out
+    assert "does not fit" in out and "Nothing fits: the smallest layout" in out and "GPUs would do" in out
 
 
 def test_a_missing_model_or_machine_is_told(capsys) -> None:
@@ -60,30 +96,31 @@ def test_a_run_file_is_planned_with_overrides(tmp_path, capsys) -> None:
     assert "next  ultrascale check" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("forbidden", ["torch", "numpy"])
-def test_planning_imports_neither_torch_nor_numpy(forbidden: str) -> None:
+@pytest.mark.parametrize("forbidden", ["torch", "pandas", "scipy"])
+def test_planning_imports_nothing_heavy(forbidden: str) -> None:
     code = f"import sys; from ultrascale.cli.main import main; main({ISSUE}); sys.exit({forbidden!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
 
 
 def test_a_plan_starts_at_once() -> None:
-    """0.5 s is promised for an idle machine; three tries of CPU seconds, so that neighbours do not count."""
+    """Tens of thousands of layouts searched and all; three tries of CPU seconds, so that neighbours do not count."""
     code = f"import time; from ultrascale.cli.main import main; main({ISSUE}); print(time.process_time())"
     started = time.monotonic()
     tries = []
     while len(tries) < 3 and time.monotonic() - started < 30:
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
         tries.append(float(out.splitlines()[-1]))
-    assert min(tries) < 0.8
+    assert min(tries) < 2.5
 
 
 def test_the_next_command_saves_a_run_that_plans_the_same(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    main([*ISSUE])
+    main([*ISSUE, "--runnable"])
     said = " ".join(capsys.readouterr().out.split("next  ultrascale ")[1].split())
     assert said.endswith("--save run.toml")
     assert main([*said.split(), "--json"]) == 0
     saved = json.loads(capsys.readouterr().out)
+    del saved["search"]
     assert main(["plan", "run.toml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == saved
     assert main(said.split()) == 2
@@ -92,9 +129,9 @@ def test_the_next_command_saves_a_run_that_plans_the_same(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(("setting", "said"), [("true", "8192, documents masked"), ("false", "8192, documents not masked")])
 def test_a_plan_says_whether_documents_are_masked_and_counts_it(capsys, setting: str, said: str) -> None:
-    main([*ISSUE, "--data.document-mask", setting])
+    main([*ISSUE, "--runnable", "--data.document-mask", setting])
     assert said in " ".join(capsys.readouterr().out.split())
-    plan = answer(capsys, "--data.document-mask", setting)
+    plan = answer(capsys, "--runnable", "--data.document-mask", setting)
     assert plan["document_mask"] == (setting == "true")
     extra = plan["time"]["hardware_flops_per_token"] / plan["time"]["model_flops_per_token"]
     assert (extra > 1.1) == plan["document_mask"]
@@ -110,13 +147,13 @@ def test_processes_that_overfill_a_machine_have_no_memory_left_rather_than_a_neg
 
 def test_what_a_block_keeps_stays_indented_where_it_wraps(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    main(ISSUE)
+    main([*ISSUE, "--runnable"])
     lines = capsys.readouterr().out.partition("a block keeps")[2].partition("\n\n")[0].splitlines()[1:]
     assert len(lines) > 1 and all(line.startswith("  ") for line in lines)
 
 
 def test_dotted_settings_need_no_run_file_beside_them(capsys) -> None:
-    plan = answer(capsys, "--layout.zero-stage", "1", "--model.num-hidden-layers=2")
+    plan = answer(capsys, "--runnable", "--layout.zero-stage", "1", "--model.num-hidden-layers=2")
     assert (plan["layout"]["zero_stage"], len(plan["memory"]["saved_bytes_by_layer"])) == (1, 2)
     assert main(["plan", "one.toml", "two.toml"]) == 2
     assert "Plan one at a time" in capsys.readouterr().err
@@ -124,15 +161,105 @@ def test_dotted_settings_need_no_run_file_beside_them(capsys) -> None:
 
 def test_a_step_of_a_million_micro_batches_is_planned_at_once(capsys) -> None:
     words = ("--model", "gpt2-small", "--gpus", "1xh100", "--seq-len", "1024", "--tokens-per-batch", "1Gi")
+    words += ("--micro-batch-size", "1")
     assert answer(capsys, *words)["num_micro_batches"] == 2**20
 
 
 def test_a_shard_size_leaves_the_stages_that_cut_something_to_compare(capsys) -> None:
-    rows = answer(capsys, "--model", "llama-3-8b", "--gpus", "8xh100", "--dp-shard", "4")["compared"]
-    assert {row["zero_stage"] for row in rows} == {1, 2, 3}
+    main(["plan", "--model", "tiny-llama", "--gpus", "8xcpu", "--seq-len", "128", "--dp-shard", "4", "--json"])
+    assert {row["zero_stage"] for row in json.loads(capsys.readouterr().out)["compared"]} == {1, 2, 3}
+    main(["plan", "--model", "llama-3-8b", "--gpus", "8xh100", "--dp-shard", "4", "--json", "--top", "100"])
+    rows = [one["layout"] for one in json.loads(capsys.readouterr().out)["search"]["ranked"]]
+    assert {row["dp_shard"] or row["dp"] for row in rows} == {4} and {row["zero_stage"] for row in rows} <= {1, 2, 3}
 
 
 def test_flags_that_are_none_are_all_told_with_the_nearest(capsys) -> None:
     assert main(["plan", "--modle", "llama-3-8b", "--gpuz", "8xh100"]) == 2
     told = capsys.readouterr().err
     assert "Did you mean --model?" in told and "Did you mean --gpus?" in told
+
+
+def test_a_plan_fits_the_width_of_the_terminal(monkeypatch, capsys) -> None:
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        main([*ISSUE, "--stack", "megatron", "--explain"])
+        out = capsys.readouterr().out.partition("\nnext  ")[0]
+        assert max(len(line) for line in out.splitlines()) <= width
+        for said in ("What makes it fit", "How the batch is reached", "What makes it fast", "What binds"):
+            assert said in out
+        assert "each added GPU brings" in out and "20% faster" in out and "Left out" in out
+
+
+def test_a_plan_is_printed_as_the_flags_of_its_trainer(capsys) -> None:
+    assert main([*ISSUE, "--stack", "megatron", "--print-flags"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("--num-layers 32") and "--global-batch-size 512" in out
+    assert main([*ISSUE, "--stack", "megatorn"]) == 2
+    assert "megatron" in capsys.readouterr().err
+
+
+def test_the_step_is_drawn_and_traced(tmp_path, capsys) -> None:
+    svg, trace = tmp_path / "step.svg", tmp_path / "step.json"
+    words = [*ISSUE, "--pp", "4", "--schedule", "1f1b", "--svg", str(svg), "--perfetto", str(trace), "--json"]
+    assert main(words) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert svg.read_text().startswith("<svg") and "llama-3-8b, 1f1b" in svg.read_text()
+    events = json.loads(trace.read_text())["traceEvents"]
+    passes = [event for event in events if event["ph"] == "X"]
+    assert len(passes) >= 2 * 4 * plan["num_micro_batches"]
+    waterfall = plan["time"]["waterfall_seconds"]
+    assert max(event["ts"] + event["dur"] for event in passes) / 1e6 < 1.1 * plan["time"]["seconds_per_step"]
+    assert max(event["ts"] + event["dur"] for event in passes) / 1e6 > waterfall["compute"]
+    assert main(words) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_tokens_are_turned_into_days_energy_and_money(capsys) -> None:
+    assert main([*ISSUE, "--tokens", "15T"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "on 15T tokens, without interruptions" in out and "GPU hours" in out and "Wh" in out
+
+
+def test_a_run_file_with_axes_is_planned_on_the_machines_that_are_named(tmp_path, capsys) -> None:
+    file = tmp_path / "run.toml"
+    layout = '[layout]\ntp = 4\npp = 2\nprecision = "bf16"\nmicro_batch_size = 1\n'
+    file.write_text('[model]\npreset = "llama-3-8b"\n[batch]\nsequence_length = 8192\nsequences_per_batch = 64\n' + layout)
+    assert main(["plan", str(file), "--gpus", "32xh100", "--layout.zero-stage", "1", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["layout"]["dp"] == 4 and not plan["trainable"] and plan["time"]["waterfall_seconds"]["bubble"] > 0
+    assert main(["plan", str(file), "--gpus", "4xh100"]) == 2
+    assert "not a multiple of the run's tp x cp x pp = 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sequences-per-batch", "509", "--stack", "llm-foundry"], "does not divide the batch of 509 sequences"),
+        (["--tp", "3"], "tp = 3 does not divide 64 GPUs"),
+        (["--pp", "64"], "more stages than the 32 layers"),
+        (["--tp", "x"], "layout.tp"),
+        (["--layout.layers-per-stage", "4,4"], "is for one layout, not for a search"),
+        (["--layout.tensor", "4"], "layout.tensor"),
+        (["--schedule", "2f2b"], "layout.schedule"),
+        (["--gpus", "0xh100"], "0xh100"),
+        (["--top", "0"], "must be at least 1"),
+        (["--tokens", "many"], "Write 300B or 1T"),
+        (["--precision", "fp8", "--gpus", "8xa100"], "fp8"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_sentence_with_what_would_do(capsys, words: list[str], said: str) -> None:
+    asked = dict(zip(ISSUE[1::2], ISSUE[2::2], strict=True)) | dict(zip(words[::2], words[1::2], strict=True))
+    if "--sequences-per-batch" in asked:
+        del asked["--tokens-per-batch"]
+    assert main(["plan", *(word for pair in asked.items() for word in pair)]) == 2
+    told = capsys.readouterr().err
+    assert said in told and "->" in told
+
+
+def test_data_centres_far_apart_are_planned(capsys) -> None:
+    words = ["plan", "far", "--parameters", "72T", "--kilometres", "4800", "--line-gbits", "400", "--step-seconds", "60"]
+    assert main([*words, "--json"]) == 0
+    far = json.loads(capsys.readouterr().out)
+    assert far["num_bytes"] == 144e12 and far["transfer_seconds"] == pytest.approx(144e12 / 50e9)
+    assert main([*words[:3], "many", *words[4:]]) == 2
+    assert "Write 405B or 72T" in capsys.readouterr().err

@@ -121,10 +121,12 @@ def command(arguments: list[str]) -> int:
 
 def _one(parsed: dict[str, Any], rest: list[str], arguments: list[str]) -> int:
     """Plan the layout of a run's file."""
-    described = resolve(parsed["run"], [*_overrides(parsed, {}), *rest])
-    run = described.run
-    if parsed["gpus"] is not None and "layout.dp" not in _given(rest):
-        run = resolve(parsed["run"], [*_overrides(parsed, {"layout.dp": _ranks_left(run, parsed["gpus"])}), *rest]).run
+    run = resolve(parsed["run"], [*_overrides(parsed, {}), *rest]).run
+    if parsed["gpus"] is not None:
+        words: dict[str, Any] = {"cluster": parsed["gpus"]}
+        if "layout.dp" not in _given(rest):
+            words["layout.dp"] = _ranks_left(run, parsed["gpus"])
+        run = resolve(parsed["run"], [*_overrides(parsed, words), *rest]).run
     chosen = plan_run(run, cluster_of(run), stack_called(parsed["stack"]))
     finish(chosen, [chosen], parsed, arguments, rest)
     return 0 if chosen.fits else 1
@@ -198,11 +200,8 @@ SHORT = {
 
 def _overrides(parsed: dict[str, Any], words: dict[str, Any]) -> list[str]:
     """The short flags as dotted ones, over `words`."""
-    if parsed["run"] is not None:
-        if parsed["model"] is not None:
-            words |= {"model.path" if Path(parsed["model"]).is_dir() else "model.preset": parsed["model"]}
-        if parsed["gpus"] is not None:
-            words |= {"cluster": parsed["gpus"]}
+    if parsed["run"] is not None and parsed["model"] is not None:
+        words |= {"model.path" if Path(parsed["model"]).is_dir() else "model.preset": parsed["model"]}
     for flag, key in SHORT.items():
         if parsed[flag] is not None:
             words[key] = parsed[flag]

@@ -1,6 +1,6 @@
 """What a layout needs at the very least, from a few products of columns: enough to drop most layouts before they are priced.
 
-    memory   weights, gradients and optimizer state of the fullest rank, as they stand when the optimizer steps; no activations
+    memory   weights, gradients and optimizer state of the fullest rank, as they stand when the optimizer steps; nothing else
     time     FLOPs with what is computed twice, at the device's full peak, and the bubble of a perfectly even pipeline
 
 A layout is dropped if its state alone is more than the device has, or if its least time is above that of the slowest layout
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import RECOMPUTE, SCHEDULES, LayoutTable
+from ultrascale.plan.rank_state import rank_state
 from ultrascale.plan.stages import cut_stages
 from ultrascale.plan.time import hardware_flops_per_token
 from ultrascale.plan.workload import Workload
@@ -26,18 +27,10 @@ ONE_AFTER_ANOTHER = tuple(SCHEDULES.index(name) for name in ("1f1b", "afab", "in
 
 def memory_floor(workload: Workload, table: LayoutTable) -> Floats:
     """Bytes of the training state of the fullest rank, [layouts]."""
-    stack, stages = workload.stack, cut_stages(workload, table)
-    shard = np.where(table.zero_stage > 0, table.dp_shard * table.cp, 1)
-    expert_cut = table.ep * table.expert_tp
-    expert_group = np.maximum(1, table.tp * table.cp * table.dp // expert_cut)
-    expert_shard = np.where(table.zero_stage > 0, expert_group, 1)
-    kept = np.where(table.offload_optimizer > 0, 0, stack.master_bytes + stack.moment_bytes)
-    total = np.zeros((3, len(table)))
-    for parameters, size in ((stages.dense_parameters, shard), (stages.expert_parameters, expert_shard)):
-        gradients = stack.gradient_bytes / np.where(table.zero_stage >= max(stack.shards_gradients_from, 1), size, 1)
-        weights = stack.weight_bytes / np.where(table.zero_stage == 3, size, 1)
-        total += parameters * (weights + gradients + kept / size)
-    return np.where(stages.exists > 0, total, 0.0).max(axis=0)
+    stages = cut_stages(workload, table)
+    micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
+    state = rank_state(workload, table, stages, micro_batches)
+    return np.where(stages.exists > 0, state.weights + state.optimizer + state.late_gradients, 0.0).max(axis=0)
 
 
 def time_floor(workload: Workload, table: LayoutTable) -> Floats:

@@ -23,8 +23,8 @@ from ultrascale.spec.cluster import Cluster, Link
 
 MORE_MEMORY_BYTES = 10e9
 FASTER = 1.2
-POOL = 2048
-"""Layouts that a changed machine is searched in again: the fastest ones, whether they fit or not."""
+POOL = 512
+"""Layouts that a changed machine is searched in again, of each sort."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def marginals(result: SearchResult) -> list[Marginal]:
     best = result.best
     if best is None:
         return []
-    pool = _pool(result.priced)
+    pool = _pool(result.priced, result.workload.cluster.accelerator.memory_bytes.value)
     workload = result.workload
     base = _fastest(workload, pool, CONSTANTS)
     found = []
@@ -173,13 +173,14 @@ def binding(best: Prediction, found: list[Marginal]) -> str:
     return f"Memory does not bind; {share}."
 
 
-def _pool(priced: Priced) -> LayoutTable:
-    """The fastest layouts, whether they fit or not."""
-    rows = np.flatnonzero(priced.was_priced)
-    fitting = rows[priced.fits[rows]]
-    by_time = rows[np.argsort(priced.step_seconds[rows], kind="stable")][: POOL // 2]
-    that_fit = fitting[np.argsort(priced.step_seconds[fitting], kind="stable")][: POOL // 2]
-    return priced.table.take(np.unique(np.concatenate([by_time, that_fit])))
+def _pool(priced: Priced, capacity_bytes: float) -> LayoutTable:
+    """The fastest layouts of all, of those that fit or nearly do, and of those that fit."""
+    nearly = priced.peak_bytes <= capacity_bytes + MORE_MEMORY_BYTES
+    rows = []
+    for which in (priced.was_priced, priced.was_priced & nearly, priced.fits):
+        numbers = np.flatnonzero(which)
+        rows.append(numbers[np.argsort(priced.step_seconds[numbers], kind="stable")][:POOL])
+    return priced.table.take(np.unique(np.concatenate(rows)))
 
 
 def _fastest(workload: Workload, pool: LayoutTable, constants: Constants) -> float:

@@ -96,7 +96,8 @@ class Prediction:
 
     def hfu(self) -> float:
         """Hardware FLOPs over the dense bf16 peak."""
-        flops = hardware_flops_per_token(self.workload.model, self.layout, self.workload.sequence_length)
+        masks = self.workload.documents and not self.workload.stack.kernels.masks_in_kernel
+        flops = hardware_flops_per_token(self.workload.model, self.layout, self.workload.sequence_length, documents=masks)
         return flops * self.tokens_per_second_per_gpu / self.workload.cluster.accelerator.peak_flops_per_second("bf16")
 
 

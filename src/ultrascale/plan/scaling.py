@@ -10,20 +10,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ultrascale.plan.price import Prediction
-from ultrascale.plan.search import search
+from ultrascale.plan.search import fastest
 from ultrascale.plan.space import Asked
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.machines import USUAL_NODE
+from ultrascale.spec.machines import ACCELERATORS, USUAL_NODE
 from ultrascale.spec.problems import SpecError
 
 PAYS = 0.5
 """An added GPU pays while it brings at least this share of what a GPU brings where each brings most."""
 DOUBLINGS = 3
 """Counts are tried from an eighth to eight times the cluster."""
-EXACT = 4
-"""Layouts predicted one by one at each count."""
+NEAREST = 3
+"""Better accelerators that are compared."""
+BF16 = "bf16"
 MOST_GPUS = 2**17
 """Nobody has more in one training."""
 
@@ -81,26 +82,31 @@ def counts(cluster: Cluster) -> list[int]:
 def elsewhere(
     workload: Workload, *, base: Layout | None = None, asked: Asked | None = None
 ) -> list[tuple[Cluster, Prediction | None]]:
-    """The best layout on as many of each other accelerator of the catalogue, in nodes of its usual shape."""
-    found = []
+    """The best layout on as many of the nearest better accelerators: no slower and no smaller, in their usual nodes."""
+    own, count = workload.cluster.accelerator, workload.cluster.num_accelerators
+    better = []
     for name in USUAL_NODE:
-        if name == workload.cluster.accelerator.name:
-            continue
+        other = ACCELERATORS[name]
+        peaks = [one.peak_flops[BF16].value if BF16 in one.peak_flops else 0.0 for one in (own, other)]
+        sizes = [one.memory_bytes.value for one in (own, other)]
+        if peaks[1] >= peaks[0] and sizes[1] >= sizes[0] and (peaks[1], sizes[1]) != (peaks[0], sizes[0]):
+            better.append((peaks[1] / max(peaks[0], 1.0) * sizes[1] / sizes[0], name))
+    found = []
+    for _, name in sorted(better):
         try:
-            cluster = parse_cluster(f"{workload.cluster.num_accelerators}x{name}")
-            found.append((cluster, _best(replace(workload, cluster=cluster), cluster.num_accelerators, base, asked)))
-        except SpecError:  # this many do not fill nodes of that kind, or it has no rate for this precision
+            cluster = parse_cluster(f"{count}x{name}")
+        except SpecError:  # so many do not fill nodes of that kind
             continue
+        found.append((cluster, _best(replace(workload, cluster=cluster), count, base, asked)))
+        if len(found) == NEAREST:
+            break
     return found
 
 
 def _best(workload: Workload, count: int, base: Layout | None, asked: Asked | None) -> Prediction | None:
     name = f"{count}x{workload.cluster.accelerator.name}"
     cluster = replace(workload.cluster, num_accelerators=count, name=name)
-    try:
-        return search(replace(workload, cluster=cluster), base=base, asked=asked, exact=EXACT).best
-    except SpecError:
-        return None
+    return fastest(replace(workload, cluster=cluster), base=base, asked=asked)
 
 
 def smallest_that_fits(workload: Workload, *, base: Layout | None = None, asked: Asked | None = None) -> Prediction | None:

@@ -115,6 +115,15 @@ def search(
     return SearchResult(workload, priced, tuple(ranked), tuple(on_front), smallest, time.perf_counter() - started)
 
 
+def fastest(workload: Workload, *, base: Layout | None = None, asked: Asked | None = None) -> Prediction | None:
+    """The fastest layout alone, which needs no more than the fewest prices; None if nothing fits or nothing is legal."""
+    space = legal_layouts(workload, base=base, asked=asked)
+    if not len(space.table):
+        return None
+    priced = price_all(workload, space, kept=1)
+    return next(iter(_predict_all(workload, priced, _fastest(priced, 1))), None)
+
+
 def price_all(workload: Workload, space: Space, *, kept: int, prunes: bool = True) -> Priced:
     """Bound or price every layout of `space`; the `kept` fastest that fit and the front of time and memory are right."""
     table = space.table

@@ -311,7 +311,9 @@ def _micro_batch_sizes(rules: _Rules, dp: int) -> list[int]:
 
 
 def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
-    """Whether the micro-batches of a step suit the schedule."""
+    """Whether the trainer runs so many micro-batches in this schedule."""
+    if abilities(rules.workload.stack).any_micro_batches:
+        return True
     count = rules.workload.sequences_per_batch // (dp * size)
     if schedule == "interleaved" and count % pp:
         rules.refuse("interleaved", "micro-batches are no multiple of pp")

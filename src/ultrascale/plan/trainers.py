@@ -28,13 +28,15 @@ class Abilities:
     experts: bool = False
     expert_tensor: bool = False
     recompute: tuple[str, ...] = ("none", "full")
+    any_micro_batches: bool = False
+    """Pipelines run any number of micro-batches; else interleaved ones want a multiple of pp, and dualpipe's at least 2 pp."""
 
 
 ABILITIES: dict[str, Abilities] = {
     "ultrascale": Abilities(
         (0, 1, 2, 3), (0, 1, 2, 3), True, True, ("ring", "all-gather", "all-to-all"),
         ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"), True, True,
-        ("none", "selective", "full", "every-k"),
+        ("none", "selective", "full", "every-k"), any_micro_batches=True,
     ),
     # fully_shard always: reshard_after_forward "never" is stage 2, "always" 3.
     "torchtitan": Abilities(

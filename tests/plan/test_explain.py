@@ -1,0 +1,109 @@
+"""Why a layout is best, against searches that answer the same question the long way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ultrascale.plan.cost import cost
+from ultrascale.plan.explain import MORE_MEMORY_BYTES, binding, changes, marginals, rungs
+from ultrascale.plan.price import predict
+from ultrascale.plan.search import SearchResult, needed_bytes, search
+from ultrascale.plan.search_view import batch_words, layout_words
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import MACHINE_OVER_ACCELERATORS, parse_cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model_presets import preset
+from ultrascale.spec.stack import STACKS
+
+
+@pytest.fixture(scope="module")
+def result() -> SearchResult:
+    workload = Workload(preset("llama-3-70b"), parse_cluster("64xh100"), 8192, 128, STACKS["ultrascale"])
+    return search(workload, asked={"cp": (1,)})
+
+
+def test_each_rung_needs_no_more_memory_and_allows_no_slower_step(result: SearchResult) -> None:
+    found = rungs(result)
+    assert [rung.name for rung in found][:1] == ["data parallelism"] and found[-1].name == "+ pipeline"
+    assert not found[0].fits and found[-1].fits
+    assert [r.least_bytes for r in found] == sorted((r.least_bytes for r in found), reverse=True)
+    fastest = [r.fastest_seconds for r in found if r.fastest_seconds is not None]
+    assert fastest == sorted(fastest, reverse=True)
+    assert [r.num_layouts for r in found] == sorted(r.num_layouts for r in found)
+    assert found[-1].num_layouts == len(result.priced.table)
+
+
+def test_a_rung_needs_what_its_smallest_layout_needs(result: SearchResult) -> None:
+    plain = next(rung for rung in rungs(result) if rung.name == "+ recomputation")
+    smallest = min(
+        float(needed_bytes(predict(result.workload, layout).memory))
+        for layout in (
+            Layout(dp=64, zero_stage=3, precision="bf16", recompute=way, micro_batch_size=1)
+            for way in ("none", "selective", "full", "every-k")
+        )
+    )
+    assert plain.least_bytes == pytest.approx(smallest)
+
+
+def test_a_change_is_one_choice_and_its_price_is_the_prediction(result: SearchResult) -> None:
+    best = result.best
+    assert best is not None
+    found = [one for one in changes(result) if one.name == "micro_batch_size"]
+    assert found and str(best.layout.micro_batch_size) not in {one.value for one in found}
+    for one in found:
+        layout = replace(best.layout, micro_batch_size=int(one.value))
+        assert one.seconds == pytest.approx(predict(result.workload, layout).step_seconds, rel=0.05)
+    names = {one.name for one in changes(result)}
+    assert {"recompute", "zero_stage", "tp", "pp"} <= names
+    better = [one for one in changes(result) if one.fits and one.seconds < best.step_seconds * 0.97]
+    assert not better
+
+
+def test_more_memory_is_worth_what_a_search_with_it_finds(result: SearchResult) -> None:
+    worth = {one.name: one.gain for one in marginals(result)}
+    cluster = result.workload.cluster
+    accelerator = cluster.accelerator
+    memory = replace(accelerator.memory_bytes, value=accelerator.memory_bytes.value + MORE_MEMORY_BYTES)
+    larger = replace(cluster, node=replace(cluster.node, accelerator=replace(accelerator, memory_bytes=memory)))
+    again = search(replace(result.workload, cluster=larger), asked={"cp": (1,)})
+    assert again.best is not None and result.best is not None
+    gain = result.best.step_seconds / again.best.step_seconds - 1
+    assert worth["10 GB more memory"] == pytest.approx(gain, abs=0.02)
+    assert worth["memory without end"] >= worth["10 GB more memory"] - 1e-9
+    assert 0.05 < worth["matrix products 20% faster"] < 0.2
+    assert all(gain >= -1e-9 for gain in worth.values())
+
+
+def test_what_binds_is_said_with_its_share(result: SearchResult) -> None:
+    best, found = result.best, marginals(result)
+    assert best is not None
+    share = best.waterfall["compute"] / best.step_seconds
+    assert f"compute is {share:.0%} of the step" in binding(best, found)
+    endless = next(one for one in found if one.name == "memory without end")
+    loose = [replace(one, gain=0.0) for one in found]
+    assert binding(best, loose).startswith("Memory does not bind")
+    assert binding(best, [replace(endless, gain=0.25)]).startswith("Memory binds: without its limit a step would be 25% faster")
+
+
+def test_the_batch_is_told_as_a_product(result: SearchResult) -> None:
+    workload = result.workload
+    one = predict(workload, Layout(dp=8, tp=8, micro_batch_size=2, zero_stage=1, precision="bf16"))
+    assert batch_words(one).startswith("128 sequences (1.05M tokens) = dp 8 x micro-batch 2 x 8 micro-batches")
+
+
+def test_a_layout_is_a_line() -> None:
+    layout = Layout(dp=4, tp=8, pp=2, schedule="interleaved", virtual_stages=5, zero_stage=1, dp_shard=2, recompute="full")
+    assert layout_words(layout, 16) == "dp4 tp8 pp2 interleaved x5, ZeRO 1/2, 1 x 16, full"
+    assert layout_words(Layout(), 1) == "one GPU, ZeRO 0, 1 x 1"
+
+
+def test_a_training_costs_hours_energy_and_money() -> None:
+    cluster = parse_cluster("64xh100")
+    assert cluster.accelerator.watts is not None and cluster.accelerator.dollars_per_hour is not None
+    day = cost(cluster, 86400, num_gpus=64)
+    assert day.gpu_hours == 64 * 24
+    assert day.kilowatt_hours == pytest.approx(64 * 24 * 0.7 * MACHINE_OVER_ACCELERATORS)
+    assert day.dollars == pytest.approx(64 * 24 * cluster.accelerator.dollars_per_hour.value)
+    assert "MWh" in day.words and "$" in day.words

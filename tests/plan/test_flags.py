@@ -1,0 +1,130 @@
+"""Plans as settings of trainers: what is printed says the same layout, and can be read."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+
+import pytest
+import yaml
+
+from ultrascale.plan.flags import cannot_express, trainer_flags
+from ultrascale.plan.space import legal_layouts
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model_presets import preset
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.resolve import resolve
+from ultrascale.spec.stack import STACKS
+
+
+def workload(stack: str, model: str = "llama-3-8b") -> Workload:
+    return Workload(preset(model), parse_cluster("64xh100"), 8192, 512, STACKS[stack])
+
+
+def megatron_words(text: str) -> dict[str, str]:
+    words = (line.removesuffix(" \\").removeprefix("--").partition(" ") for line in text.splitlines())
+    return {name: value for name, _, value in words}
+
+
+PIPED = Layout(
+    dp=4, tp=4, pp=4, schedule="interleaved", virtual_stages=2, micro_batch_size=2, zero_stage=1, precision="bf16",
+    recompute="selective",
+)  # fmt: skip
+
+
+def test_megatron_gets_its_arguments() -> None:
+    words = megatron_words(trainer_flags(workload("megatron"), PIPED))
+    wanted = {
+        "tensor-model-parallel-size": "4", "pipeline-model-parallel-size": "4", "num-virtual-stages-per-pipeline-rank": "2",
+        "micro-batch-size": "2", "global-batch-size": "512", "seq-length": "8192", "num-layers": "32", "num-query-groups": "8",
+        "recompute-granularity": "selective",
+    }  # fmt: skip
+    assert {name: words[name] for name in wanted} == wanted
+    assert {"sequence-parallel", "use-distributed-optimizer", "bf16", "swiglu", "untie-embeddings-and-output-weights"} <= set(
+        words
+    )
+    assert "num-experts" not in words and "fp16" not in words and "cp-comm-type" not in words
+
+
+def test_megatron_gets_experts_and_latent_attention() -> None:
+    layout = Layout(dp=64, ep=8, zero_stage=1, precision="bf16")
+    words = megatron_words(trainer_flags(workload("megatron", "mixtral-8x7b"), layout))
+    assert (words["num-experts"], words["moe-router-topk"], words["expert-model-parallel-size"]) == ("8", "2", "8")
+    assert words["moe-layer-freq"] == "'([0]*0+[1]*32)'"
+    latent = megatron_words(trainer_flags(workload("megatron", "deepseek-v3"), layout))
+    assert "multi-latent-attention" in latent and latent["kv-lora-rank"] == "512" and "num-query-groups" not in latent
+
+
+def test_torchtitan_gets_toml_whose_degrees_multiply_to_the_devices() -> None:
+    layout = Layout(
+        dp=16, dp_shard=8, pp=4, schedule="zb-v", virtual_stages=2, zero_stage=2, micro_batch_size=2, precision="bf16"
+    )
+    read = tomllib.loads(trainer_flags(workload("torchtitan"), layout))
+    own = read["parallelism"]
+    assert own["data_parallel_replicate_degree"] * own["data_parallel_shard_degree"] * own["pipeline_parallel_degree"] == 64
+    assert own["pipeline_parallel_schedule"] == "ZBVZeroBubble" and own["fsdp_reshard_after_forward"] == "never"
+    # A pipeline takes its 16 micro-batches of 2 from one local batch.
+    assert read["training"]["local_batch_size"] == 512 // 16 and own["pipeline_parallel_microbatch_size"] == 2
+    alone = tomllib.loads(
+        trainer_flags(workload("torchtitan"), Layout(dp=64, zero_stage=3, recompute="every-k", precision="bf16"))
+    )
+    assert alone["training"]["local_batch_size"] == 1 and alone["parallelism"]["fsdp_reshard_after_forward"] == "always"
+    assert alone["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "2"}
+
+
+def test_nanotron_and_llm_foundry_get_yaml() -> None:
+    layout = Layout(dp=8, tp=8, zero_stage=1, micro_batch_size=2, precision="bf16")
+    read = yaml.safe_load(trainer_flags(workload("nanotron"), layout))
+    assert read["parallelism"] | {"dp": 8, "tp": 8, "pp": 1, "tp_mode": "REDUCE_SCATTER"} == read["parallelism"]
+    assert read["tokens"]["batch_accumulation_per_replica"] * 2 * 8 == 512 and read["optimizer"]["zero_stage"] == 1
+    hybrid = Layout(dp=64, dp_shard=8, zero_stage=3, micro_batch_size=4, precision="bf16", recompute="full")
+    foundry = yaml.safe_load(trainer_flags(workload("llm-foundry"), hybrid))
+    with_it = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 8, "activation_checkpointing": True}
+    assert foundry["fsdp_config"] | with_it == foundry["fsdp_config"]
+    assert (foundry["device_train_microbatch_size"], foundry["global_train_batch_size"]) == (4, 512)
+
+
+def test_deepspeed_gets_json_and_megatron_words() -> None:
+    plain = json.loads(trainer_flags(workload("deepspeed"), Layout(dp=64, zero_stage=3, micro_batch_size=2, precision="bf16")))
+    assert plain["train_batch_size"] == 64 * 2 * plain["gradient_accumulation_steps"] == 512
+    assert plain["zero_optimization"]["stage"] == 3 and plain["bf16"] == {"enabled": True}
+    piped = trainer_flags(workload("deepspeed"), Layout(dp=8, tp=2, pp=4, zero_stage=1, precision="bf16"))
+    assert piped.splitlines()[-1] == "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"
+
+
+def test_our_own_plan_is_read_back_as_the_same_layout(tmp_path) -> None:
+    layout = Layout(dp=64, zero_stage=2, dp_shard=32, micro_batch_size=2, recompute="selective", precision="bf16")
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npreset = "llama-3-8b"\n' + trainer_flags(workload("ultrascale"), layout))
+    run = resolve(file).run
+    assert run.layout == layout and (run.batch.sequences_per_batch, run.batch.sequence_length) == (512, 8192)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b"])
+def test_all_that_a_search_for_a_trainer_finds_can_be_written_for_it(stack: str, model: str) -> None:
+    own = workload(stack, model)
+    table = legal_layouts(own).table
+    readers: dict[str, Callable] = {"torchtitan": tomllib.loads, "nanotron": yaml.safe_load, "llm-foundry": yaml.safe_load}
+    for row in range(0, len(table), max(1, len(table) // 40)):
+        layout = table.layout(row)
+        assert not cannot_express(own, layout)
+        assert readers.get(stack, str)(trainer_flags(own, layout))
+
+
+@pytest.mark.parametrize(
+    ("stack", "layout", "key"),
+    [
+        ("megatron", Layout(dp=64, zero_stage=3), "layout.zero_stage"),
+        ("nanotron", Layout(dp=32, cp=2), "layout.cp_method"),
+        ("llm-foundry", Layout(dp=32, tp=2), "layout.tp"),
+        ("torchtitan", Layout(dp=16, pp=4, schedule="zb-h1", zero_stage=3), "layout.schedule"),
+    ],
+)
+def test_what_a_trainer_has_no_setting_for_is_refused(stack: str, layout: Layout, key: str) -> None:
+    with pytest.raises(SpecError) as error:
+        trainer_flags(workload(stack), layout)
+    assert error.value.problems[0].key == key and f"--stack {stack}" in error.value.problems[0].remedy

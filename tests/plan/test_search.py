@@ -1,0 +1,190 @@
+"""The search against brute force: what is legal, what is dropped, what is ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from ultrascale.plan.bounds import memory_floor, time_floor
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.price import price
+from ultrascale.plan.scaling import counts, most_that_pay, scaling, smallest_that_fits
+from ultrascale.plan.search import TIE, needed_bytes, pareto, price_all, search
+from ultrascale.plan.search_view import distinct
+from ultrascale.plan.space import MIN_TOKENS_PER_CP_RANK, divisors, legal_layouts
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.cut_rules import cut_problems
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model_presets import preset
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.stack import STACKS
+
+SMALL = replace(preset("llama-3-8b"), num_hidden_layers=8, vocab_size=32_000)
+
+
+def small(gpus: str = "8xh100", *, batch: int = 16, stack: str = "megatron", length: int = 4096) -> Workload:
+    return Workload(SMALL, parse_cluster(gpus), length, batch, STACKS[stack])
+
+
+def real(model: str, gpus: str, *, batch: int, length: int = 8192, stack: str = "ultrascale") -> Workload:
+    return Workload(preset(model), parse_cluster(gpus), length, batch, STACKS[stack])
+
+
+def brute_force(workload: Workload) -> Iterator[Layout]:
+    """Megatron's layouts of a dense model by the rules of the description, nothing clever. Sequences are too short for cp."""
+    gpus, batch = workload.cluster.num_accelerators, workload.sequences_per_batch
+    sizes = divisors(gpus)
+    for tp, pp, stage, size, again, virtual in product(
+        sizes, sizes, (0, 1), divisors(batch), ("none", "selective", "full"), range(1, workload.model.num_hidden_layers + 1)
+    ):
+        if gpus % (tp * pp):
+            continue
+        dp = gpus // (tp * pp)
+        if batch % (dp * size) or (dp == 1 and stage) or size * workload.sequence_length > 2**17:
+            continue
+        per_rank = -(-workload.model.num_hidden_layers // pp)
+        if virtual > 1 and (pp == 1 or per_rank % virtual or batch // (dp * size) % pp):
+            continue
+        schedule = "interleaved" if virtual > 1 else "1f1b"
+        shards = {dp} if stage == 0 or dp <= max(2, 8 // tp) else {dp, max(2, 8 // tp)}
+        for shard in shards:
+            one = Layout(
+                dp=dp, tp=tp, pp=pp, virtual_stages=virtual, schedule=schedule, zero_stage=stage, micro_batch_size=size,  # type: ignore[arg-type]
+                recompute=again, precision="bf16", dp_shard=None if stage == 0 or shard == dp else shard,  # type: ignore[arg-type]
+            )  # fmt: skip
+            if not one.problems() and not cut_problems(workload.model, one, sequence_length=workload.sequence_length):
+                yield one
+
+
+def test_the_space_is_every_layout_that_the_rules_allow() -> None:
+    workload = small()
+    assert workload.sequence_length // 2 < MIN_TOKENS_PER_CP_RANK
+    table = legal_layouts(workload).table
+    found = [table.layout(row) for row in range(len(table))]
+    assert len(found) == len(set(found)) > 100
+    assert set(found) == set(brute_force(workload))
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_row_is_legal_and_uses_all_devices(model: str, stack: str) -> None:
+    workload = real(model, "64xh100", batch=256, length=16384, stack=stack)
+    table = legal_layouts(workload).table
+    assert (table.world_size == 64).all()
+    assert (256 % (table.dp * table.micro_batch_size) == 0).all()
+    for row in np.random.default_rng(0).choice(len(table), size=min(150, len(table)), replace=False):
+        layout = table.layout(int(row))
+        assert not layout.problems() + cut_problems(workload.model, layout, sequence_length=workload.sequence_length)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch"),
+    [("llama-3-8b", "8xh100", 64), ("llama-3-70b", "64xa100", 256), ("mixtral-8x7b", "32xh100", 128)],
+)
+def test_bounds_are_below_the_prices_and_pruning_changes_neither_ranking_nor_front(model: str, gpus: str, batch: int) -> None:
+    workload = real(model, gpus, batch=batch)
+    space = legal_layouts(workload, asked={"cp": (1,), "expert_tp": (1,)})
+    everything = price(workload, space.table)
+    assert (memory_floor(workload, space.table) <= everything.memory.allocated * (1 + 1e-9)).all()
+    assert (time_floor(workload, space.table) <= everything.step_seconds).all()
+    plain, pruned = (price_all(workload, space, kept=20, prunes=prunes) for prunes in (False, True))
+    assert plain.was_priced.all() and plain.fits.any()
+    for kept in (plain, pruned):
+        assert np.sort(kept.step_seconds[kept.fits])[:20] == pytest.approx(np.sort(plain.step_seconds[plain.fits])[:20])
+    fronts = [_front(one.step_seconds[one.fits], one.peak_bytes[one.fits]) for one in (plain, pruned)]
+    assert fronts[0] == pytest.approx(fronts[1])
+
+
+def _front(seconds: np.ndarray, peak: np.ndarray) -> list[float]:
+    """Memory of the front, by brute force."""
+    return [p for s, p in sorted(zip(seconds, peak, strict=True)) if not ((seconds <= s) & (peak < p)).any()]
+
+
+def test_bounds_drop_what_cannot_fit_and_what_cannot_matter() -> None:
+    workload = real("llama-3-70b", "64xa100", batch=256)
+    space = legal_layouts(workload)
+    pruned = price_all(workload, space, kept=20)
+    capacity = workload.cluster.accelerator.memory_bytes.value
+    assert pruned.too_large.sum() > 0.02 * len(space.table)
+    assert (memory_floor(workload, space.table)[pruned.too_large] > capacity).all()
+    assert not pruned.fits[~pruned.was_priced].any()
+
+
+def test_the_ranking_is_by_time_and_the_front_holds_nothing_that_is_beaten() -> None:
+    result = search(real("llama-3-8b", "16xh100", batch=64))
+    seconds = [one.step_seconds for one in result.ranked]
+    assert seconds == sorted(seconds) and all(one.memory.fits for one in result.ranked)
+    assert result.num_tied == sum(s <= seconds[0] * (1 + TIE) for s in seconds) >= 1
+    front = [(one.step_seconds, float(needed_bytes(one.memory))) for one in result.front]
+    assert front == sorted(front) and [m for _, m in front] == sorted((m for _, m in front), reverse=True)
+    assert pareto([*result.front, *result.ranked]) == list(result.front)
+    cuts = [
+        (one.layout.tp, one.layout.pp, one.layout.cp, one.layout.zero_stage, one.layout.recompute)
+        for one in distinct(result.ranked)
+    ]
+    assert len(cuts) == len(set(cuts))
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    asked = {"tp": (2, 4), "zero_stage": (1,), "recompute": ("full",), "dp_shard": (None,)}
+    table = legal_layouts(real("llama-3-8b", "64xh100", batch=256), asked=asked).table
+    assert set(table.tp) == {2, 4} and set(table.zero_stage) == {1} and set(table.recompute) == {2}
+    assert (table.dp_shard == table.dp).all()
+
+
+def test_tensor_parallelism_across_nodes_must_be_asked_for() -> None:
+    workload = real("llama-3-8b", "64xh100", batch=256)
+    assert max(legal_layouts(workload).table.tp) == 8
+    assert any("leaves the node" in one.reason for one in legal_layouts(workload).refused)
+    assert set(legal_layouts(workload, asked={"tp": (16,)}).table.tp) == {16}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "remedy"),
+    [
+        ({"tp": (3,)}, "tp = 3 does not divide 64 GPUs", "2 or 4"),
+        ({"pp": (64,)}, "more stages than the 32 layers", "32 or less"),
+        ({"dp": (64,)}, "dp = 64 does not divide the batch of 96 sequences", "64 or 128"),
+        ({"tp": (64,)}, "must divide model.num_attention_heads = 32", "Choose one of"),
+    ],
+)
+def test_what_cannot_be_is_told_with_the_nearest_that_can(asked: dict, said: str, remedy: str) -> None:
+    with pytest.raises(SpecError) as error:
+        search(real("llama-3-8b", "64xh100", batch=96), asked=asked)
+    (problem,) = error.value.problems
+    assert said in problem.rule and remedy in problem.remedy
+
+
+def test_a_model_that_fits_nowhere_names_what_needs_least_and_the_cluster_that_would_do() -> None:
+    workload = real("llama-3.1-405b", "8xh100", batch=64)
+    result = search(workload)
+    assert result.best is None and not result.ranked and result.smallest is not None
+    assert not result.smallest.memory.fits
+    enough = smallest_that_fits(workload)
+    assert enough is not None and enough.memory.fits
+    half = replace(workload, cluster=parse_cluster(f"{enough.layout.world_size // 2}xh100"))
+    assert search(half).best is None
+
+
+def test_added_gpus_bring_less_and_less() -> None:
+    workload = real("llama-3-8b", "16xh100", batch=128)
+    assert counts(workload.cluster) == [2, 4, 8, 16, 32, 64, 128]
+    found = scaling(workload, asked={"cp": (1,)})
+    speeds = [one.best.tokens_per_second for one in found if one.best]
+    assert speeds == sorted(speeds)
+    brings = [one.brings for one in found if one.brings is not None]
+    assert all(0 < share <= 1.5 for share in brings)  # above 1 where the state had to be cut most
+    most = most_that_pay(found)
+    assert most is not None and most.best is not None and most.num_gpus >= 16
+
+
+def test_a_table_gives_back_its_layouts() -> None:
+    table = legal_layouts(small(stack="ultrascale")).table
+    rows = range(0, len(table), 97)
+    again = LayoutTable.of(table.layout(row) for row in rows)
+    assert all((getattr(again, name) == column[list(rows)]).all() for name, column in vars(table).items())
