@@ -6,10 +6,11 @@ The first word found decides. Where the match is a likeness and not the trainer 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ultrascale.plan.measured_rows import Asked
-from ultrascale.spec.stack import STACKS, Stack
+from ultrascale.spec.stack import STACKS, Kernels, Overheads, Stack
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class _Likeness:
 
 
 _NO_OVERLAP = {"overlaps_data_parallel": False, "overlaps_tensor_parallel": False}
+_EAGER = {"norm": False, "rotary": False, "swiglu": False}
+"""Norms, rotary positions and SwiGLU as torch's own operations, one kernel for each: what is neither compiled nor hand-written."""
 _PLAIN_MEGATRON = {"overlaps_tensor_parallel": False}
 """Megatron-LM overlaps TP only through Transformer Engine's user buffers, which NeMo's recipes switch on."""
 _LIKENESSES = (
@@ -38,31 +41,44 @@ _LIKENESSES = (
     _Likeness(r"maxtext|paxml|jax|xla", "torchtitan", False, {}),
     _Likeness(r"fsdp|kempner|olmo|lingua|accelerate", "torchtitan", False, {}),
     _Likeness(r"nanogpt|nanochat|lit-?gpt", "torchtitan", False, {}),
-    _Likeness(r"aleph|aa-scaling|neox|internevo|internlm|colossal", "megatron", False, _PLAIN_MEGATRON),
+    _Likeness(r"aleph|aa-scaling", "aleph-alpha", True, {}),
+    _Likeness(r"neox|internevo|internlm|colossal", "megatron", False, _PLAIN_MEGATRON),
     _Likeness(r"hai-llm|megascale", "megatron", False, {}),
 )  # fmt: skip
+NVFP4_OVER_FP8 = 0.6
+"""Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026)."""
+OLD_OP_SECONDS = 4e-5
+"""Of Megatron before fused kernels and CUDA graphs: an operation of the table is several kernels."""
 LAST_YEAR_WITHOUT_FLASH = 2022
 """Megatron-LM took flash attention, and overlapped gradient reduction, in 2023; blank cells of older rows mean neither."""
 
 
-def stack_of(asked: Asked) -> tuple[Stack, tuple[str, ...]]:
-    """The row's stack and what had to be assumed."""
+LAST_YEAR_OF_EAGER_LOSS = 2024
+"""torchtitan compiles its loss since 2025."""
+
+
+def stack_of(asked: Asked, overheads: Mapping[str, Overheads] | None = None) -> tuple[Stack, tuple[str, ...]]:
+    """The row's stack and what had to be assumed; `overheads` replaces those of stacks by name."""
     assumed: list[str] = []
-    stack = _refined(_closest(asked, assumed), asked)
-    return replace(stack, kernels=_kernels(stack, asked, assumed)), tuple(assumed)
+    stack = _refined(_closest(asked, assumed, overheads or {}), asked)
+    return replace(stack, kernels=_kernels(stack, asked, assumed), overheads=_overheads(stack, asked)), tuple(assumed)
 
 
-def _closest(asked: Asked, assumed: list[str]) -> Stack:
+def _closest(asked: Asked, assumed: list[str], overheads: Mapping[str, Overheads]) -> Stack:
     text = asked.framework or f"{asked.source_key} {asked.source}"
     for likeness in _LIKENESSES:
         if re.search(likeness.pattern, text, re.IGNORECASE):
             if not likeness.is_exact:
                 assumed.append(f"stack {likeness.stack}, the closest to {asked.framework or 'this source'}")
-            return replace(STACKS[likeness.stack], **likeness.changes)
+            return replace(_stack(likeness.stack, overheads), **likeness.changes)
     cut = (asked.tp or 1) > 1 or (asked.pp or 1) > 1
     name = "megatron" if cut else "torchtitan"
     assumed.append(f"stack {name}, as {'tp or pp is used' if cut else 'only data parallelism is used'}")
-    return replace(STACKS[name], **(_PLAIN_MEGATRON if cut else {}))
+    return replace(_stack(name, overheads), **(_PLAIN_MEGATRON if cut else {}))
+
+
+def _stack(name: str, overheads: Mapping[str, Overheads]) -> Stack:
+    return replace(STACKS[name], overheads=overheads[name]) if name in overheads else STACKS[name]
 
 
 def _refined(stack: Stack, asked: Asked) -> Stack:
@@ -76,14 +92,30 @@ def _refined(stack: Stack, asked: Asked) -> Stack:
     return stack
 
 
-def _kernels(stack: Stack, asked: Asked, assumed: list[str]):
+def _kernels(stack: Stack, asked: Asked, assumed: list[str]) -> Kernels:
     kernels, old = stack.kernels, (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH
     if asked.compile is not None:
         kernels = replace(kernels, compiled=asked.compile)
+    if asked.compile is False and stack.name == "torchtitan":
+        kernels = replace(kernels, **_EAGER)
+    if "aleph" in asked.framework.lower():
+        # Its own RMSNorm kernel ran without checkpointing only (arXiv 2311.05610, section 4.1).
+        kernels = replace(kernels, **_EAGER | {"norm": asked.recompute == "none" and asked.flash_attention is not False})
     if asked.flash_attention is False or (asked.flash_attention is None and old):
         kernels = replace(kernels, attention="math")
         if asked.flash_attention is None:
             assumed.append(f"no flash attention in {asked.year}")
+    if stack.name == "torchtitan" and ((asked.year or 9999) <= LAST_YEAR_OF_EAGER_LOSS or asked.compile is False):
+        kernels = replace(kernels, cross_entropy="eager")
     if old and stack.name in ("megatron", "deepspeed"):  # GPT of those years trained with dropout
         kernels = replace(kernels, dropout=True)
     return kernels
+
+
+def _overheads(stack: Stack, asked: Asked) -> Overheads:
+    overheads = stack.overheads
+    if "nvfp4" in asked.precision.lower():
+        overheads = replace(overheads, products=overheads.products * NVFP4_OVER_FP8)
+    if "vtrain" in asked.framework.lower() or (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH:
+        overheads = replace(overheads, op_seconds=max(overheads.op_seconds, OLD_OP_SECONDS))
+    return overheads

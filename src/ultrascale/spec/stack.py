@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Name = Literal["ultrascale", "torchtitan", "megatron", "nanotron", "llm-foundry", "deepspeed"]
+Name = Literal["ultrascale", "torchtitan", "megatron", "nanotron", "aleph-alpha", "llm-foundry", "deepspeed"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Kernels:
     """With sequence parallelism the input of a column-parallel product is kept cut, and gathered again for the gradient of the
     weight (Megatron); else it is kept whole (DTensor)."""
     gathers_logits: bool = False
-    """The loss sees the whole vocabulary on every rank of tp; else each rank sees its part."""
+    """The loss sees the whole vocabulary in fp32 on every rank of tp, and it is kept; else each rank sees its part."""
     copies_attended: bool = False
     """Attention's result is copied into another order before its output projection, and both are kept."""
     masks_in_kernel: bool = False
@@ -155,6 +155,12 @@ STACKS: dict[str, Stack] = {
             overheads=Overheads(
                 2.4e-5, 4.4e-4, crossing_seconds=3.6e-4, pipeline_seconds=0.0036, pipelined_collective_seconds=1.4e-3,
                 pipelined_collective_tp_seconds=1.64e-5, stall_seconds=1.2, stall_nodes=64, products=1.21,
+            ),
+        ),
+        Stack(
+            "aleph-alpha", 2, 2, 0, gathers="whole", reduce_bytes=2,
+            kernels=Kernels(
+                "eager", swiglu=False, norm=False, joins_projections=True, value_is_view=True, gathers_logits=True,
             ),
         ),
         Stack("llm-foundry", 0, 4, 0, kernels=Kernels("fused")),

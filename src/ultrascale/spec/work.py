@@ -115,7 +115,13 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
         return final, *(op for op in gather if op.kind == "gather"), _chunked_loss(model, shape, head, source.read, traffic)
     vocabulary = cut(model.vocab_size, shape.tp)
     project = linear(shape, head, source, "logits", model.hidden_size, vocabulary, collectives=source.collectives)
-    return final, *gather, project, _loss(shape, shape.num_tokens * vocabulary)
+    if shape.tp == 1 or not shape.kernels.gathers_logits:
+        return final, *gather, project, _loss(shape, "logits", shape.num_tokens * vocabulary)
+    elements = shape.num_tokens * vocabulary * shape.tp
+    whole = Activation("logits_whole", elements * shape.wide_itemsize)
+    traffic = (Collective("all_gather", "tp", whole.num_bytes, "forward"),)
+    collect = Op("logits.gather", "gather", ("logits",), (whole,), collectives=traffic)
+    return final, *gather, project, collect, _loss(shape, whole.name, elements)
 
 
 def _chunked_loss(model: Model, shape: Shape, head: str, read: str, traffic: tuple[Collective, ...]) -> Op:
@@ -140,18 +146,19 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str, traffic: tup
     )  # fmt: skip
 
 
-def _loss(shape: Shape, elements: int) -> Op:
-    """Cross-entropy of `logits`, as `Kernels.cross_entropy` says."""
+def _loss(shape: Shape, read: str, elements: int) -> Op:
+    """Cross-entropy of so many logits, as `Kernels.cross_entropy` says."""
     a, w, way = shape.itemsize, shape.wide_itemsize, shape.kernels.cross_entropy
     traffic, result = _loss_traffic(shape), Activation("loss", w)
     if way in ("fused", "compiled"):
-        return Op("loss", "loss", ("logits",), (result,), ("logits",), hands_on_saved=way == "fused",
+        return Op("loss", "loss", (read,), (result,), (read,), hands_on_saved=way == "fused",
                   moved_bytes=4 * elements * a, backward_moved_bytes=2 * elements * a, collectives=traffic)  # fmt: skip
     kept = Activation("softmax", elements * w, False)
     eager = way == "eager"
     # eager: the copy lives beside logits and log-softmax, and backward two more wide ones, of which one is narrowed.
+    held = (read,) if shape.kernels.gathers_logits and shape.tp > 1 else ()  # the program's own hold on what it gathered
     return Op(
-        "loss", "loss", ("logits",), (result, kept), (kept.name,), scratch_bytes=elements * (w if eager else w - a),
+        "loss", "loss", (read,), (result, kept), (kept.name, *held), scratch_bytes=elements * (w if eager else w - a),
         backward_scratch_bytes=elements * (2 * w - a) if eager else 0, moved_bytes=elements * (a + 6 * w),
         backward_moved_bytes=elements * (a + 4 * w), collectives=traffic,
     )  # fmt: skip
@@ -159,7 +166,7 @@ def _loss(shape: Shape, elements: int) -> Op:
 
 def _loss_traffic(shape: Shape) -> tuple[Collective, ...]:
     """A vocabulary cut over ranks: each row's maximum, sum of exponentials and target logit are reduced in fp32."""
-    if shape.tp == 1:
+    if shape.tp == 1 or shape.kernels.gathers_logits:
         return ()
     return (Collective("all_reduce", "tp", shape.num_tokens * 4, "forward"),) * 3
 
