@@ -17,6 +17,8 @@ from ultrascale.spec.problems import Problem, SpecError
 if TYPE_CHECKING:
     from ultrascale.plan.pipeline import Program, Timeline
 
+MOST_BLOCKS = 4
+"""Lines a rank on the terminal; of longer steps the middle is left out."""
 COPIES = {"dualpipe": 2}
 """Copies of the weights that a schedule needs, where it is not one."""
 
@@ -40,6 +42,8 @@ class Costs:
 @dataclass(frozen=True)
 class ShowSchedule:
     """Play a pipeline schedule and draw it: when each rank does what, how long it waits, what it keeps.
+
+    For example:
 
         ultrascale show schedule 1f1b --pp 4 --micro-batches 8
 
@@ -143,10 +147,15 @@ def _show_one(timeline: Timeline, title: str) -> None:
     console.print(f"[bold]{title}[/bold]\n")
     names = [f"rank {rank} " for rank in range(len(timeline.schedule))]
     margin = max(map(len, names))
-    lines = draw_text(timeline, width=console.width - margin, colour=console.color_system is not None)
-    for name, line in zip(names, lines, strict=True):
-        console.print(name.ljust(margin), line, sep="", soft_wrap=True)
-    console.print()
+    blocks = draw_text(timeline, width=console.width - margin, colour=console.color_system is not None)
+    for number, block in enumerate(blocks):
+        if MOST_BLOCKS // 2 <= number < len(blocks) - MOST_BLOCKS // 2:
+            if number == MOST_BLOCKS // 2:
+                console.print(f"... {len(blocks) - MOST_BLOCKS} as long as these; --svg draws all of them\n", style="dim")
+            continue
+        for name, line in zip(names, block, strict=True):
+            console.print(name.ljust(margin), line, sep="", soft_wrap=True)
+        console.print()
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("rank", "stages", "computes", "waits", "", "activations", "for W only"):
         table.add_column(column, justify="left" if column == "stages" else "right")

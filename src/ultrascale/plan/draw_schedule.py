@@ -26,6 +26,8 @@ NAMES = {
 FADE = 0.5
 """How far towards white the colour of a rank's last stage goes."""
 IDLE = "·"
+TOO_SHORT = 1e-4
+"""Of the step: actions this short do not set the scale of the text."""
 WIDEST_UNIT = 6
 """Columns of text for the shortest action, at most."""
 LEFT, RIGHT, TOP, ROW, GAP, BOTTOM, WIDTH = 96, 128, 62, 30, 6, 78, 1280
@@ -59,26 +61,32 @@ def boxes(timeline: Timeline) -> Iterator[Box]:
                 yield Box(rank, start, end, part, depth[part.stage], index if len(parts) == 2 else -1)
 
 
-def draw_text(timeline: Timeline, *, width: int, colour: bool) -> list[Text]:
-    """A line a rank, at most `width` columns wide: `F3` a forward of micro-batch 3, `B0──` a longer backward, `·` waiting.
+def draw_text(timeline: Timeline, *, width: int, colour: bool) -> list[list[Text]]:
+    """A line a rank, in blocks of `width` columns: `F3` forward of micro-batch 3, `B0──` a longer backward, `·` waiting.
 
-    With `colour`, boxes are coloured and a number alone will do where the letter does not fit.
+    The shortest action takes a column or more. With `colour`, boxes are coloured, and a number alone does where a letter is too
+    much.
     """
-    shortest = min(end - start for starts, ends in zip(timeline.start, timeline.end, strict=True)
-                   for start, end in zip(starts, ends, strict=True) if end > start)  # fmt: skip
-    a_unit = width * shortest / timeline.step_seconds
-    scale = (min(int(a_unit), WIDEST_UNIT) if a_unit >= 1 else a_unit) / shortest
-    lines = []
-    for rank, row in enumerate(timeline.schedule):
-        line, column = Text(no_wrap=True, end=""), 0
-        for action, start, end in zip(row, timeline.start[rank], timeline.end[rank], strict=True):
-            first, beyond = round(start * scale), round(end * scale)
-            line.append(IDLE * (first - column), style="dim")
-            line.append(_cell(action, beyond - first, colour=colour), style=_style(action) if colour else "")
-            column = beyond
-        line.append(IDLE * (round(timeline.step_seconds * scale) - column), style="dim")
-        lines.append(line)
-    return lines
+    shortest = min(
+        end - start
+        for starts, ends in zip(timeline.start, timeline.end, strict=True)
+        for start, end in zip(starts, ends, strict=True)
+        if end - start > TOO_SHORT * timeline.step_seconds
+    )
+    scale = max(1, min(int(width * shortest / timeline.step_seconds), WIDEST_UNIT)) / shortest
+    lines = [_line(timeline, rank, scale, colour=colour) for rank in range(len(timeline.schedule))]
+    longest = max(map(len, lines))
+    return [[line[start : start + width] for line in lines] for start in range(0, longest, width)]
+
+
+def _line(timeline: Timeline, rank: int, scale: float, *, colour: bool) -> Text:
+    line, column = Text(no_wrap=True, end=""), 0
+    for action, start, end in zip(timeline.schedule[rank], timeline.start[rank], timeline.end[rank], strict=True):
+        first, beyond = round(start * scale), round(end * scale)
+        line.append(IDLE * (first - column), style="dim")
+        line.append(_cell(action, beyond - first, colour=colour), style=_style(action) if colour else "")
+        column = beyond
+    return line.append(IDLE * (round(timeline.step_seconds * scale) - column), style="dim")
 
 
 def _cell(action: Action, width: int, *, colour: bool) -> str:

@@ -153,16 +153,17 @@ def _repeated_or_misplaced(schedule: Schedule) -> list[Problem]:
 
 
 def _missing(schedule: Schedule) -> list[Problem]:
+    """Passes that are on no rank. Those of a micro-batch's way back: B, or I and W."""
     num_stages, count = shape_of(schedule)
     done = {(p.kind.value, p.stage, p.micro_batch) for row in schedule for action in row for p in action.parts}
     found = []
     for stage in range(num_stages):
         for k in range(count):
-            whole = ("B", stage, k) in done
-            kinds = [kind for kind in ("F", "B" if whole else "I", "B" if whole else "W") if (kind, stage, k) not in done]
-            if kinds:
-                rule = f"micro-batch {k} never passes stage {stage}: {' and '.join(kinds)} missing"
-                found.append(Problem(f"{stage}{kinds[0]}{k}", rule, "Add it to the list of the rank that holds the stage."))
+            kinds = {kind for kind in "FBIW" if (kind, stage, k) in done}
+            lacks = "F" if "F" not in kinds else "B, or I and W," if kinds == {"F"} else "W" if kinds == {"F", "I"} else ""
+            if lacks:
+                rule = f"micro-batch {k} does not pass stage {stage} once each way: {lacks} is on no rank"
+                found.append(Problem(f"{stage}{lacks[0]}{k}", rule, "Add it to the list of the rank that holds the stage."))
     return found
 
 

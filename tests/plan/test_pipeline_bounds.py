@@ -1,0 +1,110 @@
+"""Closed forms against the simulator."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ultrascale.plan.pipeline import StageSeconds, in_flight, play, program_of
+from ultrascale.plan.pipeline_bounds import (
+    ENOUGH,
+    balanced_step_seconds,
+    bubble_seconds,
+    in_flight_stages,
+    step_seconds_bounds,
+)  # fmt: skip
+from ultrascale.schedules.build import NAMES
+
+times = st.floats(0.05, 3.0)
+sizes = {
+    "name": st.sampled_from(sorted(NAMES)),
+    "pp": st.integers(1, 8),
+    "count": st.integers(1, 40),
+    "virtual": st.integers(1, 4),
+}
+
+
+def sized(name, pp, virtual):
+    """An even number of ranks where the schedule wants one; stages a rank where it takes any."""
+    return pp + (pp % 2 if name == "dualpipe" else 0), virtual if NAMES[name].virtual_stages is None else None
+
+
+def is_exact(name, pp, count):
+    return name not in ENOUGH or bool(ENOUGH[name](np.asarray(pp), np.asarray(count)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(**sizes, forward=times, inputs=times, weights=times)
+def test_even_stages_take_what_the_closed_form_says(name, pp, count, virtual, forward, inputs, weights):
+    pp, virtual = sized(name, pp, virtual)
+    played = play(program_of(name, pp, count, virtual), StageSeconds(forward, inputs, weights)).step_seconds
+    said = balanced_step_seconds(name, pp, virtual or 1, count, forward, inputs, weights)
+    if is_exact(name, pp, count):
+        assert said == pytest.approx(played, rel=1e-9)
+    else:
+        assert said <= played * (1 + 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(**sizes, forward=times, inputs=times, weights=times, send=st.floats(0.0, 3.0))
+def test_with_messages_the_closed_form_is_the_step_or_less(name, pp, count, virtual, forward, inputs, weights, send):
+    pp, virtual = sized(name, pp, virtual)
+    played = play(program_of(name, pp, count, virtual), StageSeconds(forward, inputs, weights, send)).step_seconds
+    said = balanced_step_seconds(name, pp, virtual or 1, count, forward, inputs, weights, send=send)
+    assert said <= played * (1 + 1e-9)
+    if name in ("afab", "1f1b"):
+        assert said == pytest.approx(played, rel=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(**sizes, forward=times, inputs=times, weights=times, part=st.floats(0.0, 0.02))
+def test_short_messages_cost_what_the_closed_form_says(name, pp, count, virtual, forward, inputs, weights, part):
+    pp, virtual = sized(name, pp, virtual)
+    assume(is_exact(name, pp, count))
+    send = part * min(forward, inputs, weights) / count
+    played = play(program_of(name, pp, count, virtual), StageSeconds(forward, inputs, weights, send)).step_seconds
+    said = balanced_step_seconds(name, pp, virtual or 1, count, forward, inputs, weights, send=send)
+    assert said == pytest.approx(played, abs=send + 1e-9 * played)
+
+
+@settings(max_examples=200, deadline=None)
+@given(**sizes, seed=st.integers(0, 10_000), send=st.sampled_from([0.0, 0.1]))
+def test_unequal_stages_take_between_the_bounds(name, pp, count, virtual, seed, send):
+    pp, virtual = sized(name, pp, virtual)
+    program = program_of(name, pp, count, virtual)
+    sorts = np.random.default_rng(seed).uniform(0.3, 2.0, (3, 3))
+    if program.num_stages == 1:
+        sorts[:] = sorts[:, :1]
+    stages = sorts[:, [0, *[1] * (program.num_stages - 2), 2][: program.num_stages]]
+    played = play(program, StageSeconds(stages[0], stages[1], stages[2], send)).step_seconds
+    least, most = step_seconds_bounds(name, pp, virtual or 1, count, sorts[0], sorts[1], sorts[2], send=send)
+    assert least <= played * (1 + 1e-9)
+    if is_exact(name, pp, count) and send == 0:
+        assert played <= most * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_activations_at_once_are_those_of_the_order(name):
+    for pp in (1, 2, 3, 4, 6, 8):
+        for count in (1, 2, 3, 5, 7, 8, 9, 14, 15, 16, 17, 23):
+            pp, virtual = sized(name, pp, 3)
+            held = [(rank.total, rank.waiting) for rank in in_flight(name, pp, virtual, count)]
+            total, waiting = in_flight_stages(name, pp, virtual or 1, count, np.arange(pp))
+            assert list(zip(total.tolist(), waiting.tolist(), strict=True)) == held, (pp, count)
+
+
+def test_columns_broadcast_and_are_as_published():
+    pp = np.array([2, 4, 8, 16])
+    assert bubble_seconds("1f1b", pp, 1, 64, 1.0, 1.0, 1.0).tolist() == [3, 9, 21, 45]
+    assert bubble_seconds("interleaved", pp, 4, 64, 0.25, 0.25, 0.25).tolist() == [0.75, 2.25, 5.25, 11.25]
+    assert bubble_seconds("zb-h1", pp, 1, 64, 1.0, 1.0, 1.0).tolist() == [1, 3, 7, 15]
+    assert bubble_seconds("zb-v", pp, 2, 64, 0.5, 0.5, 0.5).tolist() == [0.5, 1.5, 3.5, 7.5]
+    assert bubble_seconds("dualpipe", pp, 1, 64, 1.0, 1.0, 1.0).tolist() == [0, 2, 6, 14]
+
+
+def test_what_pairs_hide_shortens_the_step_by_as_many_pairs_as_are_on_the_longest_path():
+    for name, pp, count in (("dualpipe", 4, 16), ("dualpipe", 8, 20), ("dualpipe-v", 3, 12), ("dualpipe-v", 5, 10)):
+        hidden = StageSeconds(1.0, 1.0, 1.0, forward_communication=0.2, backward_communication=0.2)
+        played = play(program_of(name, pp, count), hidden).step_seconds
+        # Computing 3 - 0.4, communication 0.4: a pair takes the first, one after the other takes 3.
+        assert balanced_step_seconds(name, pp, 2, count, 1.0, 1.0, 1.0, pair_saving=0.4) == pytest.approx(played, rel=1e-12)
