@@ -17,6 +17,8 @@ class Published(NamedTuple):
     kind: str
     microseconds: dict[int, float]
     source: str
+    calibrated: bool = False
+    """Whether a constant was taken from it: a hop, a share of the wire, what a rack or two nodes keep. The others judge."""
 
     @property
     def size(self) -> int:
@@ -44,12 +46,12 @@ SWEEPS = (
     Published(
         parse_cluster("2xaws-p5"), "all_reduce",
         {1024: 69.24, MIB: 123.2, 8 * MIB: 204.8, 16 * MIB: 298.1, 64 * MIB: 601.5, 128 * MIB: 870.3, 256 * MIB: 1468.2,
-         512 * MIB: 2559.2, GIB: 4607.6, 4 * GIB: 17286, 16 * GIB: 66132}, _AWS,
+         512 * MIB: 2559.2, GIB: 4607.6, 4 * GIB: 17286, 16 * GIB: 66132}, _AWS, True,
     ),
     Published(
         parse_cluster("2xaws-p4de"), "all_reduce",
         {1024: 165, MIB: 309.4, 8 * MIB: 762.8, 16 * MIB: 1191.8, 64 * MIB: 2644.6, 128 * MIB: 3912.9, 256 * MIB: 7201.7,
-         512 * MIB: 13552, GIB: 26217, 2 * GIB: 51406}, _AWS,
+         512 * MIB: 13552, GIB: 26217, 2 * GIB: 51406}, _AWS, True,
     ),
     Published(
         parse_cluster("8xdgx-h100"), "all_reduce",
@@ -65,11 +67,11 @@ SWEEPS = (
     ),
     Published(
         with_network("dgx-b200", 4, "EFA v4", 400), "all_reduce",
-        from_bus("all_reduce", 32, {16 * MIB: 64, 64 * MIB: 157, 256 * MIB: 229, GIB: 362, 16 * GIB: 382}), _BEKMAN,
+        from_bus("all_reduce", 32, {16 * MIB: 64, 64 * MIB: 157, 256 * MIB: 229, GIB: 362, 16 * GIB: 382}), _BEKMAN, True,
     ),
     Published(
         parse_cluster("1xgb200-nvl72"), "all_reduce",
-        {512 * MIB: 1806.7, GIB: 3108.8, 2 * GIB: 5589.1, 4 * GIB: 10094, 8 * GIB: 20299}, _COREWEAVE,
+        {512 * MIB: 1806.7, GIB: 3108.8, 2 * GIB: 5589.1, 4 * GIB: 10094, 8 * GIB: 20299}, _COREWEAVE, True,
     ),
     Published(
         parse_cluster("2xgb200-nvl72"), "all_reduce",
@@ -77,11 +79,11 @@ SWEEPS = (
     ),
     Published(
         parse_cluster("20xgb200-nvl72"), "all_reduce",
-        {512 * MIB: 7108.4, GIB: 9805.7, 2 * GIB: 14980, 4 * GIB: 24782, 8 * GIB: 45004, 16 * GIB: 84625}, _COREWEAVE,
+        {512 * MIB: 7108.4, GIB: 9805.7, 2 * GIB: 14980, 4 * GIB: 24782, 8 * GIB: 45004, 16 * GIB: 84625}, _COREWEAVE, True,
     ),
     Published(
         parse_cluster("4xdgx-a100"), "all_reduce", from_bus("all_reduce", 32, {8 * GIB: 192}),
-        "github.com/NVIDIA/nccl issue 812, NVIDIA's own DGX A100",
+        "github.com/NVIDIA/nccl issue 812, NVIDIA's own DGX A100", True,
     ),
     Published(
         with_network("dgx-a100", 3, "4 x InfiniBand HDR 200", 100, 4), "all_reduce",

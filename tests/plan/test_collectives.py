@@ -199,13 +199,13 @@ def test_a_hundred_thousand_groups_take_twenty_milliseconds_and_one_takes_thirty
         run()
         taken = []
         for _ in range(repeats):
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(count):
                 run()
-            taken.append((time.perf_counter() - start) / count)
+            taken.append((time.process_time() - start) / count)
         return min(taken)
 
-    # Twice the aim: this machine is shared.
+    # Time of the process, twice the aim: machines are shared, and slower ones exist.
     assert best(7, 1, lambda: collective_seconds(cluster, "all_reduce", num_bytes, size=size, stride=stride)) < 40e-3
     assert best(7, 200, lambda: collective_seconds(cluster, "all_reduce", 1e6, size=16, stride=2)) < 60e-6
 

@@ -3,8 +3,8 @@
     t = a + b w + c sqrt(w)      a in us, b in us/MB, c in us/sqrt(MB), w the bytes of the whole buffer; by number of ranks
 
 Measured: NVIDIA aiconfigurator's NCCL tables (NCCL 2.27 on A100, 2.29 on the others, 512 B to 512 MB, 2026-08), and what
-`fit_collectives.PUBLISHED` lists above 512 MB. Held-out error over all sizes: 4 to 9 percent, 11 to 12 for small all-to-alls.
-GB200 is within 3 percent of B200 on 2 and 4 ranks and has no row of its own.
+`fit_collectives.PUBLISHED` lists above 512 MB. Held-out error over all sizes: 4 to 8 percent, all-to-alls 5 to 12.
+GB200 has no row of its own: on 2 and 4 ranks its bandwidths are within 3 percent of B200's.
 """
 
 from __future__ import annotations
