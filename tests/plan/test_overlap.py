@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ultrascale.plan.overlap import in_flight_beside, overlapped
+from ultrascale.plan.overlap import overlapped
 
 
 def test_communication_that_fits_beside_compute_shows_only_as_what_it_slows() -> None:
@@ -25,8 +25,3 @@ def test_the_total_lies_between_the_longer_and_the_sum() -> None:
     assert (total >= np.maximum(compute, comm) - 1e-12).all()
     assert (total <= compute + comm + 1e-12).all()
     assert (np.diff(total, axis=0) >= -1e-12).all() and (np.diff(total, axis=1) >= -1e-12).all()
-
-
-def test_traffic_on_the_same_links_leaves_less_to_hide_behind() -> None:
-    exposed, slowed = in_flight_beside(10.0, 4.0, 8.0, slowdown=0.0)
-    assert (float(exposed), float(slowed)) == (2.0, 10.0)

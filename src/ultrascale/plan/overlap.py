@@ -32,12 +32,3 @@ def overlapped(
     alone = compute / (1.0 - lost)  # if communication never ends
     slowed = np.minimum(compute + lost * comm, alone)
     return np.maximum(comm - slowed, 0.0), slowed
-
-
-def in_flight_beside(
-    window_seconds: ArrayLike, others_seconds: ArrayLike, comm_seconds: ArrayLike, *, slowdown: ArrayLike = NVLINK_SLOWDOWN
-) -> tuple[Floats, Floats]:
-    """As `overlapped`, where `others_seconds` of the window is traffic on the same links: the two take turns on them."""
-    free = np.maximum(np.asarray(window_seconds, dtype=np.float64) - np.asarray(others_seconds), 0.0)
-    exposed, slowed = overlapped(free, comm_seconds, slowdown=slowdown)
-    return exposed, slowed + np.asarray(others_seconds)
