@@ -32,8 +32,9 @@ def priced(costs, send: ArrayLike = 0.0, talk: ArrayLike = 0.0, *, blocks=False)
     return StageSeconds(forward, inputs, weights, send, talk, talk, blocks)
 
 
-def step_by_recursion(schedule, forward, inputs, weights, send, blocks):
+def step_by_recursion(schedule, costs, send, blocks):
     """The step's end by the definition, action by action with memory: nothing shared with the simulator but the lists."""
+    forward, inputs, weights = costs
     place, ends, stages = {}, {}, len(forward)
     for rank, row in enumerate(schedule):
         for at, action in enumerate(row):
@@ -77,7 +78,7 @@ def test_a_step_is_what_its_definition_gives(name, pp, count, virtual, blocks, d
     costs = [data.draw(st.lists(times, min_size=stages, max_size=stages)) for _ in range(3)]
     send = data.draw(st.lists(st.floats(0.0, 1.0), min_size=stages - 1, max_size=stages - 1))
     timeline = simulate(schedule, priced(costs, send, blocks=blocks))
-    assert timeline.step_seconds == pytest.approx(step_by_recursion(schedule, *costs, send, blocks), rel=1e-12)
+    assert timeline.step_seconds == pytest.approx(step_by_recursion(schedule, costs, send, blocks), rel=1e-12)
 
 
 def test_a_two_stage_step_is_as_worked_out_by_hand():
