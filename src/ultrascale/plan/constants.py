@@ -10,13 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
+DEVICE_DERATES = {
+    "h100-96": 1.12,  # 500 W instead of 700: clocks fall with about the third root of power
+    "b200": 1.2,  # SimuMax measures 1.32 on its own products, NVIDIA's recipes run 1.15 slower than a GB200's (1,000 W, not 1,200)
+    "gb300": 0.85,  # 1,400 W: products that throttle a GB200 do not throttle it; NVIDIA's recipes, 2025 to 2026
+}
+"""Time of products in training over what the law of `plan.compute` gives for a device, where its power says it must differ."""
+
+
 @dataclass(frozen=True)
 class Constants:
     """How parts make a step."""
 
     compute_derate: float = 1.06
     """Time of a product in training over its time alone in a hot loop: cold caches, clocks lowered by power."""
-    device_derates: Mapping[str, float] = field(default_factory=dict)
+    device_derates: Mapping[str, float] = field(default_factory=lambda: DEVICE_DERATES)
     """The same for one kind of accelerator, on top; 1 for those not named."""
     compiled_host_fraction: float = 0.5
     """Of the time Python needs to launch a block's operations, when it is compiled."""

@@ -52,7 +52,8 @@ def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CON
 
 def busiest_rank_seconds(layout: Layout, seconds: StageSeconds, num_micro_batches: int) -> float:
     """The most that one rank computes in a step: the passes of its stages, all micro-batches."""
-    of_stage = (seconds.forward + seconds.input_gradient + seconds.weight_gradient)[:, 0]  # type: ignore[operator,index]
+    costs = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
+    of_stage = np.sum([np.asarray(cost)[:, 0] for cost in costs], axis=0)
     if layout.schedule == "dualpipe":  # every stage is on two ranks, each for half of the micro-batches
         return float((of_stage + of_stage[::-1]).max() / 2 * num_micro_batches)
     rank = np.arange(len(of_stage)) % layout.pp

@@ -1,0 +1,97 @@
+"""What data parallelism and ZeRO send in a step, and how much of it shows.
+
+    stage 0      one all-reduce of the gradients                          beside the last backward pass
+    stage 1, 2   one gather of parameters, one (2, in buckets: m) reduce-scatters       beside the first forward, and the backward
+    stage 3      two gathers and a reduce-scatter every micro-batch       beside every pass
+    copies       of the state (hybrid sharding) all-reduce what is left of the gradients, once
+
+A collective is hidden as far as there is computation beside it. The first gather and the last reduction never are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.collectives import collective_seconds
+from ultrascale.plan.constants import Constants
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.passes import Passes
+from ultrascale.plan.stages import Stages
+from ultrascale.plan.workload import Workload
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+def data_parallel_seconds(
+    workload: Workload,
+    table: LayoutTable,
+    stages: Stages,
+    passes: Passes,
+    micro_batches: Counts,
+    constants: Constants,
+) -> tuple[Floats, Floats]:
+    """Exposed seconds of a step's gathers and reductions by sort of rank, and the compute they slow down."""
+    stack, cluster = workload.stack, workload.cluster
+    tp, cp = table.tp, table.cp
+    world = tp * cp * table.dp
+    dense_shard = (table.dp_shard * cp, tp)
+    dense_copies = (table.dp // table.dp_shard, tp * cp * table.dp_shard)
+    expert_cut = table.ep * table.expert_tp
+    expert_group = world // expert_cut
+    expert_shard = (np.maximum(1, np.minimum(expert_group, dense_shard[0])), expert_cut)
+    expert_copies = (np.maximum(1, expert_group // expert_shard[0]), expert_cut * expert_shard[0])
+    zero = table.zero_stage
+    cut = zero > 0
+    reduce_bytes = np.minimum(stack.reduce_bytes, table.reduce_itemsize)
+    gather_bytes = 2.0
+
+    gathers = np.zeros((3, len(table)))
+    reductions = np.zeros((3, len(table)))
+    copies = np.zeros((3, len(table)))
+    for parameters, shard, copy in (
+        (stages.dense_parameters, dense_shard, dense_copies),
+        (stages.expert_parameters, expert_shard, expert_copies),
+    ):
+        if not parameters.any():
+            continue
+        buckets = _num_buckets(stack.bucket_bytes, parameters * reduce_bytes, stages)
+        size, stride = shard
+        whole = parameters / buckets
+        gather = collective_seconds(cluster, "all_gather", whole * gather_bytes, size=size, stride=stride)
+        reduce = collective_seconds(cluster, "reduce_scatter", whole * reduce_bytes, size=size, stride=stride)
+        gathers += np.where(cut, gather, 0.0) * buckets
+        reductions += np.where(cut, reduce, 0.0) * buckets
+        own = np.where(cut, whole / size, whole)
+        copy_size = np.where(cut, copy[0], size * copy[0])
+        copy_stride = np.where(cut, copy[1], stride)
+        copies += collective_seconds(cluster, "all_reduce", own * reduce_bytes, size=copy_size, stride=copy_stride) * buckets
+
+    per_micro_batch = zero == 3
+    often = np.where(per_micro_batch, micro_batches, 1)
+    reduces_often = np.where((zero >= 2) & (stack.gathers == "buckets"), micro_batches, 1)
+    forward_window = constants.data_parallel_window * (passes.forward + passes.tensor_parallel / 3)
+    backward_window = constants.data_parallel_window * (passes.backward + passes.tensor_parallel * 2 / 3)
+    if not stack.overlaps_data_parallel:
+        forward_window, backward_window = np.zeros_like(forward_window), np.zeros_like(backward_window)
+    blocks = np.maximum(stages.layers.sum(axis=1), 1.0)
+    edge = 1.0 / blocks  # the first gather and the last reduction have nothing beside them
+    in_forward = gathers
+    in_backward = np.where(per_micro_batch, gathers, 0.0) + reductions
+    exposed_forward = np.maximum(in_forward - forward_window, in_forward * edge)
+    exposed_backward = np.maximum(in_backward - backward_window, reductions * edge)
+    last_backward = np.maximum(in_backward + copies - backward_window, (reductions + copies) * edge)
+    only_gathers = np.maximum(np.where(per_micro_batch, gathers, 0.0) - backward_window, 0.0)
+    exposed = often * exposed_forward + (reduces_often - 1) * exposed_backward + last_backward
+    exposed = exposed + np.where(per_micro_batch & (reduces_often == 1), (micro_batches - 1) * only_gathers, 0.0)
+    total = often * in_forward + (reduces_often - 1) * in_backward + in_backward + copies
+    slowed = constants.overlap_slowdown * np.maximum(total - exposed, 0.0)
+    return exposed, slowed
+
+
+def _num_buckets(bucket_bytes: int, total_bytes: Floats, stages: Stages) -> Floats:
+    """Collectives that a rank's gradients are reduced in."""
+    if bucket_bytes:
+        return np.maximum(np.ceil(total_bytes / bucket_bytes), 1.0)
+    return np.maximum(stages.layers.sum(axis=1), 1.0)

@@ -1,0 +1,115 @@
+"""Seconds of one micro-batch on a rank or a chunk: its blocks' prices added up, with what shows of tp, cp and ep traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.blocks import Blocks
+from ultrascale.plan.constants import Constants
+from ultrascale.plan.layouts import CP_METHODS, RECOMPUTE, LayoutTable
+from ultrascale.plan.workload import Workload
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one micro-batch, [rows, layouts]: a row is a sort of rank, or a chunk of the pipeline."""
+
+    forward: Floats
+    """Compute, no communication."""
+    input_gradient: Floats
+    weight_gradient: Floats
+    recompute: Floats
+    tensor_parallel: Floats
+    """Exposed, all passes together."""
+    context_parallel: Floats
+    expert_parallel: Floats
+
+    @property
+    def compute(self) -> Floats:
+        return self.forward + self.input_gradient + self.weight_gradient
+
+    @property
+    def backward(self) -> Floats:
+        return self.input_gradient + self.weight_gradient + self.recompute
+
+    @property
+    def total(self) -> Floats:
+        return self.compute + self.recompute + self.tensor_parallel + self.context_parallel + self.expert_parallel
+
+
+def pass_seconds(
+    workload: Workload,
+    table: LayoutTable,
+    blocks: Blocks,
+    constants: Constants,
+    *,
+    layers: Floats,
+    embedding: Floats,
+    head: Floats,
+) -> Passes:
+    """What ranks or chunks cost that hold so many blocks of each kind, [rows, kinds, layouts], and ends, [rows, layouts]."""
+    stack = workload.stack
+    parts = [part.at(blocks.shape_of) for part in (*blocks.block, blocks.embedding, blocks.head)]
+    heads = 1 + workload.model.num_nextn_predict_layers
+    weights = np.concatenate([layers, embedding[:, None], head[:, None] * heads], axis=1)
+    in_blocks = weights * (np.arange(len(parts)) < len(blocks.block))[None, :, None]
+
+    def sum_of(name: str, counts: Floats = weights) -> Floats:
+        return np.einsum("rpn,pn->rn", counts, np.stack([getattr(part, name) for part in parts]))
+
+    derate = constants.compute_derate * stack.overheads.products
+    derate *= constants.device_derates.get(workload.cluster.accelerator.name, 1.0)
+    again = _recomputed_share(table)
+    forward = derate * sum_of("product") + sum_of("attention") + sum_of("elementwise")
+    inputs, weight_gradient = derate * sum_of("input_gradient"), derate * sum_of("weight_gradient")
+    full = derate * sum_of("product", in_blocks) + sum_of("attention", in_blocks) + sum_of("elementwise", in_blocks)
+    selective = sum_of("attention" if stack.selective == "attention" else "elementwise", in_blocks)
+    if stack.selective == "alternate-products":
+        selective = selective + derate * sum_of("product", in_blocks) / 2
+    recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective
+
+    shown = 1.0 - constants.tensor_parallel_hidden if stack.overlaps_tensor_parallel else 1.0
+    overheads = stack.overheads
+    crossed = -(-table.tp // workload.cluster.node.num_accelerators)
+    latency = overheads.crossing_seconds * np.where(crossed > 1, crossed, 0) * sum_of("num_collectives")
+    tp_forward, tp_backward = latency + shown * sum_of("tp_forward"), latency + shown * sum_of("tp_backward")
+    tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)
+
+    # A device that is faster than Python waits for it.
+    host = constants.compiled_host_fraction if stack.kernels.compiled else 1.0
+    launches = host * overheads.op_seconds * sum_of("num_ops") + _collective_launch(workload, table) * sum_of("num_collectives")
+    forward = forward + np.maximum(launches - forward - tp_forward, 0.0)
+    weight_gradient = weight_gradient + np.maximum(launches - inputs - weight_gradient - tp_backward, 0.0)
+
+    cp = _exposed_context_parallel(table, sum_of, again)
+    ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
+    return Passes(forward, inputs, weight_gradient, recompute, tp, cp, ep)
+
+
+def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:
+    """What a collective inside a block takes at least, however small it is."""
+    overheads = workload.stack.overheads
+    in_pipeline = overheads.pipelined_collective_seconds + overheads.pipelined_collective_tp_seconds * table.tp**2
+    return np.where(table.pp > 1, np.maximum(in_pipeline, overheads.collective_seconds), overheads.collective_seconds)
+
+
+def _recomputed_share(table: LayoutTable) -> Floats:
+    """Of the blocks, those computed a second time as a whole."""
+    every_k = np.where(table.recompute == RECOMPUTE.index("every-k"), 1.0 / table.recompute_every, 0.0)
+    return np.where(table.recompute == RECOMPUTE.index("full"), 1.0, every_k)
+
+
+def _exposed_context_parallel(table: LayoutTable, sum_of: Callable[[str], Floats], again: Floats) -> Floats:
+    """A ring sends the next keys and values while attention works on the last; the other two ways stand in front of it."""
+    forward, backward = sum_of("cp_forward"), sum_of("cp_backward")
+    attention = sum_of("attention")
+    ring = table.cp_method == CP_METHODS.index("ring")
+    beside = np.where(ring, attention * (table.cp - 1) / table.cp, 0.0)
+    exposed = np.maximum(forward - beside, 0.0) * (1 + again) + np.maximum(backward - 2.5 * beside, 0.0)
+    return exposed
