@@ -38,13 +38,17 @@ def test_the_planned_peak_of_one_process_is_the_measured_one(precision, recomput
     assert abs(difference_percent(DEMO, layout, 128, 2)) < 0.05
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_where_gradients_weigh_more_than_activations_the_planned_peak_is_the_measured_one_too(recompute) -> None:
-    """The peak is then in the last micro-batch's backward pass, where gradients are cast block by block and summed."""
+@pytest.mark.parametrize(("dp", "zero_stage", "recompute"), [(1, 0, "none"), (1, 0, "full"), (2, 1, "none"), (2, 3, "full")])
+def test_where_gradients_weigh_more_than_activations_the_planned_peak_is_the_measured_one_too(
+    dp, zero_stage, recompute
+) -> None:
+    """The peak is then in a backward pass, where gradients are cast block by block and summed, or cut."""
     model = replace(
         DEMO, vocab_size=1000, hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=8
     )
-    layout = Layout(micro_batch_size=2, precision="bf16", recompute=recompute, layers_per_bucket=2)
+    layout = Layout(
+        dp=dp, zero_stage=zero_stage, micro_batch_size=2, precision="bf16", recompute=recompute, layers_per_bucket=2
+    )
     assert abs(difference_percent(model, layout, 16, 3)) < 0.05
 
 

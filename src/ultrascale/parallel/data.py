@@ -14,15 +14,13 @@ Gradients are *summed*, never averaged: the loss is already divided by the step'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from ultrascale.parallel.collectives import DirectAllGather, DirectReduceScatter, NothingToScatter
 from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import Layout
@@ -44,25 +42,10 @@ def apply_data_parallel(decoder: nn.Module, layout: Layout, mesh: DeviceMesh) ->
         module.set_gradient_divide_factor(1.0)
         if layout.shard_size == 1:
             module.set_custom_reduce_scatter(NothingToScatter())
-
-
-class NothingToScatter(ReduceScatter):
-    """Reduce-scatter over one rank: its result is its input. FSDP2 asks for memory for both in turn, and copies one into the
-    other; given the same tensor twice it copies nothing."""
-
-    def __init__(self) -> None:
-        self.given: torch.Tensor | None = None
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the input, and then the same again for the output."""
-        given, self.given = self.given, None
-        if given is not None:
-            return given
-        self.given = torch.empty(*size, dtype=dtype, device=device)
-        return self.given
-
-    def __call__(self, *arguments: object, **options: object) -> None:
-        raise AssertionError("one rank has nobody to scatter to")
+        elif mesh.device_type == "cpu":
+            module._set_unshard_async_op(True)
+            module.set_custom_all_gather(DirectAllGather())
+            module.set_custom_reduce_scatter(DirectReduceScatter())
 
 
 def prepare_action(decoder: nn.Module, action: Action) -> None:

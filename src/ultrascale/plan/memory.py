@@ -147,7 +147,7 @@ class _Replay:
             buckets.append(Bucket([w for ws in members for w in ws], "blocks"))
         for bucket in buckets:
             self.by_name |= {weight.name: (bucket, weight) for weight in bucket.weights}
-        self.shards = Shards(ledger, layout, buckets, copies_input=shape.device == "cpu")
+        self.shards = Shards(ledger, layout, buckets, over_gloo=shape.device == "cpu")
         self.uses = Counter(name for op in (*embedding_work(model, shape), *head_work(model, shape)) for name in op.weights)
         self.pending: dict[str, Held] = {}
         self.tapes: list[_Tape | _Checkpoint] = []

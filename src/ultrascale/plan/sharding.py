@@ -2,7 +2,7 @@
 
 For one bucket of U elements (its parameters, each padded to a multiple of n rows) on n ranks that share a copy:
 
-    forward     take flat U (all-gather)  ->  take U, the parameters; flat stays until the next bucket's is full
+    forward     take flat U (all-gather)  ->  take U, the parameters; on CUDA flat stays until the next bucket's is full
                 stage 3 lets go of the parameters after the bucket's last block
     backward    stage 3 gathers again, one bucket ahead: its flat U is there while the bucket after it computes
                 gradients U  ->  take flat U in the reduction's dtype, let go of the gradients, take U/n: the cut gradient
@@ -48,12 +48,12 @@ class Bucket:
 class Shards:
     """One rank's parameters and gradients as they come and go. One process's are whole."""
 
-    def __init__(self, ledger: Ledger, layout: Layout, buckets: list[Bucket], *, copies_input: bool = False):
+    def __init__(self, ledger: Ledger, layout: Layout, buckets: list[Bucket], *, over_gloo: bool = False):
         """`buckets` in the order of the forward pass, the one outside the blocks first.
 
-        `copies_input`: the reduce-scatter works on a copy of its input, as gloo's does.
+        `over_gloo`: collectives are those of `parallel.collectives`.
         """
-        self.copies_input = copies_input
+        self.over_gloo = over_gloo
         self.ledger, self.layout, self.buckets = ledger, layout, buckets
         self.sharded, self.ranks = layout.dp > 1, layout.shard_size
         self.casts_alone = layout.dp == 1 and layout.precision != layout.master_dtype
@@ -85,6 +85,8 @@ class Shards:
             self._drop_last_flat()
             self._finish_gather(bucket)
             self.last_flat, bucket.flat = bucket.flat, None
+            if self.over_gloo:  # FSDP2 keeps it only while a stream may still read it
+                self._drop_last_flat()
 
     def after_forward(self, bucket: Bucket) -> None:
         """Stage 3 lets go, except outside the blocks."""
@@ -197,18 +199,21 @@ class Shards:
         self._drop_reduce_input()
         elements = self.padded_elements(bucket)
         self.reduce_input = self.ledger.take("communication", "reduce-scatter input", elements * self.reduce_itemsize)
+        # On several ranks a loop variable of torch's foreach_reduce holds the last parameter's gradient until it returns.
+        lingering = bucket.whole_gradients.pop(bucket.weights[-1].name) if self.ranks > 1 else None
         gradients = list(bucket.whole_gradients.values())
         bucket.whole_gradients.clear()
-        # On several ranks a loop variable of torch's foreach_reduce holds the last gradient until it returns.
-        lingering = gradients.pop() if self.ranks > 1 else None
         for held in gradients:
             self.ledger.drop(held)
         if self.ranks == 1:  # the result is the input (`parallel.data.NothingToScatter`)
             cut, self.reduce_input = self.reduce_input, None
         else:
             cut = self.ledger.take("communication", "reduce-scatter output", elements // self.ranks * self.reduce_itemsize)
-        if self.divides_alone or (self.ranks > 1 and self.copies_input):
+        if self.divides_alone:
             self.ledger.touch("communication", "copy of reduce-scatter input", elements * self.reduce_itemsize)
+        elif self.ranks > 1 and self.over_gloo:
+            received = elements // self.ranks * (self.ranks - 1)
+            self.ledger.touch("communication", "parts of other ranks", received * self.reduce_itemsize)
         self._keep_cut(bucket, cut, action)
         if lingering is not None:
             self.ledger.drop(lingering)
