@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-
 DEVICE_DERATES = {
     "h100-96": 1.12,  # 500 W instead of 700: clocks fall with about the third root of power
-    "b200": 1.2,  # SimuMax measures 1.32 on its own products, NVIDIA's recipes run 1.15 slower than a GB200's (1,000 W, not 1,200)
+    "b200": 1.2,  # 1,000 W, not a GB200's 1,200: NVIDIA's recipes run 1.15 slower, SimuMax's products 1.32
     "gb300": 0.85,  # 1,400 W: products that throttle a GB200 do not throttle it; NVIDIA's recipes, 2025 to 2026
 }
 """Time of products in training over what the law of `plan.compute` gives for a device, where its power says it must differ."""

@@ -1,8 +1,8 @@
 """What data parallelism and ZeRO send in a step, and how much of it shows.
 
-    stage 0      one all-reduce of the gradients                          beside the last backward pass
-    stage 1, 2   one gather of parameters, one (2, in buckets: m) reduce-scatters       beside the first forward, and the backward
-    stage 3      two gathers and a reduce-scatter every micro-batch       beside every pass
+    stage 0      one all-reduce of the gradients                                     beside the last backward pass
+    stage 1, 2   a gather of parameters, a (2, in buckets: m) reduce-scatter         beside the first forward, and backward
+    stage 3      two gathers and a reduce-scatter every micro-batch                  beside every pass
     copies       of the state (hybrid sharding) all-reduce what is left of the gradients, once
 
 A collective is hidden as far as there is computation beside it. The first gather and the last reduction never are.

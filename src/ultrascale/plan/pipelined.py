@@ -107,4 +107,4 @@ def _one_send(workload: Workload, table: LayoutTable) -> Floats:
     tokens = table.micro_batch_size * workload.sequence_length / table.cp
     tokens = tokens / np.where(table.sequence_parallel > 0, table.tp, 1)
     num_bytes = tokens * workload.model.hidden_size * 2.0
-    return send_seconds(workload.cluster, num_bytes, stride=table.tp * table.cp * table.dp)
+    return send_seconds(workload.cluster, num_bytes, stride=table.tp * table.cp * table.dp, size=table.pp)
