@@ -16,6 +16,7 @@ were tuned, and widens the interval to the others. What is taken by a rule is to
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -27,7 +28,7 @@ from ultrascale.plan.measured_stacks import LAST_YEAR_WITHOUT_FLASH, stack_of
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.model import Model
-from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack import Overheads, Stack
 
 ZeroStage = Literal[0, 1, 2, 3]
 MOST_CANDIDATES = 96
@@ -61,12 +62,15 @@ class Setup:
     """With what was filled in before anything else: the playbook's dimensions."""
 
 
-def setup_of(asked: Asked) -> Setup:
-    """The workload and layouts of a row. Raises UnrepresentableError, whose text says why there are none."""
+def setup_of(asked: Asked, overheads: Mapping[str, Overheads] | None = None) -> Setup:
+    """The workload and layouts of a row; `overheads` replaces those of stacks by name.
+
+    Raises UnrepresentableError, whose text says why there are none.
+    """
     asked, filled = fill_playbook(asked)
     assumed = list(filled)
     model, of_model = model_of(asked)
-    stack, of_stack = stack_of(asked)
+    stack, of_stack = stack_of(asked, overheads)
     cut = _cut(asked, assumed)
     cluster, of_machines = cluster_of(asked, cut.world_size)
     if asked.seq_len is None:
@@ -95,11 +99,16 @@ def _cut(asked: Asked, assumed: list[str]) -> Layout:
     zero, shard = _zero(asked, dp, assumed)
     ep, expert_tp = _experts(asked, tp * cp * dp, assumed)
     return Layout(
-        dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp,
+        dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp, cp_method=_cp_method(asked),
         sequence_parallel=_sequence_parallel(asked, tp, assumed), precision=_precision(asked, assumed),
         offload_activations=bool(re.search("activation", asked.offload, re.IGNORECASE)),
         offload_optimizer=bool(re.search("optim", asked.offload, re.IGNORECASE)),
     )  # fmt: skip
+
+
+def _cp_method(asked: Asked) -> Literal["ring", "all-gather"]:
+    """torchtitan and Llama 3 gather keys and values; Megatron sends them around a ring."""
+    return "all-gather" if re.search("torchtitan|meta", asked.framework, re.IGNORECASE) else "ring"
 
 
 def _data_parallel(asked: Asked, gpus: int | None, rest: int, assumed: list[str]) -> int:
@@ -237,6 +246,8 @@ def _recompute(asked: Asked, stack: Stack) -> tuple[str, ...]:
         return (text,)
     if text in ("op", "partial") or text:
         return ("selective",)
+    if (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH and re.search("nemo|megatron-bridge", asked.framework, re.IGNORECASE):
+        return ("none",)  # NVIDIA's recipes: 65 of the 79 whose setting is published, the rest but modules
     return ("none", "selective", "full") if stack.kernels.attention == "math" else ("none", "full")
 
 
@@ -252,7 +263,7 @@ def _sequences(asked: Asked, cut: Layout, choices: dict[str, tuple], assumed: li
     return sequences
 
 
-def _layouts(cut: Layout, choices: dict[str, tuple], model: Model, sequences: int):
+def _layouts(cut: Layout, choices: dict[str, tuple], model: Model, sequences: int) -> Iterator[Layout]:
     for values in product(*choices.values()):
         layout = replace(cut, **dict(zip(choices, values, strict=True)))
         if sequences % (layout.dp * layout.micro_batch_size) == 0:

@@ -47,12 +47,20 @@ _LIKENESSES = (
 )  # fmt: skip
 NVFP4_OVER_FP8 = 0.6
 """Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026)."""
-OLD_OP_SECONDS = 4e-5
+OLD_OP_SECONDS = 1.2e-4
 """Of Megatron before fused kernels and CUDA graphs: an operation of the table is several kernels."""
+FLASH_1_OVER_2 = 1.5
+"""Time of flash attention's first version, and of its Triton twin, over the second's (Dao 2023, figures 4 to 6: 1.7 to 2.5 on the
+kernel; 1.46 fits llm-foundry's tables)."""
+EAGER_OVER_BYTES = 2.0
+"""Time of element-wise work in eager PyTorch over that of the bytes of the operations' table: casts and copies between them."""
 LAST_YEAR_WITHOUT_FLASH = 2022
 """Megatron-LM took flash attention, and overlapped gradient reduction, in 2023; blank cells of older rows mean neither."""
 
 
+LAST_YEAR_OF_WHOLE_INPUTS = 2024
+"""nanotron kept gathered inputs, and no second gradient, until then. In the playbook's scan of 2025 the runs without a pipeline still
+kept them, by what memory they took (medians of 2 to 5 percent, against 16 to 28 if they had not)."""
 LAST_YEAR_OF_EAGER_LOSS = 2024
 """torchtitan compiles its loss since 2025."""
 
@@ -84,6 +92,8 @@ def _stack(name: str, overheads: Mapping[str, Overheads]) -> Stack:
 def _refined(stack: Stack, asked: Asked) -> Stack:
     if stack.name == "megatron" and (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH:
         stack = replace(stack, **_NO_OVERLAP)
+    if stack.name == "nanotron" and (asked.year or 9999) <= LAST_YEAR_OF_WHOLE_INPUTS:
+        stack = replace(stack, autograd_gradient_bytes=0)
     detail = asked.recompute_detail.lower()
     if re.search(r"layernorm|moe_act|mla_up_proj|rmsnorm|maxtext|save_dot", detail):
         return replace(stack, selective="elementwise")
@@ -105,6 +115,8 @@ def _kernels(stack: Stack, asked: Asked, assumed: list[str]) -> Kernels:
         kernels = replace(kernels, attention="math")
         if asked.flash_attention is None:
             assumed.append(f"no flash attention in {asked.year}")
+    if stack.name == "nanotron" and ((asked.pp or 1) == 1 or (asked.year or 9999) <= LAST_YEAR_OF_WHOLE_INPUTS):
+        kernels = replace(kernels, gathers_again=False)
     if stack.name == "torchtitan" and ((asked.year or 9999) <= LAST_YEAR_OF_EAGER_LOSS or asked.compile is False):
         kernels = replace(kernels, cross_entropy="eager")
     if old and stack.name in ("megatron", "deepspeed"):  # GPT of those years trained with dropout
@@ -113,9 +125,19 @@ def _kernels(stack: Stack, asked: Asked, assumed: list[str]) -> Kernels:
 
 
 def _overheads(stack: Stack, asked: Asked) -> Overheads:
-    overheads = stack.overheads
+    """What the row's year, precision and framework change in the time a program adds."""
+    overheads, words = stack.overheads, asked.framework.lower()
+    year = asked.year or 9999
     if "nvfp4" in asked.precision.lower():
         overheads = replace(overheads, products=overheads.products * NVFP4_OVER_FP8)
-    if "vtrain" in asked.framework.lower() or (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH:
+    if "vtrain" in words or year <= LAST_YEAR_WITHOUT_FLASH:
         overheads = replace(overheads, op_seconds=max(overheads.op_seconds, OLD_OP_SECONDS))
+    if "foundry" in words:  # its attention has biases of positions (ALiBi), which kept it on the first version's kernels
+        overheads = replace(
+            overheads, attention=overheads.attention * FLASH_1_OVER_2, elementwise=overheads.elementwise * EAGER_OVER_BYTES
+        )
+    if "aleph" in words:
+        if asked.recompute != "none":  # a half of those runs
+            overheads = replace(overheads, attention=overheads.attention * (1 + FLASH_1_OVER_2) / 2)
+        overheads = replace(overheads, elementwise=overheads.elementwise * EAGER_OVER_BYTES)
     return overheads

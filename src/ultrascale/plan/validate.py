@@ -9,12 +9,13 @@ from __future__ import annotations
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.flops_conventions import CONVENTIONS, flops_per_token
 from ultrascale.plan.intervals import interval, kind_of
 from ultrascale.plan.layouts import LayoutTable
@@ -23,6 +24,7 @@ from ultrascale.plan.measured_rows import Asked, MeasuredRow
 from ultrascale.plan.measured_setups import Setup, setup_of
 from ultrascale.plan.price import PriceTable, price
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.stack import Overheads
 
 COLUMNS = (
     "id", "predicted_step_time_s", "predicted_tokens_per_s_per_gpu", "predicted_mfu", "predicted_peak_allocated_gib",
@@ -55,19 +57,21 @@ class RowPrediction:
     reason: str
 
 
-def predict_rows(rows: Sequence[Asked]) -> list[RowPrediction]:
-    """A prediction for every row, in their order."""
+def predict_rows(
+    rows: Sequence[Asked], constants: Constants = CONSTANTS, overheads: Mapping[str, Overheads] | None = None
+) -> list[RowPrediction]:
+    """A prediction for every row, in their order; `overheads` replaces those of stacks by name, to try others."""
     found: list[RowPrediction | None] = [None] * len(rows)
     groups: dict[str, list[tuple[int, Setup]]] = defaultdict(list)
     for index, asked in enumerate(rows):
         try:
-            setup = setup_of(asked)
+            setup = setup_of(asked, overheads)
         except UnrepresentableError as error:
             found[index] = _without(str(error), fits=False if isinstance(error, UnrunnableError) else None)
         else:
             groups[repr(setup.workload)].append((index, setup))
     for group in groups.values():
-        for (index, _), prediction in zip(group, _price([setup for _, setup in group]), strict=True):
+        for (index, _), prediction in zip(group, _price([setup for _, setup in group], constants), strict=True):
             found[index] = prediction
     assert all(one is not None for one in found)
     return [one for one in found if one is not None]
@@ -86,11 +90,11 @@ def write_predictions(path: str | Path, rows: Sequence[MeasuredRow], predictions
             writer.writerow([row.identity, *map(_cell, numbers), fits, _cell(one.low), _cell(one.high), one.reason])
 
 
-def _price(setups: list[Setup]) -> list[RowPrediction]:
+def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
     """Predictions for rows of one workload."""
     workload = setups[0].workload
     try:
-        prices = price(workload, LayoutTable.of(layout for setup in setups for layout in setup.layouts))
+        prices = price(workload, LayoutTable.of(layout for setup in setups for layout in setup.layouts), constants)
     except SpecError as error:
         return [_without(str(error)) for _ in setups]
     ends = np.cumsum([len(setup.layouts) for setup in setups])
