@@ -42,6 +42,15 @@ PARTS = (
     "bubble", "optimizer", "rest",
 )  # fmt: skip
 
+NEWTON_SCHULZ_FLOPS = 30
+"""Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan et al. 2024)."""
+NEWTON_SCHULZ_EFFICIENCY = 0.6
+"""Share of the peak that these products, thousands wide, reach."""
+HOST_LINK_BYTES_PER_SECOND = 25e9
+"""Of one device to its host, with its neighbours busy too: PCIe 4 x16, 32 GB/s nominal."""
+HOST_MEMORY_BYTES_PER_SECOND = 25e9
+"""Of a device's share of its host's memory: two sockets of eight DDR channels for eight devices."""
+
 
 @dataclass(frozen=True)
 class PriceTable:
@@ -209,4 +218,16 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     whole = stages.dense_parameters + stages.expert_parameters
     per_parameter = stack.gradient_bytes + 2 * (stack.master_bytes + stack.moment_bytes) + stack.weight_bytes
     num_bytes = (own * per_parameter + 2 * stack.gradient_bytes * np.where(table.zero_stage >= 2, own, whole)).max(axis=0)
-    return optimizer_seconds(workload.cluster.accelerator, num_bytes * constants.optimizer_passes)
+    accelerator = workload.cluster.accelerator
+    seconds = optimizer_seconds(accelerator, num_bytes * constants.optimizer_passes)
+    if stack.optimizer == "muon":
+        flops = NEWTON_SCHULZ_FLOPS * workload.model.hidden_size * own.max(axis=0)
+        seconds = seconds + flops / (accelerator.peak_flops_per_second("bf16") * NEWTON_SCHULZ_EFFICIENCY)
+    return seconds + _offloaded_update(workload, table, own.max(axis=0))
+
+
+def _offloaded_update(workload: Workload, table: LayoutTable, own: Floats) -> Floats:
+    """An update on the host: gradients go down, weights come up, and the host's memory is slower than the device's."""
+    traffic = own * (workload.stack.gradient_bytes + 2) / HOST_LINK_BYTES_PER_SECOND
+    state = 2 * own * (workload.stack.master_bytes + workload.stack.moment_bytes) / HOST_MEMORY_BYTES_PER_SECOND
+    return np.where(table.offload_optimizer > 0, traffic + state, 0.0)

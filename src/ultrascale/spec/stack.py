@@ -9,8 +9,10 @@ Numbers come from reading each trainer (versions of 2024 to 2026); `plan.validat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from ultrascale.spec.problems import Problem, SpecError
 
 Name = Literal["ultrascale", "torchtitan", "megatron", "nanotron", "aleph-alpha", "llm-foundry", "deepspeed"]
 
@@ -97,7 +99,9 @@ class Stack:
     autograd_gradient_bytes: int
     """Of a second gradient that autograd keeps for the whole model beside it; 0: none."""
     master_bytes: int = 4
-    moment_bytes: int = 8
+    moment_bytes: float = 8
+    optimizer: str = "adamw"
+    """One of `OPTIMIZERS`."""
     shards_gradients_from: int = 2
     """Lowest ZeRO stage that cuts gradients between micro-batches."""
     gathers: Literal["buckets", "whole"] = "buckets"
@@ -108,8 +112,8 @@ class Stack:
     optimizer_temporary_bytes: int = 0
     """Per parameter it updates, what the optimizer makes and drops: 4 for a multi-tensor Adam that is not one kernel."""
     fuses_gradient_accumulation: bool = False
-    """Products add to the summed gradient themselves: no gradient of a micro-batch exists but those of embedding and head, for a
-    moment. Read only if gathers = "whole"."""
+    """Products add to the summed gradient themselves: no gradient of a micro-batch exists but those of embedding and head, for
+    a moment. Read only if gathers = "whole"."""
     keeps_dummy_gradients: bool = False
     """A gradient that nobody reads stays for every distinct shape of a linear layer (Transformer Engine from 2.3 on)."""
     stages_count_head: bool = False
@@ -145,13 +149,12 @@ STACKS: dict[str, Stack] = {
             keeps_dummy_gradients=True,
         ),
         Stack(
-            "nanotron", 2, 4, 0, gathers="whole", stages_count_head=True, overlaps_data_parallel=False,
+            "nanotron", 2, 4, 2, gathers="whole", stages_count_head=True, overlaps_data_parallel=False,
             kernels=Kernels(
-                "unfused", swiglu=False, rotary=False, joins_projections=True, value_is_view=True, gathers_again=False,
-                copies_attended=True,
+                "unfused", swiglu=False, rotary=False, joins_projections=True, value_is_view=True, copies_attended=True,
             ),
-            # From the playbook's scan of 1,139 runs: under tp a block takes 4.5 ms at least, forward and backward; in a pipeline
-            # 20 ms at tp 4, 26 at tp 8, 62 at 16 and 180 at 32; on 64 nodes each micro-batch stopped for more than a second.
+            # From the playbook's scan of 1,139 runs: under tp a block takes 4.5 ms at least, forward and backward; in a
+            # pipeline 20 ms at tp 4, 26 at 8, 62 at 16, 180 at 32; on 64 nodes each micro-batch stopped for over a second.
             overheads=Overheads(
                 2.4e-5, 4.4e-4, crossing_seconds=3.6e-4, pipeline_seconds=0.0036, pipelined_collective_seconds=1.4e-3,
                 pipelined_collective_tp_seconds=1.64e-5, stall_seconds=1.2, stall_nodes=64, products=1.21,
@@ -167,3 +170,19 @@ STACKS: dict[str, Stack] = {
         Stack("deepspeed", 2, 2, 0, gathers="whole", kernels=Kernels("fused", norm=True), pads_vocab_to=128),
     )
 }  # fmt: skip
+
+OPTIMIZERS = {
+    "adamw": 8.0,  # two moments in fp32
+    "adamw-bf16": 4.0,  # two moments in bf16
+    "adamw-8bit": 2.0 + 2 * 4 / 256,  # two moments of one byte, a scale in fp32 for each 256 (Dettmers et al. 2022; torchao)
+    "muon": 4.0,  # one momentum in fp32 (Jordan et al. 2024); embeddings, head and norms are a small part and counted alike
+}
+"""Bytes of optimizer state per parameter beside the master weight."""
+
+
+def with_optimizer(stack: Stack, name: str) -> Stack:
+    """The stack with another optimizer. Raises SpecError if there is no such one."""
+    if name not in OPTIMIZERS:
+        rule = f"there is no optimizer called {name!r}"
+        raise SpecError([Problem("optimizer", rule, f"Choose one of {', '.join(OPTIMIZERS)}.")])
+    return replace(stack, optimizer=name, moment_bytes=OPTIMIZERS[name])
