@@ -165,6 +165,9 @@ def test_the_rhythm_of_even_stages_is_found_without_playing_a_long_step(monkeypa
     monkeypatch.setattr(steady, "program_of", noted)
     assert long_step_seconds("1f1b", 4, 100_000, EVEN).tolist() == [3.0 * 100_003]
     assert long_step_seconds("interleaved", 4, 100_000, EVEN).tolist() == [pytest.approx(6.0 * 100_000 + 9.0)]
+    with_messages = StageSeconds(1.0, 1.0, 1.0, 0.25)
+    crossings = 3 + 3 * 99_999 // 4
+    assert long_step_seconds("1f1b", 4, 100_000, with_messages).tolist() == [3.0 * 100_003 + 0.5 * crossings]
     assert max(played) < 60
 
 

@@ -18,8 +18,8 @@ from ultrascale.plan.pipeline import Floats, StageSeconds, play_many, step_secon
 from ultrascale.plan.pipeline_program import Program, program_of
 from ultrascale.schedules.actions import Kind
 
-ROUND = {"1f1b": 1, "zb-h1": 1, "zb-v": 1, "dualpipe-v": 1, "dualpipe": 2}
-"""Micro-batches of a round; interleaved: pp, if that divides their number. Other schedules have no rhythm."""
+STEADY = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+"""Schedules with a rhythm. Messages make it one of pp micro-batches of a stream: all but one of them pay for theirs."""
 SPAN_RANKS = 2
 """Micro-batches of a stream that an action looks back at most, as a multiple of the ranks: a rank holds no more at once."""
 SAME = 1e-12
@@ -30,13 +30,12 @@ def long_step_seconds(
     name: str, pp: int, num_micro_batches: int, seconds: StageSeconds, *, virtual_stages: int | None = None
 ) -> Floats:
     """`plan.pipeline.step_seconds` of a schedule known by name, [cases], playing only as many micro-batches as it takes."""
-    size = ROUND.get(name, pp if name == "interleaved" else 0)
-    if size and num_micro_batches % size:
-        size = 0  # rounds of different sizes
     streams = 2 if name == "dualpipe" else 1
+    size = streams * pp
+    ragged = num_micro_batches % (pp if name == "interleaved" else streams) > 0  # rounds, or streams, that differ
     span = SPAN_RANKS * pp
     played = streams * 3 * span + 2 * size
-    while size and (played := played + (num_micro_batches - played) % size) <= num_micro_batches // 2:
+    while name in STEADY and not ragged and (played := played + (num_micro_batches - played) % size) <= num_micro_batches // 2:
         program = program_of(name, pp, played, virtual_stages)
         ends = play_many(program, seconds)
         step = ends.max(axis=0)
