@@ -19,15 +19,16 @@ _LAYOUT: dict[str, tuple[object, str]] = {
     "offload_optimizer": (False, "zero_stage = 1 cuts optimizer state over dp ranks"),
 }  # fmt: skip
 _PRECISIONS = ("fp64", "fp32", "bf16")
-# Field of `Model`: the only value that runs, and what the field brings.
-_MODEL: dict[str, tuple[object, str]] = {
-    "num_experts": (0, "experts"),
-    "kv_lora_rank": (None, "latent attention"),
-    "num_nextn_predict_layers": (0, "multi-token prediction"),
-    "attention_sinks": (False, "attention sinks"),
-    "partial_rotary_factor": (1.0, "heads that turn in part"),
-    "sliding_window_interval": (1, "layers with and without a window by turns"),
-    "qk_norm_whole": (False, "a norm over all heads of queries and keys together"),
+# Field of `Model`: the only value that runs, what the field brings, and the nearest thing that works.
+_LEFT_OUT = "leave it out"
+_MODEL: dict[str, tuple[object, str, str]] = {
+    "num_experts": (0, "experts", "a dense model"),
+    "kv_lora_rank": (None, "latent attention", "grouped-query attention (num_key_value_heads)"),
+    "num_nextn_predict_layers": (0, "multi-token prediction", _LEFT_OUT),
+    "attention_sinks": (False, "attention sinks", _LEFT_OUT),
+    "partial_rotary_factor": (1.0, "heads that turn in part", _LEFT_OUT),
+    "sliding_window_interval": (1, "layers with and without a window by turns", _LEFT_OUT),
+    "qk_norm_whole": (False, "a norm over all heads of queries and keys together", "qk_norm alone, a norm over each head"),
 }
 
 
@@ -48,14 +49,14 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
 def untrainable_model(model: Model) -> list[Problem]:
     """Why the trainer cannot run `model` yet, one problem per feature; empty if it can. Planning is not affected."""
     found = [
-        Problem(f"model.{key}", f"brings {what}, which the trainer does not run so far", _remedy("a dense model"))
-        for key, (only, what) in _MODEL.items()
+        Problem(f"model.{key}", f"brings {what}, which the trainer does not run so far", _remedy(nearest))
+        for key, (only, what, nearest) in _MODEL.items()
         if getattr(model, key) != only
     ]
     usual = "silu" if model.gated_mlp else "gelu_pytorch_tanh"
     if model.activation != usual:
         rule = f"the trainer runs {usual} only so far{' with' if model.gated_mlp else ' without'} a gate, is {model.activation}"
-        found.append(Problem("model.hidden_act", rule, _remedy("leave it out")))
+        found.append(Problem("model.hidden_act", rule, _remedy(_LEFT_OUT)))
     scaling = model.rope_scaling
     if (
         scaling is not None
