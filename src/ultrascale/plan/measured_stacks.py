@@ -7,10 +7,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.measured_rows import Asked
 from ultrascale.spec.stack import STACKS, Kernels, Overheads, Stack
+
+
+@dataclass(frozen=True)
+class Vintage:
+    """What programs of another kind or year than a stack's own add to its time."""
+
+    nvfp4_over_fp8: float = 0.6
+    """Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026)."""
+    old_op_seconds: float = 1.2e-4
+    """`Overheads.op_seconds` of Megatron before fused kernels and CUDA graphs: an operation of the table is several kernels."""
+    flash_1_over_2: float = 1.5
+    """Time of flash attention's first version, and of its Triton twin, over the second's (Dao 2023, figures 4 to 6: up to 2.5)."""
+    eager_over_bytes: float = 2.0
+    """Time of element-wise work in eager PyTorch over that of the bytes in the operations' table: casts and copies between."""
+
+
+VINTAGE = Vintage()
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All numbers of the time model that come from whole runs, to try others than those in the code."""
+
+    constants: Constants = CONSTANTS
+    overheads: Mapping[str, Overheads] = field(default_factory=dict)
+    """By name of the stack; those not named keep their own."""
+    vintage: Vintage = VINTAGE
+
+
+TUNING = Tuning()
 
 
 @dataclass(frozen=True)
@@ -25,7 +56,9 @@ class _Likeness:
 
 _NO_OVERLAP = {"overlaps_data_parallel": False, "overlaps_tensor_parallel": False}
 _EAGER = {"norm": False, "rotary": False, "swiglu": False}
-"""Norms, rotary positions and SwiGLU as torch's own operations, one kernel for each: what is neither compiled nor hand-written."""
+"""Norms, rotary positions and SwiGLU as torch's own operations, one kernel for each: neither compiled nor hand-written."""
+_NARROW_GRADIENTS = {"gradient_bytes": 2, "reduce_bytes": 2}
+"""NeMo's and Megatron-Bridge's performance recipes sum and reduce gradients in bf16 (grad_reduce_in_fp32 = False)."""
 _PLAIN_MEGATRON = {"overlaps_tensor_parallel": False}
 """Megatron-LM overlaps TP only through Transformer Engine's user buffers, which NeMo's recipes switch on."""
 _LIKENESSES = (
@@ -35,7 +68,7 @@ _LIKENESSES = (
     _Likeness(r"megatron-deepspeed|bigscience", "deepspeed", False, _NO_OVERLAP),
     _Likeness(r"vtrain", "megatron", False, _NO_OVERLAP),  # its paper: gradients are reduced after the backward pass
     _Likeness(r"nemo.*automodel|automodel", "torchtitan", False, {}),
-    _Likeness(r"nemo|megatron-bridge", "megatron", True, {}),
+    _Likeness(r"nemo|megatron-bridge", "megatron", True, _NARROW_GRADIENTS),
     _Likeness(r"megatron|mcore", "megatron", True, _PLAIN_MEGATRON),
     _Likeness(r"deepspeed", "deepspeed", True, {}),
     _Likeness(r"maxtext|paxml|jax|xla", "torchtitan", False, {}),
@@ -45,31 +78,24 @@ _LIKENESSES = (
     _Likeness(r"neox|internevo|internlm|colossal", "megatron", False, _PLAIN_MEGATRON),
     _Likeness(r"hai-llm|megascale", "megatron", False, {}),
 )  # fmt: skip
-NVFP4_OVER_FP8 = 0.6
-"""Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026)."""
-OLD_OP_SECONDS = 1.2e-4
-"""Of Megatron before fused kernels and CUDA graphs: an operation of the table is several kernels."""
-FLASH_1_OVER_2 = 1.5
-"""Time of flash attention's first version, and of its Triton twin, over the second's (Dao 2023, figures 4 to 6: 1.7 to 2.5 on the
-kernel; 1.46 fits llm-foundry's tables)."""
-EAGER_OVER_BYTES = 2.0
-"""Time of element-wise work in eager PyTorch over that of the bytes of the operations' table: casts and copies between them."""
 LAST_YEAR_WITHOUT_FLASH = 2022
 """Megatron-LM took flash attention, and overlapped gradient reduction, in 2023; blank cells of older rows mean neither."""
 
 
 LAST_YEAR_OF_WHOLE_INPUTS = 2024
-"""nanotron kept gathered inputs, and no second gradient, until then. In the playbook's scan of 2025 the runs without a pipeline still
-kept them, by what memory they took (medians of 2 to 5 percent, against 16 to 28 if they had not)."""
+"""nanotron kept gathered inputs, and no second gradient, until then. In the playbook's scan of 2025 the runs without a pipeline
+still kept them, by what memory they took (medians of 2 to 5 percent, against 16 to 28 if they had not)."""
 LAST_YEAR_OF_EAGER_LOSS = 2024
 """torchtitan compiles its loss since 2025."""
 
 
-def stack_of(asked: Asked, overheads: Mapping[str, Overheads] | None = None) -> tuple[Stack, tuple[str, ...]]:
-    """The row's stack and what had to be assumed; `overheads` replaces those of stacks by name."""
+def stack_of(asked: Asked, tuning: Tuning = TUNING) -> tuple[Stack, tuple[str, ...]]:
+    """The row's stack and what had to be assumed."""
     assumed: list[str] = []
-    stack = _refined(_closest(asked, assumed, overheads or {}), asked)
-    return replace(stack, kernels=_kernels(stack, asked, assumed), overheads=_overheads(stack, asked)), tuple(assumed)
+    stack = _refined(_closest(asked, assumed, tuning.overheads), asked)
+    return replace(stack, kernels=_kernels(stack, asked, assumed), overheads=_overheads(stack, asked, tuning.vintage)), tuple(
+        assumed
+    )
 
 
 def _closest(asked: Asked, assumed: list[str], overheads: Mapping[str, Overheads]) -> Stack:
@@ -108,9 +134,9 @@ def _kernels(stack: Stack, asked: Asked, assumed: list[str]) -> Kernels:
         kernels = replace(kernels, compiled=asked.compile)
     if asked.compile is False and stack.name == "torchtitan":
         kernels = replace(kernels, **_EAGER)
-    if "aleph" in asked.framework.lower():
+    if stack.name == "aleph-alpha":
         # Its own RMSNorm kernel ran without checkpointing only (arXiv 2311.05610, section 4.1).
-        kernels = replace(kernels, **_EAGER | {"norm": asked.recompute == "none" and asked.flash_attention is not False})
+        kernels = replace(kernels, norm=asked.recompute == "none" and asked.flash_attention is not False)
     if asked.flash_attention is False or (asked.flash_attention is None and old):
         kernels = replace(kernels, attention="math")
         if asked.flash_attention is None:
@@ -124,20 +150,21 @@ def _kernels(stack: Stack, asked: Asked, assumed: list[str]) -> Kernels:
     return kernels
 
 
-def _overheads(stack: Stack, asked: Asked) -> Overheads:
+def _overheads(stack: Stack, asked: Asked, vintage: Vintage) -> Overheads:
     """What the row's year, precision and framework change in the time a program adds."""
     overheads, words = stack.overheads, asked.framework.lower()
-    year = asked.year or 9999
+    products, attention, elementwise, op_seconds = 1.0, 1.0, 1.0, overheads.op_seconds
     if "nvfp4" in asked.precision.lower():
-        overheads = replace(overheads, products=overheads.products * NVFP4_OVER_FP8)
-    if "vtrain" in words or year <= LAST_YEAR_WITHOUT_FLASH:
-        overheads = replace(overheads, op_seconds=max(overheads.op_seconds, OLD_OP_SECONDS))
-    if "foundry" in words:  # its attention has biases of positions (ALiBi), which kept it on the first version's kernels
-        overheads = replace(
-            overheads, attention=overheads.attention * FLASH_1_OVER_2, elementwise=overheads.elementwise * EAGER_OVER_BYTES
-        )
-    if "aleph" in words:
-        if asked.recompute != "none":  # a half of those runs
-            overheads = replace(overheads, attention=overheads.attention * (1 + FLASH_1_OVER_2) / 2)
-        overheads = replace(overheads, elementwise=overheads.elementwise * EAGER_OVER_BYTES)
-    return overheads
+        products = vintage.nvfp4_over_fp8
+    if "vtrain" in words or (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH:
+        op_seconds = max(op_seconds, vintage.old_op_seconds)
+    if stack.name == "llm-foundry":  # its biases of positions (ALiBi) kept it on the first version's kernels
+        attention = vintage.flash_1_over_2
+    if stack.name == "aleph-alpha" and asked.recompute != "none":  # a half of those runs
+        attention = (1 + vintage.flash_1_over_2) / 2
+    if stack.name in ("llm-foundry", "aleph-alpha") or "vtrain" in words:
+        elementwise = vintage.eager_over_bytes
+    return replace(
+        overheads, op_seconds=op_seconds, products=overheads.products * products,
+        attention=overheads.attention * attention, elementwise=overheads.elementwise * elementwise,
+    )  # fmt: skip

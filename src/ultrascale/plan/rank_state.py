@@ -96,7 +96,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
         gathers=gathers,
         keeps=table.zero_stage < 3,
         alone=alone,
-        reduce_itemsize=table.reduce_itemsize.astype(float),
+        reduce_itemsize=np.where(wide, compute, np.minimum(table.reduce_itemsize, stack.reduce_bytes)).astype(float),
     )
 
 

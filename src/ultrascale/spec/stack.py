@@ -166,7 +166,7 @@ STACKS: dict[str, Stack] = {
                 "eager", swiglu=False, norm=False, joins_projections=True, value_is_view=True, gathers_logits=True,
             ),
         ),
-        Stack("llm-foundry", 0, 4, 0, kernels=Kernels("fused")),
+        Stack("llm-foundry", 0, 4, 0, kernels=Kernels("fused"), reduce_bytes=2),
         Stack("deepspeed", 2, 2, 0, gathers="whole", kernels=Kernels("fused", norm=True), pads_vocab_to=128),
     )
 }  # fmt: skip
