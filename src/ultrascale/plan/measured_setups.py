@@ -16,7 +16,7 @@ were tuned, and widens the interval to the others. What is taken by a rule is to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -24,11 +24,11 @@ from typing import Literal
 from ultrascale.plan.measured_machines import cluster_of
 from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
 from ultrascale.plan.measured_rows import Asked
-from ultrascale.plan.measured_stacks import LAST_YEAR_WITHOUT_FLASH, stack_of
+from ultrascale.plan.measured_stacks import LAST_YEAR_WITHOUT_FLASH, TUNING, Tuning, stack_of
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.model import Model
-from ultrascale.spec.stack import Overheads, Stack
+from ultrascale.spec.stack import Stack
 
 ZeroStage = Literal[0, 1, 2, 3]
 MOST_CANDIDATES = 96
@@ -36,9 +36,9 @@ MOST_CANDIDATES = 96
 LARGEST_MICRO_BATCH = 64
 LAST_YEAR_OF_FP16 = 2021
 _PRECISIONS: dict[str, Precision] = {
-    "bf16": "bf16", "bfloat16": "bf16", "amp_bf16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32",
-    "fp8": "fp8", "amp_fp8": "fp8", "mxfp8": "fp8", "fp8-mx": "fp8", "nvfp4": "fp8", "fp4": "fp8",
+    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "fp8", "fp4": "fp8",
 }  # fmt: skip
+"""Words of a precision, and what it is priced as."""
 _SCHEDULES = (
     ("dualpipe-?v", "dualpipe-v"), ("dualpipe", "dualpipe"), ("zb-?v|zbv", "zb-v"), ("zb|zero.?bubble", "zb-h1"),
     ("gpipe|afab", "afab"),
@@ -62,15 +62,12 @@ class Setup:
     """With what was filled in before anything else: the playbook's dimensions."""
 
 
-def setup_of(asked: Asked, overheads: Mapping[str, Overheads] | None = None) -> Setup:
-    """The workload and layouts of a row; `overheads` replaces those of stacks by name.
-
-    Raises UnrepresentableError, whose text says why there are none.
-    """
+def setup_of(asked: Asked, tuning: Tuning = TUNING) -> Setup:
+    """The workload and layouts of a row. Raises UnrepresentableError, whose text says why there are none."""
     asked, filled = fill_playbook(asked)
     assumed = list(filled)
     model, of_model = model_of(asked)
-    stack, of_stack = stack_of(asked, overheads)
+    stack, of_stack = stack_of(asked, tuning)
     cut = _cut(asked, assumed)
     cluster, of_machines = cluster_of(asked, cut.world_size)
     if asked.seq_len is None:
@@ -174,13 +171,13 @@ def _sequence_parallel(asked: Asked, tp: int, assumed: list[str]) -> bool:
 def _precision(asked: Asked, assumed: list[str]) -> Precision:
     text = asked.precision.lower()
     if not text:
-        value: Precision = "fp16" if (asked.year or 9999) <= LAST_YEAR_OF_FP16 else "bf16"
-        assumed.append(f"precision {value}")
-        return value
+        is_old = (asked.year or 9999) <= LAST_YEAR_OF_FP16
+        assumed.append(f"precision {'fp16' if is_old else 'bf16'}")
+        return "fp16" if is_old else "bf16"
     known = next((precision for name, precision in _PRECISIONS.items() if name in text), None)
     if known is None:
         raise UnrepresentableError(f"precision {asked.precision!r} is not one of {', '.join(_PRECISIONS)}")
-    if text in ("nvfp4", "fp4"):
+    if "fp4" in text:
         assumed.append(f"fp8 stands for {asked.precision}")
     return known
 

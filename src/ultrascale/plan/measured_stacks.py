@@ -23,7 +23,7 @@ class Vintage:
     old_op_seconds: float = 1.2e-4
     """`Overheads.op_seconds` of Megatron before fused kernels and CUDA graphs: an operation of the table is several kernels."""
     flash_1_over_2: float = 1.5
-    """Time of flash attention's first version, and of its Triton twin, over the second's (Dao 2023, figures 4 to 6: up to 2.5)."""
+    """Time of flash attention's first version, and of its Triton twin, over the second's (Dao 2023, figures 4 to 6)."""
     eager_over_bytes: float = 2.0
     """Time of element-wise work in eager PyTorch over that of the bytes in the operations' table: casts and copies between."""
 

@@ -84,6 +84,8 @@ def pass_seconds(
     # A device that is faster than Python waits for it.
     host = constants.compiled_host_fraction if stack.kernels.compiled else 1.0
     launches = host * overheads.op_seconds * sum_of("num_ops") + _collective_launch(workload, table) * sum_of("num_collectives")
+    launched_again = host * overheads.op_seconds * sum_of("num_ops", in_blocks)
+    recompute = recompute + again * np.maximum(launched_again - full - shown * sum_of("tp_forward", in_blocks), 0.0)
     forward = forward + np.maximum(launches - forward - tp_forward, 0.0)
     weight_gradient = weight_gradient + np.maximum(launches - inputs - weight_gradient - tp_backward, 0.0)
 

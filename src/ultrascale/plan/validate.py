@@ -9,22 +9,22 @@ from __future__ import annotations
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.plan.constants import Constants
 from ultrascale.plan.flops_conventions import CONVENTIONS, flops_per_token
 from ultrascale.plan.intervals import interval, kind_of
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableError
 from ultrascale.plan.measured_rows import Asked, MeasuredRow
 from ultrascale.plan.measured_setups import Setup, setup_of
+from ultrascale.plan.measured_stacks import TUNING, Tuning
 from ultrascale.plan.price import PriceTable, price
 from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack import Overheads
 
 COLUMNS = (
     "id", "predicted_step_time_s", "predicted_tokens_per_s_per_gpu", "predicted_mfu", "predicted_peak_allocated_gib",
@@ -57,21 +57,19 @@ class RowPrediction:
     reason: str
 
 
-def predict_rows(
-    rows: Sequence[Asked], constants: Constants = CONSTANTS, overheads: Mapping[str, Overheads] | None = None
-) -> list[RowPrediction]:
-    """A prediction for every row, in their order; `overheads` replaces those of stacks by name, to try others."""
+def predict_rows(rows: Sequence[Asked], tuning: Tuning = TUNING) -> list[RowPrediction]:
+    """A prediction for every row, in their order."""
     found: list[RowPrediction | None] = [None] * len(rows)
     groups: dict[str, list[tuple[int, Setup]]] = defaultdict(list)
     for index, asked in enumerate(rows):
         try:
-            setup = setup_of(asked, overheads)
+            setup = setup_of(asked, tuning)
         except UnrepresentableError as error:
             found[index] = _without(str(error), fits=False if isinstance(error, UnrunnableError) else None)
         else:
             groups[repr(setup.workload)].append((index, setup))
     for group in groups.values():
-        for (index, _), prediction in zip(group, _price([setup for _, setup in group], constants), strict=True):
+        for (index, _), prediction in zip(group, _price([setup for _, setup in group], tuning.constants), strict=True):
             found[index] = prediction
     assert all(one is not None for one in found)
     return [one for one in found if one is not None]
