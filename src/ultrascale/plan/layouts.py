@@ -14,7 +14,7 @@ Column = NDArray[np.int64]
 RECOMPUTE = ("none", "selective", "full", "every-k")
 CP_METHODS = ("ring", "all-gather", "all-to-all")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
-SCHEDULES = ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+SCHEDULES = ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v", "breadth-first")
 
 
 @dataclass(frozen=True)

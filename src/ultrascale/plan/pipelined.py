@@ -17,6 +17,7 @@ from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline import StageSeconds
+from ultrascale.plan.pipeline_bounds import bubble_seconds
 from ultrascale.plan.stages import Stages, split_layers
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
@@ -67,39 +68,30 @@ def without_sends(seconds: StageSeconds) -> StageSeconds:
     return replace(seconds, send=0.0)
 
 
-def bubble_seconds(
-    table: LayoutTable,
-    stages: Stages,
-    passes: Passes,
-    slowest: Floats,
-    weight_gradient: Floats,
-    micro_batches: Counts,
-) -> Floats:
-    """Seconds the slowest rank is idle while the pipeline fills and drains; see `plan.pipeline` for the exact simulation."""
+def waiting_seconds(
+    workload: Workload, table: LayoutTable, stages: Stages, passes: Passes, micro_batches: Counts, constants: Constants
+) -> tuple[Floats, Floats]:
+    """Seconds in which the busiest rank of each layout computes nothing: while the pipeline fills and drains, and for sends.
+
+    Stages are taken for even, as dear as they are on average: exact where they are, a little low where they are not.
+    """
     pp, v = table.pp, table.virtual_stages
-    others = (passes.total * stages.exists).sum(axis=0) - slowest
-    bubble = np.where(pp > 1, others, 0.0)
-    name = table.schedule
-    bubble = np.where(name == SCHEDULES.index("interleaved"), bubble / v, bubble)
-    remainder = micro_batches % pp
-    ragged = (name == SCHEDULES.index("interleaved")) & (remainder > 0) & (pp > 1)
-    bubble = bubble + np.where(ragged, (v - 1) / v * (pp - remainder) * slowest, 0.0)
-    bubble = np.where(name == SCHEDULES.index("zb-h1"), np.maximum(bubble - 2 * (pp - 1) * weight_gradient, 0.0), bubble)
-    v_shaped = (
-        (name == SCHEDULES.index("zb-v")) | (name == SCHEDULES.index("dualpipe-v")) | (name == SCHEDULES.index("dualpipe"))
-    )
-    return np.where(v_shaped, np.maximum(bubble / 2 - 1.5 * (pp - 1) * weight_gradient, 0.05 * bubble), bubble)
-
-
-def send_seconds_of_step(workload: Workload, table: LayoutTable, micro_batches: Counts, constants: Constants) -> Floats:
-    """Exposed activations and gradients between stages."""
-    one = _one_send(workload, table)
-    fill = 2 * (table.pp - 1) * one
-    hidden = 0.0 if workload.stack.overlaps_sends else constants.send_exposed
-    steady = 2 * micro_batches * table.virtual_stages * one * hidden
-    overheads = workload.stack.overheads
-    steady = steady + micro_batches * overheads.pipeline_seconds
-    return np.where(table.pp > 1, fill + steady, 0.0)
+    share = stages.exists / (pp * v)
+    traffic = passes.tensor_parallel + passes.context_parallel + passes.expert_parallel
+    forward = ((passes.forward + traffic / 3) * share).sum(axis=0)
+    inputs = ((passes.input_gradient + passes.recompute + traffic * 2 / 3) * share).sum(axis=0)
+    weights = (passes.weight_gradient * share).sum(axis=0)
+    send = _one_send(workload, table)
+    bubble, sends = np.zeros(len(table)), np.zeros(len(table))
+    for number in np.unique(table.schedule[pp > 1]):
+        rows = np.flatnonzero((table.schedule == number) & (pp > 1))
+        shape = (SCHEDULES[number], pp[rows], v[rows], micro_batches[rows], forward[rows], inputs[rows], weights[rows])
+        bubble[rows] = bubble_seconds(*shape)
+        sends[rows] = bubble_seconds(*shape, send=send[rows]) - bubble[rows]
+    if not workload.stack.overlaps_sends:
+        sends += np.where(pp > 1, 2 * micro_batches * v * send * constants.send_exposed, 0.0)
+    fixed = micro_batches * workload.stack.overheads.pipeline_seconds
+    return bubble, sends + np.where(pp > 1, fixed, 0.0)
 
 
 def _one_send(workload: Workload, table: LayoutTable) -> Floats:

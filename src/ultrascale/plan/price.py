@@ -24,10 +24,9 @@ from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline import StageSeconds
 from ultrascale.plan.pipeline_steady import long_step_seconds
 from ultrascale.plan.pipelined import (
-    bubble_seconds,
     busiest_rank_seconds,
-    send_seconds_of_step,
     stage_seconds,
+    waiting_seconds,
     without_sends,
 )
 from ultrascale.plan.stages import Stages, cut_stages
@@ -43,7 +42,7 @@ PARTS = (
 )  # fmt: skip
 
 NEWTON_SCHULZ_FLOPS = 30
-"""Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan et al. 2024)."""
+"""Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan 2024)."""
 NEWTON_SCHULZ_EFFICIENCY = 0.6
 """Share of the peak that these products, thousands wide, reach."""
 HOST_LINK_BYTES_PER_SECOND = 25e9
@@ -184,8 +183,7 @@ def _step(
     def of_slowest(column: Floats) -> Floats:
         return np.take_along_axis(column, slowest[None], axis=0)[0]
 
-    bubble = bubble_seconds(table, stages, passes, of_slowest(passes.total), of_slowest(passes.weight_gradient), micro_batches)
-    sends = send_seconds_of_step(workload, table, micro_batches, constants)
+    bubble, sends = waiting_seconds(workload, table, stages, passes, micro_batches, constants)
     parts = {
         "compute": micro_batches * of_slowest(passes.compute) + of_slowest(slowed),
         "recompute": micro_batches * of_slowest(passes.recompute),
