@@ -43,7 +43,7 @@ def apply_data_parallel(decoder: nn.Module, layout: Layout, mesh: DeviceMesh) ->
         if layout.shard_size == 1:
             module.set_custom_reduce_scatter(NothingToScatter())
         elif mesh.device_type == "cpu":
-            module._set_unshard_async_op(True)
+            module._set_unshard_async_op(True)  # the CPU has no streams: else FSDP2 waits where it starts
             module.set_custom_all_gather(DirectAllGather())
             module.set_custom_reduce_scatter(DirectReduceScatter())
 

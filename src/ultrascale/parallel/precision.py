@@ -9,8 +9,8 @@ gathered parameters do on several ranks. The numbers are those of FSDP2's mixed 
 rounded to bf16, and the rounded ones are summed in fp32.
 
 Why not FSDP2 on one rank too: it makes the copies and their memory anew in every step, copies each gradient once more on its
-way into a buffer that nobody reduces, and wants a process group: a tenth of a compiled step of a small model on CPU. Why not
-`torch.autocast`: it chooses dtypes operation by operation, casts in every micro-batch, and knows none of our kernels.
+way into a buffer that nobody reduces, and wants a process group: some 5 percent of a compiled step of a small model on CPU. Why
+not `torch.autocast`: it chooses dtypes operation by operation, casts in every micro-batch, and knows none of our kernels.
 """
 
 from __future__ import annotations
