@@ -88,6 +88,10 @@ def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
     )
 
 
+HOPPER_PEAK = 989.4e12
+"""Dense bf16 FLOP/s of the H100 SXM on which FlashAttention 2 was measured."""
+
+
 def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction: str) -> AttentionCurve:
     """The law of attention kernels on a device.
 
@@ -96,8 +100,17 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
     """
     relative = relative_of(accelerator)
     family = FAMILIES[relative]
-    law = ATTENTION.get((family, kernel, direction)) or ATTENTION[family, "flash-2" if family == "a100" else "flash", direction]
     fp8 = dtype.startswith("fp8")
+    peak = _peak(accelerator, "bf16" if fp8 else dtype)
+    if family == "blackwell" and kernel == "flash-2":
+        # Written for Ampere's tensor-core instructions, which newer devices only carry on: no faster than on Hopper.
+        law = ATTENTION["hopper", kernel, direction]
+        law = replace(law, efficiency=tuple(share * min(1.0, HOPPER_PEAK / peak) for share in law.efficiency))
+    else:
+        law = (
+            ATTENTION.get((family, kernel, direction))
+            or ATTENTION[family, "flash-2" if family == "a100" else "flash", direction]
+        )
     scale = _scale(accelerator, relative) * (FP8_ATTENTION[family][direction == "backward"] if fp8 else 1.0)
     most = 2.0 if fp8 else 1.0  # of the bf16 peak
     shares = tuple(min(most, share * scale) for share in law.efficiency)
@@ -105,7 +118,7 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
         law,
         efficiency=shares,  # pyright: ignore[reportArgumentType]
         multiprocessors=_multiprocessors(accelerator, relative),
-        peak_flops=_peak(accelerator, "bf16" if fp8 else dtype),
+        peak_flops=peak,
         bytes_per_second=_bandwidth(accelerator),
     )
 
