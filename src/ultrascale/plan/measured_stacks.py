@@ -143,6 +143,8 @@ def _kernels(stack: Stack, asked: Asked, assumed: list[str]) -> Kernels:
             assumed.append(f"no flash attention in {asked.year}")
     if stack.name == "nanotron" and ((asked.pp or 1) == 1 or (asked.year or 9999) <= LAST_YEAR_OF_WHOLE_INPUTS):
         kernels = replace(kernels, gathers_again=False)
+    if stack.name == "megatron" and re.search(r"megatron-lm(?!.*transformerengine)", asked.framework, re.IGNORECASE):
+        kernels = replace(kernels, cross_entropy="unfused")  # its default; recipes and benchmarks fuse it
     if stack.name == "torchtitan" and ((asked.year or 9999) <= LAST_YEAR_OF_EAGER_LOSS or asked.compile is False):
         kernels = replace(kernels, cross_entropy="eager")
     if old and stack.name in ("megatron", "deepspeed"):  # GPT of those years trained with dropout
