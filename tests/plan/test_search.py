@@ -122,7 +122,7 @@ def test_the_ranking_is_by_time_and_the_front_holds_nothing_that_is_beaten() -> 
     assert result.num_tied == sum(s <= seconds[0] * (1 + TIE) for s in seconds) >= 1
     front = [(one.step_seconds, float(needed_bytes(one.memory))) for one in result.front]
     assert front == sorted(front) and [m for _, m in front] == sorted((m for _, m in front), reverse=True)
-    assert pareto([*result.front, *result.ranked]) == list(result.front)
+    assert pareto(result.front) == list(result.front) and result.front[0].step_seconds == pytest.approx(seconds[0], rel=0.05)
     cuts = [
         (one.layout.tp, one.layout.pp, one.layout.cp, one.layout.zero_stage, one.layout.recompute)
         for one in distinct(result.ranked)

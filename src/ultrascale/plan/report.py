@@ -126,6 +126,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "memory": _footprint_json(prediction.memory),
         "time": {
             "seconds_per_step": prediction.step_seconds,
+            "seconds_per_step_interval": list(step_interval(prediction)),
             "waterfall_seconds": prediction.waterfall,
             "tokens_per_step": workload.tokens_per_step,
             "tokens_per_second": prediction.tokens_per_second,
@@ -138,6 +139,16 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
             "peak_flops_per_second": accelerator.peak_flops_per_second("bf16"),
         },
     }
+
+
+def step_interval(prediction: Prediction) -> tuple[float, float]:
+    """Seconds between which the step of four runs in five is expected: errors on measured runs (`plan.intervals`)."""
+    from ultrascale.plan.intervals import Kind, interval
+
+    fp8 = prediction.layout.precision == "fp8"
+    kind: Kind = "experts" if prediction.workload.model.num_experts else "fp8" if fp8 else "dense"
+    seconds = prediction.step_seconds
+    return interval(seconds, kind, fastest=seconds, slowest=seconds)
 
 
 def _footprint_json(memory: Footprint) -> dict[str, Any]:

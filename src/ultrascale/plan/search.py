@@ -32,6 +32,8 @@ CHUNK = 16_384
 """Layouts priced at once: small enough that their columns stay in the cache, large enough that NumPy's calls do not show."""
 KEPT = 256
 """Layouts that pruning must not lose: the ranking is right down to here."""
+EXACT = 32
+"""Layouts that are predicted one by one. Formulas order pipelines within a few percent; further down that is enough."""
 TIE = 0.02
 """Difference of two step times on one cluster below which the model cannot tell them apart (`docs/validation.md`)."""
 
@@ -68,7 +70,7 @@ class SearchResult:
     ranked: tuple[Prediction, ...]
     """Layouts that fit, the fastest first."""
     front: tuple[Prediction, ...]
-    """Layouts that fit and that no other beats in both time and memory, the fastest first."""
+    """Layouts that fit and that no other beats in both time and memory, the fastest first; their bubbles by formula."""
     smallest: Prediction | None
     """The layout that needs the least memory, whether it fits or not; None if there is no legal layout."""
     seconds: float
@@ -93,7 +95,7 @@ def search(
     *,
     base: Layout | None = None,
     asked: Asked | None = None,
-    exact: int = 64,
+    exact: int = EXACT,
     prunes: bool = True,
 ) -> SearchResult:
     """Rank all legal layouts of the workload's cluster.
@@ -108,10 +110,11 @@ def search(
     priced = price_all(workload, space, kept=KEPT, prunes=prunes)
     order = _fastest(priced, KEPT)
     ranked = _predict_all(workload, priced, order[:exact])
-    front = [one for one in _front(priced) if one not in set(order[:exact].tolist())]
-    on_front = pareto([*ranked, *_predict_all(workload, priced, front)])
     least = int(np.argmin(np.where(priced.was_priced, priced.peak_bytes, np.inf)))
-    smallest = predict(workload, space.table.layout(least))
+    front = _front(priced)
+    prices = price(workload, space.table.take([least, *front]))
+    smallest = prices.row(0)
+    on_front = pareto([prices.row(1 + row) for row in range(len(front))])
     return SearchResult(workload, priced, tuple(ranked), tuple(on_front), smallest, time.perf_counter() - started)
 
 

@@ -59,8 +59,7 @@ def _summary(result: SearchResult) -> str:
     )
     runs = "  runs: what `ultrascale train` runs today; --runnable searches only that. 2 x 8: micro-batch size x number.\n"
     dropped = int(priced.too_large.sum() + priced.too_slow.sum())
-    took = format_seconds(result.seconds)
-    searched = f"  {count:,} legal layouts, {fitting:,} fit, {dropped:,} dropped by bounds; searched in {took}."
+    searched = f"  {count:,} legal layouts: {fitting:,} fit, {dropped:,} dropped by bounds."
     return together + (runs if result.workload.stack.name == "ultrascale" else "") + searched
 
 

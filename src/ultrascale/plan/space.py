@@ -174,9 +174,8 @@ def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
         if tp > 1 and not abilities(stack).tensor:
             rules.refuse("tp", f"{stack.name} has no tensor parallelism")
         elif tp > per_node and "tp" not in rules.asked:
-            rules.refuse(
-                f"tp = {tp}", f"leaves the node of {per_node}, where it costs most; --tp {tp} searches it all the same"
-            )
+            reason = f"leaves the node, where it costs most; --tp {2 * per_node} searches it all the same"
+            rules.refuse(f"tp > {per_node}", reason)
         else:
             for sequence_parallel in rules.choose("sequence_parallel", (True,)):
                 if not rules.breaks(f"tp = {tp}", Layout(tp=tp, sequence_parallel=sequence_parallel)):
@@ -218,7 +217,8 @@ def _pipeline(rules: _Rules, gpus: int) -> Iterator[tuple[int, int, str]]:
         elif not can:
             rules.refuse("pp", f"{stack.name} has no pipeline")
         elif pp > layers:
-            rules.refuse(f"pp = {pp}", f"more stages than the {layers} layers", f"Use pp = {layers} or less.")
+            family = f"pp = {pp}" if "pp" in rules.asked else f"pp > {layers}"
+            rules.refuse(family, f"more stages than the {layers} layers", f"Use pp = {layers} or less.")
         else:
             yield from ((pp, chunks, schedule) for chunks, schedule in _schedules(rules, pp, can))
 
@@ -235,7 +235,7 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
                 if not rules.allows("virtual_stages", chunks):
                     continue
                 if pp * chunks > layers:
-                    rules.refuse(f"{schedule}, pp = {pp}", f"{pp * chunks} stages are more than the {layers} layers")
+                    rules.refuse(schedule, f"pp x {chunks} stages are more than the {layers} layers")
                 else:
                     yield chunks, schedule
     if "schedule" not in rules.asked:

@@ -1,7 +1,6 @@
 """The predicted step as a picture and as a trace: its pipeline played with the prices of the plan.
 
-Every stage takes what the slowest rank's share of the waterfall says, a third of the compute forward; recomputation and two
-thirds backward. What is not part of a pass (data-parallel traffic, the optimizer) is not drawn.
+What is not part of a pass of a micro-batch (data-parallel traffic, the optimizer) is not drawn.
 """
 
 from __future__ import annotations
@@ -10,15 +9,16 @@ import json
 from pathlib import Path
 
 from ultrascale.plan.draw_schedule import draw_svg
-from ultrascale.plan.pipeline import StageSeconds, Timeline, simulate
+from ultrascale.plan.pipeline import Timeline, simulate
+from ultrascale.plan.pipelined import stage_seconds
 from ultrascale.plan.price import Prediction
 from ultrascale.plan.report import RunPlan
 from ultrascale.plan.trace_events import trace_events
 from ultrascale.schedules.build import build_schedule
 from ultrascale.spec.problems import Problem, SpecError
 
-DRAWN_PER_STAGE = 4
-"""Micro-batches in a picture for each stage: enough to see the pipeline fill, run and drain."""
+DRAWN_PER_RANK = 4
+"""Micro-batches in a picture for each rank of the pipeline: enough to see the pipeline fill, run and drain."""
 
 
 def write_step(plan: RunPlan, *, svg: str | None, perfetto: str | None) -> None:
@@ -33,7 +33,7 @@ def write_step(plan: RunPlan, *, svg: str | None, perfetto: str | None) -> None:
     count = prediction.num_micro_batches
     title = f"{plan.run.model.name or plan.run.model.model_type}, {prediction.layout.schedule}"
     if svg is not None:
-        drawn = min(count, DRAWN_PER_STAGE * prediction.layout.num_stages)
+        drawn = min(count, DRAWN_PER_RANK * prediction.layout.pp)
         part = "" if drawn == count else f", {drawn} of {count} micro-batches"
         Path(svg).write_text(draw_svg(step_timeline(prediction, num_micro_batches=drawn), title=title + part))
     if perfetto is not None:
@@ -42,17 +42,7 @@ def write_step(plan: RunPlan, *, svg: str | None, perfetto: str | None) -> None:
 
 def step_timeline(prediction: Prediction, *, num_micro_batches: int | None = None) -> Timeline:
     """The pipeline of a step, `num_micro_batches` of it or all, played action by action. Seconds."""
-    layout, parts = prediction.layout, prediction.waterfall
-    # A rank's work of one micro-batch is spread over its stages.
-    share = 1 / (prediction.num_micro_batches * layout.virtual_stages)
-    traffic = share * sum(parts[name] for name in ("tensor_parallel", "context_parallel", "expert_parallel"))
-    third = share * parts["compute"] / 3
-    seconds = StageSeconds(
-        forward=third + traffic / 3,
-        input_gradient=third + share * parts["recompute"] + traffic * 2 / 3,
-        weight_gradient=third,
-        forward_communication=traffic / 3,
-        backward_communication=traffic * 2 / 3,
-    )
+    layout = prediction.layout
     count = num_micro_batches or prediction.num_micro_batches
-    return simulate(build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages), seconds)
+    schedule = build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages)
+    return simulate(schedule, stage_seconds(prediction.workload, layout))

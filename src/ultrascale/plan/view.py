@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ultrascale.plan.cost import cost
 from ultrascale.plan.memory import MemoryPlan
-from ultrascale.plan.report import RunPlan, first_that_fits
+from ultrascale.plan.report import RunPlan, first_that_fits, step_interval
 from ultrascale.plan.time import NOT_IN_IT
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.units import format_bytes, format_count, format_flops_per_second, format_seconds
@@ -135,7 +135,6 @@ def waterfall(prediction: Prediction) -> Table:
         label, color = TIMES[name]
         bar = Text(" " * min(start, WATERFALL_WIDTH - 1)).append("█" * (end - start) or "▏", style=color)
         table.add_row(label, format_seconds(seconds), f"{seconds / prediction.step_seconds:.1%}", bar)
-    table.add_row("step", format_seconds(prediction.step_seconds), "", "", style="bold")
     return table
 
 
@@ -281,6 +280,8 @@ def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None) -> Table:
     """Tokens per second, how well the devices are used, and what a training takes and costs."""
     table = _rows()
     per_gpu = prediction.tokens_per_second_per_gpu
+    low, high = (format_seconds(at) for at in step_interval(prediction))
+    table.add_row("step", format_seconds(prediction.step_seconds), f"{low} to {high} for four runs in five")
     table.add_row("tokens/s", f"{prediction.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU")
     full = prediction.mfu(full_attention=True)
     rate = format_flops_per_second(plan.cluster.accelerator.peak_flops_per_second("bf16"))

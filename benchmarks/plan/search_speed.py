@@ -1,0 +1,123 @@
+"""How fast the planner is: one layout, and every layout of large clusters, on one core.
+
+    python benchmarks/plan/search_speed.py [--json FILE]
+
+CPU seconds of this process with one thread, best of `--repeats`; the first search, with nothing cached, is told apart.
+Beside them stand the peers' own figures or those measured by others: none of them installs from a registry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from ultrascale.plan.price import predict
+from ultrascale.plan.search import SearchResult, search
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model_presets import preset
+from ultrascale.spec.stack import STACKS
+
+PEERS = (
+    ("Calculon", "one layout", 13e-3, "measured by us elsewhere: 4,866 layouts of GPT-3 in 71 s; quoted"),
+    ("SimuMax", "one layout", 100e-3, "its own documentation; quoted"),
+    ("PyTorch MemTracker", "one layout, memory only", 30.0, "fake tensors, Llama-3 8B; quoted"),
+)
+"""Name, what it does, seconds, where that comes from."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A search whose time has a limit."""
+
+    name: str
+    model: str
+    gpus: str
+    sequence_length: int
+    sequences_per_batch: int
+    limit_seconds: float
+
+
+CASES = (
+    Case("GPT-3 175B on 512 A100", "gpt3-175b", "512xa100", 2048, 1536, 2.0),
+    Case("Llama-3 405B on 16,384 H100", "llama-3.1-405b", "16384xh100", 8192, 2048, 10.0),
+    Case("DeepSeek-V3 on 2,048 H800", "deepseek-v3", "2048xh800", 4096, 15360, 10.0),
+)
+ONE_LAYOUT_LIMIT = 2e-3
+
+
+def main() -> int:
+    """Time everything, print a table, and write the numbers where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = [_one_layout(), *(_searched(case, options.repeats) for case in CASES)]
+    for row in rows:
+        verdict = "within" if row["seconds"] <= row["limit_seconds"] else "OVER"
+        print(f"{row['name']:<32} {row['seconds']:>9.4f} s  {verdict} {row['limit_seconds']:g} s   {row['note']}")
+    for name, what, seconds, source in PEERS:
+        print(f"{name:<32} {seconds:>9.4f} s  {what}   ({source})")
+    if options.json:
+        about = {"machine": platform.processor() or platform.machine(), "python": platform.python_version(), "threads": 1}
+        options.json.write_text(json.dumps(about | {"rows": rows, "peers": PEERS}, indent=2) + "\n")
+    return int(any(row["seconds"] > row["limit_seconds"] for row in rows))
+
+
+def _one_layout() -> dict[str, object]:
+    """A layout of GPT-3 at a time, each with a shape of its own or one seen before, as a slider would ask."""
+    case = CASES[0]
+    workload = _workload(case)
+    layouts = [
+        Layout(dp=512 // (tp * pp), tp=tp, pp=pp, micro_batch_size=size, zero_stage=1, precision="bf16", recompute=way)
+        for tp in (1, 2, 4, 8)
+        for pp in (8, 16, 32)
+        for size in (1, 2)
+        for way in ("none", "full")
+    ]
+    predict(workload, layouts[0])  # imports and fits are read once
+    seconds = [_seconds(lambda layout=layout: predict(workload, layout)) for layout in layouts * 2]
+    note = f"median of {len(seconds)}; slowest {max(seconds) * 1e3:.1f} ms"
+    return {"name": "one layout", "seconds": statistics.median(seconds), "limit_seconds": ONE_LAYOUT_LIMIT, "note": note}
+
+
+def _searched(case: Case, repeats: int) -> dict[str, object]:
+    found: list[SearchResult] = []
+    seconds = [_seconds(lambda: found.append(search(_workload(case)))) for _ in range(repeats)]
+    priced = found[0].priced
+    note = f"first {seconds[0]:.2f} s; {len(priced.fits):,} layouts, {int(priced.was_priced.sum()):,} priced"
+    return {
+        "name": case.name,
+        "seconds": min(seconds),
+        "first_seconds": seconds[0],
+        "limit_seconds": case.limit_seconds,
+        "note": note,
+    }
+
+
+def _workload(case: Case) -> Workload:
+    return Workload(
+        preset(case.model), parse_cluster(case.gpus), case.sequence_length, case.sequences_per_batch, STACKS["ultrascale"]
+    )
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """CPU seconds of one call: neighbours on the machine do not count."""
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())
