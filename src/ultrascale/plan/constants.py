@@ -21,7 +21,7 @@ DEVICE_DERATES = {
 class Constants:
     """How parts make a step."""
 
-    compute_derate: float = 1.06
+    compute_derate: float = 1.12
     """Time of a product in training over its time alone in a hot loop: cold caches, clocks lowered by power."""
     device_derates: Mapping[str, float] = field(default_factory=lambda: DEVICE_DERATES)
     """The same for one kind of accelerator, on top; 1 for those not named."""

@@ -22,7 +22,9 @@ class Vintage:
     """Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026)."""
     old_op_seconds: float = 1.2e-4
     """`Overheads.op_seconds` of Megatron before fused kernels and CUDA graphs: an operation of the table is several kernels."""
-    flash_1_over_2: float = 1.5
+    expert_op_seconds: float = 1.5e-4
+    """The same with experts: permutations are many kernels, and the host waits for how many tokens each expert got."""
+    flash_1_over_2: float = 1.6
     """Time of flash attention's first version, and of its Triton twin, over the second's (Dao 2023, figures 4 to 6)."""
     eager_over_bytes: float = 2.0
     """Time of element-wise work in eager PyTorch over that of the bytes in the operations' table: casts and copies between."""
@@ -160,11 +162,14 @@ def _overheads(stack: Stack, asked: Asked, vintage: Vintage) -> Overheads:
         products = vintage.nvfp4_over_fp8
     if "vtrain" in words or (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH:
         op_seconds = max(op_seconds, vintage.old_op_seconds)
+    if asked.experts:
+        op_seconds = max(op_seconds, vintage.expert_op_seconds)
     if stack.name == "llm-foundry":  # its biases of positions (ALiBi) kept it on the first version's kernels
         attention = vintage.flash_1_over_2
     if stack.name == "aleph-alpha" and asked.recompute != "none":  # a half of those runs
         attention = (1 + vintage.flash_1_over_2) / 2
-    if stack.name in ("llm-foundry", "aleph-alpha") or "vtrain" in words:
+    is_eager_moe = stack.name == "torchtitan" and bool(asked.experts)  # its dispatch is torch's own operations
+    if stack.name in ("llm-foundry", "aleph-alpha") or "vtrain" in words or is_eager_moe:
         elementwise = vintage.eager_over_bytes
     return replace(
         overheads, op_seconds=op_seconds, products=overheads.products * products,

@@ -1,0 +1,249 @@
+"""Fit the numbers of the time model that only whole runs show, a source left out at a time, and write what that leaves.
+
+    python benchmarks/plan/cross_validate.py measured_runs.csv measured_oom.csv playbook_runs.csv --markdown docs/validation.md
+
+Each such number (`plan.constants`, `measured_stacks.Vintage`) is a knob with a prior: what literature or arithmetic says of it,
+and how far it may be from that. Knobs are fitted to the logarithm of measured over predicted time with a Huber loss, a source of n
+rows weighing sqrt(n), by Gauss-Newton steps whose derivatives come from pricing all rows with one knob turned. Then the fit is
+repeated without each source in turn, and its rows are predicted with what the others say: those errors are the honest ones.
+The playbook's scan is in no fit; without it nanotron has no overheads of its own.
+
+The knobs in the code are set by hand from what this prints.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from numpy.typing import NDArray
+from validation_tables import Fold, write_markdown
+
+from ultrascale.plan.intervals import COVERAGE
+from ultrascale.plan.measured_rows import MeasuredRow, read_rows
+from ultrascale.plan.measured_stacks import TUNING, Tuning
+from ultrascale.plan.scores import Case, score, summarise
+from ultrascale.plan.validate import RowPrediction, predict_rows
+from ultrascale.spec.stack import Overheads
+
+Floats = NDArray[np.float64]
+HUBER = 0.15
+"""Log error beyond which a row pulls with constant force: about the noise between releases of one trainer."""
+TURN = 0.1
+"""How far a knob is turned for a derivative, in its own scale."""
+ROUNDS = 2
+SCAN, SCAN_STACK = "playbook", "nanotron"
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A number to fit."""
+
+    owner: str
+    """constants, vintage, or device."""
+    name: str
+    prior: float
+    spread: float
+    """Standard deviation of its prior, in its scale."""
+    is_share: bool = False
+    """Between 0 and 1, and fitted as its log odds; others as their logarithm."""
+
+    def scaled(self, value: float) -> float:
+        return float(np.log(value / (1 - value)) if self.is_share else np.log(value))
+
+    def value(self, x: float) -> float:
+        return float(1 / (1 + np.exp(-x)) if self.is_share else np.exp(x))
+
+    def in_code(self) -> float:
+        if self.owner == "device":
+            return TUNING.constants.device_derates.get(self.name, 1.0)
+        return getattr(getattr(TUNING, self.owner), self.name)
+
+
+KNOBS = (
+    Knob("constants", "compute_derate", 1.06, 0.05),
+    Knob("constants", "tensor_parallel_hidden", 0.35, 0.7, is_share=True),
+    Knob("constants", "data_parallel_window", 0.9, 0.7, is_share=True),
+    Knob("constants", "overlap_slowdown", 0.15, 0.5),  # Calculon
+    Knob("constants", "straggler_per_doubling", 0.006, 0.7),
+    Knob("constants", "optimizer_passes", 1.2, 0.3),
+    Knob("device", "h100-96", 1.12, 0.05),  # third root of its power
+    Knob("device", "b200", 1.06, 0.1),
+    Knob("device", "gb300", 0.95, 0.1),
+    Knob("vintage", "flash_1_over_2", 1.7, 0.3),  # Dao 2023
+    Knob("vintage", "eager_over_bytes", 1.0, 0.7),
+    Knob("vintage", "old_op_seconds", 4e-5, 1.0),
+    Knob("vintage", "expert_op_seconds", 4e-5, 1.0),
+    Knob("vintage", "nvfp4_over_fp8", 0.5, 0.3),  # peaks
+)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows whose time is known, and is to be fitted."""
+
+    rows: list[MeasuredRow]
+    sources: NDArray[np.str_]
+    log_measured: Floats
+
+
+def tuning_at(x: Floats) -> Tuning:
+    """All constants with the knobs at `x`."""
+    changes: dict[str, dict[str, Any]] = defaultdict(dict)
+    for knob, at in zip(KNOBS, x, strict=True):
+        changes[knob.owner][knob.name] = knob.value(at)
+    devices = {**TUNING.constants.device_derates, **changes["device"]}
+    constants = replace(TUNING.constants, device_derates=devices, **changes["constants"])
+    return replace(TUNING, constants=constants, vintage=replace(TUNING.vintage, **changes["vintage"]))
+
+
+def fittable(rows: Iterable[MeasuredRow]) -> Data:
+    """Rows whose source prints a time, or FLOPs per second, of tiers A and B."""
+    rows = list(rows)
+    kept, sources, measured = [], [], []
+    for row, one in zip(rows, predict_rows([row.asked for row in rows]), strict=True):
+        case = Case(row, one)
+        seconds = case.step_seconds or _from_rate(case)
+        if seconds and one.step_seconds and case.counts:
+            kept.append(row)
+            sources.append(case.source)
+            measured.append(seconds)
+    return Data(kept, np.array(sources), np.log(np.array(measured)))
+
+
+def _from_rate(case: Case) -> float | None:
+    """The step time that a printed FLOP/s implies."""
+    measured, one = case.row.measured, case.predicted
+    rate = measured.tflops_per_gpu or (measured.mfu_reported or 0) * (measured.mfu_peak_tflops or 0)
+    if not rate or not one.step_seconds or not one.flops_per_second_per_gpu:
+        return None
+    return one.step_seconds * one.flops_per_second_per_gpu / (rate * 1e12)
+
+
+def log_predicted(data: Data, x: Floats) -> Floats:
+    predictions = predict_rows([row.asked for row in data.rows], tuning_at(x))
+    return np.log(np.array([one.step_seconds for one in predictions], dtype=float))
+
+
+def jacobian(data: Data, x: Floats, base: Floats) -> Floats:
+    """Derivatives of log predictions by knobs, [rows, knobs]."""
+    return np.stack([(log_predicted(data, x + TURN * unit) - base) / TURN for unit in np.eye(len(x))], axis=1)
+
+
+def solve(data: Data, x: Floats, base: Floats, slopes: Floats, keep: NDArray[np.bool_]) -> Floats:
+    """Where the knobs go from `x` if only the rows of `keep` count: Huber loss and Gaussian priors, predictions linear in x."""
+    start, spread = prior(), np.array([knob.spread for knob in KNOBS])
+    counts = {source: (data.sources[keep] == source).sum() for source in np.unique(data.sources)}
+    of_source = np.array([1 / np.sqrt(max(counts[source], 1)) for source in data.sources]) * keep
+    residual, step = data.log_measured - base, np.zeros(len(x))
+    for _ in range(30):
+        weight = of_source / np.maximum(np.abs(residual - slopes @ step) / HUBER, 1.0) / HUBER**2
+        matrix = (slopes * weight[:, None]).T @ slopes + np.diag(1 / spread**2)
+        step = np.linalg.solve(matrix, (slopes * weight[:, None]).T @ residual - (x - start) / spread**2)
+    return x + step
+
+
+def prior() -> Floats:
+    return np.array([knob.scaled(knob.prior) for knob in KNOBS])
+
+
+def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPrediction]]:
+    """The knobs fitted on all sources but the scan; those of each fit without one; every row predicted without its source."""
+    outside = data.sources != SCAN
+    fitted = Data(
+        [row for row, keep in zip(data.rows, outside, strict=True) if keep], data.sources[outside], data.log_measured[outside]
+    )
+    x = np.array([knob.scaled(knob.in_code()) for knob in KNOBS])
+    for _ in range(ROUNDS):
+        base = log_predicted(fitted, x)
+        slopes = jacobian(fitted, x, base)
+        last, x = x, solve(fitted, x, base, slopes, np.ones(len(fitted.rows), dtype=bool))
+    folds = {SCAN: x} | {
+        str(source): solve(fitted, last, base, slopes, fitted.sources != source) for source in np.unique(fitted.sources)
+    }
+    found: dict[int, RowPrediction] = {}
+    for source, at in folds.items():
+        tuning = tuning_at(at)
+        if source == SCAN:
+            tuning = replace(tuning, overheads={SCAN_STACK: Overheads()})
+        index = np.flatnonzero(data.sources == source).tolist()
+        found |= dict(zip(index, predict_rows([data.rows[i].asked for i in index], tuning), strict=True))
+    return x, folds, [found[i] for i in range(len(data.rows))]
+
+
+def interval_factors(data: Data, predictions: Sequence[RowPrediction]) -> dict[str, tuple[float, float, float]]:
+    """By kind of run: lower and upper factor, and the share they cover of sources that had no part in them."""
+    kinds = np.array([one.kind for one in predictions])
+    ratios = data.log_measured - np.log(np.array([one.step_seconds for one in predictions], dtype=float))
+    found = {}
+    for kind in np.unique(kinds):
+        mine = kinds == kind
+        low, high = _quantiles(ratios[mine], data.sources[mine])
+        covered = []
+        for source in np.unique(data.sources[mine]):
+            others, own = mine & (data.sources != source), ratios[mine & (data.sources == source)]
+            if others.any():
+                a, b = _quantiles(ratios[others], data.sources[others])
+                covered.append(float(((own >= a) & (own <= b)).mean()))
+        found[str(kind)] = (float(np.exp(low)), float(np.exp(high)), float(np.mean(covered)) if covered else float("nan"))
+    return found
+
+
+def _quantiles(values: Floats, sources: NDArray[np.str_]) -> tuple[float, float]:
+    """The two quantiles that hold `COVERAGE`, a source of n rows weighing sqrt(n)."""
+    names, counts = np.unique(sources, return_counts=True)
+    weight = 1 / np.sqrt(counts[np.searchsorted(names, sources)])
+    order = np.argsort(values)
+    share = (np.cumsum(weight[order]) - weight[order] / 2) / weight.sum()
+    low, high = np.interp([(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], share, values[order])
+    return float(low), float(high)
+
+
+def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, markdown: Path | None = None) -> int:
+    """Fit, cross-validate and print.
+
+    Args:
+        files: CSV files of measured runs.
+        markdown: Write the tables into this file, between its two markers.
+    """
+    rows = [row for file in files for row in read_rows(file)]
+    data = fittable(rows)
+    x, folds, left_out = cross_validate(data)
+    shipped = predict_rows([row.asked for row in data.rows])
+    for index, knob in enumerate(KNOBS):
+        ends = [knob.value(one[index]) for one in folds.values()]
+        numbers = f"{knob.in_code():9.4g} in the code {knob.value(x[index]):9.4g} fitted {min(ends):9.4g} .. {max(ends):.4g}"
+        print(f"{knob.owner + ' ' + knob.name:36s} {numbers}")
+    factors = interval_factors(data, left_out)
+    for kind, (low, high, covered) in factors.items():
+        print(f"interval {kind:8s} {low:.3f} .. {high:.3f} covers {covered:.0%} of sources left out")
+    table = _folds(data, shipped, left_out)
+    for fold in table:
+        ends = "   ".join(f"{one.median_absolute:6.1%} {one.median_error:+6.1%}" for one in (fold.in_code, fold.left_out))
+        print(f"{fold.source:26s} {fold.in_code.count:5d}   {ends}")
+    if markdown is not None:
+        write_markdown(markdown, score(rows, predict_rows([row.asked for row in rows])), table, factors)
+    return 0
+
+
+def _folds(data: Data, shipped: Sequence[RowPrediction], left_out: Sequence[RowPrediction]) -> list[Fold]:
+    """Errors by source, of the constants in the code and of those fitted without it."""
+    measured = np.exp(data.log_measured)
+    found = []
+    named = [(str(source), np.flatnonzero(data.sources == source).tolist()) for source in np.unique(data.sources)]
+    published = np.flatnonzero(data.sources != SCAN).tolist()
+    for source, index in (*named, ("all but the playbook", published), ("all rows", list(range(len(data.rows))))):
+        both = [
+            summarise(source, [(one[i].step_seconds or 0.0) / measured[i] - 1 for i in index]) for one in (shipped, left_out)
+        ]
+        found.append(Fold(source, both[0], both[1]))
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(tyro.cli(main))
