@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultrascale.spec.cut_rules import cut_problems
-from ultrascale.spec.layout import SCHEDULES, Layout
+from ultrascale.spec.layout import SCHEDULES, Axis, Layout
 from ultrascale.spec.model_presets import PRESETS
 
 LLAMA = PRESETS["llama-3-8b"]
@@ -27,7 +27,8 @@ def test_groups_of_every_axis_tile_all_ranks(tp, cp, dp, pp):
         for p, d, c, t in product(range(pp), range(dp), range(cp), range(tp))
     }  # fmt: skip
     assert sorted(ranks) == list(range(layout.world_size))
-    for axis, fixed in (("tp", (0, 1, 2)), ("cp", (0, 1, 3)), ("dp", (0, 3))):
+    fixed_places: dict[Axis, tuple[int, ...]] = {"tp": (0, 1, 2), "cp": (0, 1, 3), "dp": (0, 3)}
+    for axis, fixed in fixed_places.items():
         size, stride = layout.group(axis)
         first = min(rank for rank, place in ranks.items() if all(place[i] == 0 for i in fixed))
         members = {rank for rank, place in ranks.items() if all(place[i] == 0 for i in fixed)}
