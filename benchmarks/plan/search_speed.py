@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -75,7 +76,7 @@ def main() -> int:
     return int(any(row["seconds"] > row["limit_seconds"] for row in rows))
 
 
-def _one_layout() -> dict[str, object]:
+def _one_layout() -> dict[str, Any]:
     """A layout of GPT-3 at a time, each with a shape of its own or one seen before, as a slider would ask."""
     case = CASES[0]
     workload = _workload(case)
@@ -92,7 +93,7 @@ def _one_layout() -> dict[str, object]:
     return {"name": "one layout", "seconds": statistics.median(seconds), "limit_seconds": ONE_LAYOUT_LIMIT, "note": note}
 
 
-def _searched(case: Case, repeats: int) -> dict[str, object]:
+def _searched(case: Case, repeats: int) -> dict[str, Any]:
     found: list[SearchResult] = []
     seconds = [_seconds(lambda: found.append(search(_workload(case)))) for _ in range(repeats)]
     priced = found[0].priced

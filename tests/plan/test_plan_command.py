@@ -263,3 +263,10 @@ def test_data_centres_far_apart_are_planned(capsys) -> None:
     assert far["num_bytes"] == 144e12 and far["transfer_seconds"] == pytest.approx(144e12 / 50e9)
     assert main([*words[:3], "many", *words[4:]]) == 2
     assert "Write 405B or 72T" in capsys.readouterr().err
+
+
+def test_a_batch_that_few_can_share_is_noted_with_the_nearest_that_all_can(capsys) -> None:
+    assert main(["plan", "--model", "llama-3-8b", "--gpus", "64xh100", "--sequences-per-batch", "509", "--top", "1"]) == 0
+    assert "At most 1 of 64 GPUs can share 509 sequences; all could share 512." in " ".join(capsys.readouterr().out.split())
+    main([*ISSUE, "--top", "1"])
+    assert "can share" not in capsys.readouterr().out

@@ -193,7 +193,9 @@ def _next_command(result: SearchResult, chosen: RunPlan, parsed: dict[str, Any],
         return f"ultrascale check {parsed['save']}   then  ultrascale train {parsed['save']}"
     if chosen.stack.name != "ultrascale":
         return " ".join([*words, "--print-flags"])
-    if untrainable_layout(chosen.run.layout) and not parsed["runnable"]:
+    if untrainable_model(chosen.run.model) or any(parsed[axis] not in (None, "1") for axis in ("tp", "cp", "pp", "ep")):
+        return " ".join([*words, "" if parsed["explain"] else "--explain"]).rstrip()
+    if untrainable_layout(chosen.run.layout):
         words.append("--runnable")
     return " ".join([*words, "--save run.toml"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import gcd
 
 from rich.console import Console
 from rich.table import Table
@@ -57,10 +58,21 @@ def _summary(result: SearchResult) -> str:
     together = (
         f"  = within {TIE:.0%} of the first, {tied} in all: only a measurement can tell them apart.\n" if tied > 1 else ""
     )
-    runs = "  runs: what `ultrascale train` runs today; --runnable searches only that. 2 x 8: micro-batch size x number.\n"
+    runs = "  runs: `ultrascale train` runs it today; --runnable searches only that.\n"
     dropped = int(priced.too_large.sum() + priced.too_slow.sum())
     searched = f"  {count:,} legal layouts: {fitting:,} fit, {dropped:,} dropped by bounds."
+    searched = f"  2 x 8: micro-batch size x number of them. {searched.strip()}{_batch_note(result)}"
     return together + (runs if result.workload.stack.name == "ultrascale" else "") + searched
+
+
+def _batch_note(result: SearchResult) -> str:
+    """A batch that few ranks can share, with the nearest that all can; empty if it is none."""
+    gpus, batch = result.workload.cluster.num_accelerators, result.workload.sequences_per_batch
+    shared = gcd(gpus, batch)
+    if batch < gpus or shared * 2 > gpus:
+        return ""
+    near = round(batch / gpus) * gpus
+    return f"\n  At most {shared} of {gpus} GPUs can share {batch} sequences; all could share {near}."
 
 
 def _runs(one: Prediction) -> str:

@@ -107,7 +107,7 @@ def show_footprint(plan: RunPlan, prediction: Prediction, console: Console) -> N
     console.print()
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("at the peak", no_wrap=True, min_width=18)
-    table.add_column(memory.phase, justify="right", no_wrap=True, min_width=len("1023 MiB"))
+    table.add_column(memory.phase, justify="right", no_wrap=True, min_width=max(len("1023 MiB"), len(memory.phase)))
     table.add_column("", no_wrap=True, min_width=20)
     table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
     largest = max(parts.values())
