@@ -1,11 +1,8 @@
 """Activations of a rank, for whole tables of layouts: what its blocks save, how many micro-batches are in flight, and its peaks.
 
-    in flight     micro-batches between their forward and backward pass on a rank, by schedule (formulas below)
-    saved         of one micro-batch on a rank: its blocks, the embedding, the head
-    excess        what the block at work needs beyond what it saves, forward and backward
-
-Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (zero bubble); DeepSeek-AI 2024 (DualPipe). `plan.pipeline_activations` counts them
-action by action; tests hold these formulas to it.
+in flight     micro-batches between their forward and backward pass on a rank (`plan.pipeline_bounds`)
+saved         of one micro-batch on a rank: its blocks, the embedding, the head
+excess        what the block at work needs beyond what it saves, forward and backward
 """
 
 from __future__ import annotations
@@ -25,12 +22,15 @@ from ultrascale.plan.block_memory import (
 )
 from ultrascale.plan.blocks import distinct_shapes, layer_kinds
 from ultrascale.plan.layouts import RECOMPUTE, SCHEDULES, LayoutTable
+from ultrascale.plan.pipeline_bounds import in_flight_stages
 from ultrascale.plan.stages import Stages
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.work import Shape
 
 Floats = NDArray[np.float64]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+FORWARD_FIRST = tuple(SCHEDULES.index(name) for name in ("afab", "breadth-first"))
+"""Schedules in which all losses are there before the first backward pass."""
 OFFLOADED_BLOCKS_LEFT = 2
 """Blocks whose activations are on the device although they are offloaded: one on its way out, one at work."""
 
@@ -43,6 +43,8 @@ class RankActivations:
     """Of the micro-batches in flight but the one at work."""
     current: Floats
     """Of the micro-batch at work, all blocks of its stage and what is before them."""
+    saved: Floats
+    """Of a block, the mean of those that are recomputed and those that are not."""
     last_saved: Floats
     """Of the last block, the first on the way back."""
     forward_excess: Floats
@@ -82,7 +84,9 @@ def rank_activations(
     v = table.virtual_stages
     of_blocks = (stages.layers * saved).sum(axis=1)
     flight = in_flight(table, micro_batches)
-    head_saved = head[0] * stages.has_head * np.where(table.schedule == SCHEDULES.index("afab"), micro_batches - 1, 0)
+    head_saved = (
+        head[0] * stages.has_head * np.where(np.isin(table.schedule, FORWARD_FIRST) & (table.pp > 1), micro_batches - 1, 0)
+    )
     before = embedding[0] * stages.has_embedding
     waiting = np.maximum(flight - 1 / v, 0) * of_blocks + (flight - 1) * before + head_saved
 
@@ -96,6 +100,7 @@ def rank_activations(
     return RankActivations(
         waiting=waiting,
         current=current + before,
+        saved=largest(saved),
         last_saved=largest(last[0]),
         forward_excess=largest(plain[1] - plain[0]),
         last_excess=largest(last[2] - last[0]),
@@ -115,18 +120,13 @@ def in_flight(table: LayoutTable, micro_batches: NDArray[np.int64]) -> Floats:
 
     Fractions are stages of `virtual_stages`: a rank may hold one stage of a micro-batch more than another.
     """
-    pp, v, m = table.pp, table.virtual_stages, micro_batches
+    pp, v = table.pp, table.virtual_stages
     rank = np.stack([np.zeros_like(pp), np.minimum(1, pp - 1), pp - 1])
-    plain = np.minimum(m, pp - rank)
-    looped = np.minimum(m * v, (v - 1) * pp + 2 * (pp - rank - 1) + 1) / v
-    name = table.schedule
-    flight = np.where(name == SCHEDULES.index("interleaved"), looped, plain).astype(float)
-    flight = np.where(name == SCHEDULES.index("afab"), m, flight)
-    # Zero-bubble schedules let weight gradients wait, so every rank holds as much as the first.
-    flight = np.where(np.isin(name, [SCHEDULES.index("zb-h1"), SCHEDULES.index("zb-v")]), np.minimum(m, pp), flight)
-    dual = np.isin(name, [SCHEDULES.index("dualpipe"), SCHEDULES.index("dualpipe-v")])
-    flight = np.where(dual, np.minimum(m, pp + 1), flight)
-    return np.where(pp == 1, 1.0, flight)
+    flight = np.ones((3, len(table)))
+    for number in np.unique(table.schedule[pp > 1]):
+        most, _ = in_flight_stages(SCHEDULES[number], pp, v, micro_batches, rank)
+        flight = np.where((table.schedule == number) & (pp > 1), most / v, flight)
+    return flight
 
 
 def _blocks(

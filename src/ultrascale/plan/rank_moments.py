@@ -131,6 +131,8 @@ class _Fsdp(NamedTuple):
     keeps: NDArray[np.bool_]
     stays: NDArray[np.bool_]
     """Whole parameters outlive the backward pass of their bucket."""
+    first_of_two: NDArray[np.bool_]
+    """Of two micro-batches of ZeRO 2 the first keeps parameters on its way back, and the second has gradients of the first."""
     forward_flat: Floats
     """What a flat buffer adds to the highest forward pass: where parameters stay, only the first pass has one."""
 
@@ -173,6 +175,7 @@ def _fsdp(
         blocks_between=(per_bucket - 1.0) * (parts.current > per_bucket * parts.last_saved),
         keeps=state.keeps | alone,
         stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),
+        first_of_two=(table.zero_stage == 2) & (micro_batches == 2) & scatters,
         forward_flat=np.where(cuts, np.maximum(c * bucket - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0), 0.0),
     )
 
@@ -185,8 +188,15 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
     after_one = np.where(f.stays | ~f.keeps, outside, f.all_parameters - f.bucket_parameters)
     next_one = np.where(f.keeps, after_one, at_work)
     at_first = np.where(f.stays, f.all_parameters, f.root_parameters + f.bucket_parameters)
-    forward_flat, between = f.forward_flat, f.blocks_between * parts.last_saved
-    held = np.maximum(f.held - between, 0.0)  # at the last block of a bucket of several
+    forward_flat = f.forward_flat
+    full = parts.waiting + parts.current
+    next_bucket = np.maximum(full - (f.blocks_between + 1) * parts.saved, parts.waiting)
+    several = f.blocks_between > 0
+    at_last, at_next = (
+        np.maximum(start + parts.last_excess, np.where(several, start - parts.last_saved + parts.next_excess + f.held, 0.0))
+        for start in (full, next_bucket)
+    )
+    at_next = np.where(several, at_next, activations[4])
     ahead = np.where(f.keeps, 0.0, f.flat)
     early = f.summed + f.narrow_head
     late = f.summed_at_first + f.cut_others
@@ -194,13 +204,13 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
     old = sharded * np.where(state.keeps & (state.gradients > state.late_gradients), 0.0, f.summed)
     reduced = np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket)
     root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
-    return [
+    moments = [
         Moment(activations[0], at_work, f.summed, forward_flat, old + forward_flat),
         Moment(activations[1], outside, f.summed, forward_flat, old + forward_flat),
         Moment(activations[2], outside, f.summed, ahead, old + ahead),
-        Moment(activations[3] + held, at_work, early, ahead, old + ahead),
-        Moment(activations[4] - between + held, next_one, early + f.cut_bucket, f.reduce_bucket + ahead, old + ahead),
-        Moment(activations[5] - between, after_one, early + reduced, f.reduce_bucket + ahead, old + ahead),
+        Moment(at_last, at_work, early, ahead, old + ahead),
+        Moment(at_next, next_one, early + f.cut_bucket, f.reduce_bucket + ahead, old + ahead),
+        Moment(np.where(several, next_bucket + parts.hidden, activations[5]), after_one, early + reduced, f.reduce_bucket + ahead, old + ahead),
         Moment(activations[6] + f.held, at_first, late + f.narrow_head, f.reduce_bucket, sharded * f.cut_others),
         Moment(
             parts.waiting + parts.embedding_saved,
@@ -212,6 +222,13 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
                sharded * state.late_gradients),
     ]  # fmt: skip
+    fresh = state.reduce_itemsize * (state.blocks - state.block) / state.shard
+    for index in range(MOMENTS.index("backward next"), MOMENTS.index("optimizer")):
+        one = moments[index]
+        cut = fresh if index >= MOMENTS.index("backward first") else 0.0
+        more = np.where(f.first_of_two, np.maximum(f.all_parameters - one.gathered - f.summed + cut, 0.0), 0.0)
+        moments[index] = one._replace(gathered=one.gathered + more)
+    return moments
 
 
 def aside_bytes(state: RankState) -> Floats:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.layouts import PRECISIONS, LayoutTable
+from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
 from ultrascale.plan.stages import Stages, parameters_by_kind
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import DTYPE_BYTES
@@ -64,6 +64,9 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     master = np.array([MASTER_BYTES.get(name, 4) for name in PRECISIONS], dtype=float)[table.precision]
     wide = compute >= master
     dense, expert, shard, expert_shard = _shards(table, stages)
+    # DualPipe runs two pipelines towards each other: a rank holds a stage of either.
+    both_ways = np.where(table.schedule == SCHEDULES.index("dualpipe"), 2.0, 1.0)
+    dense, expert, root = dense * both_ways, expert * both_ways, stages.root_parameters * both_ways
     total, cut = dense + expert, dense / shard + expert / expert_shard
     gathers = np.full(len(table), stack.gathers == "buckets") | (table.zero_stage == 3)
     alone = table.dp * table.cp == 1
@@ -90,8 +93,8 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
         optimizer=optimizer,
         compute_itemsize=compute,
         block=_largest_block(workload, table) * np.ones((3, 1)),
-        blocks=total - stages.root_parameters,
-        root=stages.root_parameters,
+        blocks=total - root,
+        root=root,
         shard=shard,
         gathers=gathers,
         keeps=table.zero_stage < 3,
