@@ -1,4 +1,4 @@
-"""The table of work under every axis, against published formulas and against itself: what ranks do together is what one does alone."""
+"""The table of work under every axis, against published formulas and against itself: ranks do together what one does alone."""
 
 from __future__ import annotations
 

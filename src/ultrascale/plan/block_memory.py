@@ -1,4 +1,4 @@
-"""Memory of one part of the model (a block, the embedding, the head) on one rank for one micro-batch, by playing its operations.
+"""Memory of a part of the model (a block, the embedding, the head) on one rank for one micro-batch, by playing its operations.
 
     forward     every operation takes its results; what autograd saves stays, the rest goes after its last reader
     backward    last operation first: take the gradients of what it read and of its weights, let go of what it saved

@@ -5,8 +5,8 @@
     moments      where in a step the sum is highest: `plan.rank_moments`
     allocator    what is reserved for it, and what lies outside: `plan.allocator`
 
-Whole columns in NumPy; a single layout takes about a millisecond. For our own trainer without pipeline or tensor parallelism `plan.memory` is the exact
-replay; tests hold this to it.
+Whole columns in NumPy; a single layout takes about a millisecond. For our own trainer without pipeline or tensor parallelism
+`plan.memory` is the exact replay; tests hold this to it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
+INDEX_BYTES = 8
+"""Of a token or a target: int64."""
 MARGIN = 0.05
-"""Of the device's memory, kept free: above it the allocator gives back and takes again what it caches. On published runs this calls
-2 of 100 that ran too large, and finds 87 of 100 that did not."""
+"""Of the device's memory, kept free: above it the allocator gives back and takes again what it caches. See docs/memory-model.md
+for how many published runs this judges rightly."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,7 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
     )  # fmt: skip
 
 
-INDEX_BYTES = 8
-"""Of a token or a target: int64."""
-
-
 def _batch_bytes(workload: Workload, table: LayoutTable) -> Floats:
     """Tokens and targets of a rank's whole step, and with documents their positions and numbers."""
     per_rank = workload.sequences_per_batch // table.dp * (workload.sequence_length // table.cp)
-    return per_rank * INDEX_BYTES * (4.0 if workload.documents else 2.0)
+    return (per_rank * INDEX_BYTES * (4 if workload.documents else 2)).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Activations of a rank, for whole tables of layouts: what its blocks save, how many micro-batches are in flight, and its peaks.
+"""Activations of a rank, for whole tables of layouts: what blocks save, how many micro-batches are in flight, and the peaks.
 
 in flight     micro-batches between their forward and backward pass on a rank (`plan.pipeline_bounds`)
 saved         of one micro-batch on a rank: its blocks, the embedding, the head

@@ -55,13 +55,14 @@ def rank_moments(
     workload: Workload, table: LayoutTable, state: RankState, parts: RankActivations, micro_batches: NDArray[np.int64]
 ) -> list[Moment]:
     """One for each of `MOMENTS`."""
-    whole = _whole_moments(workload, state, parts)
     if not state.gathers.any():
-        return whole
+        return _whole_moments(workload, state, parts)
     buckets = _bucket_moments(workload, _fsdp(workload, table, state, parts, micro_batches), state, parts)
+    if state.gathers.all():
+        return buckets
     return [
         Moment(*(np.where(state.gathers, ours, theirs) for ours, theirs in zip(one, other, strict=True)))
-        for one, other in zip(buckets, whole, strict=True)
+        for one, other in zip(buckets, _whole_moments(workload, state, parts), strict=True)
     ]
 
 
@@ -197,6 +198,7 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         for start in (full, next_bucket)
     )
     at_next = np.where(several, at_next, activations[4])
+    at_reduction = np.where(several, next_bucket + parts.hidden, activations[5])
     ahead = np.where(f.keeps, 0.0, f.flat)
     early = f.summed + f.narrow_head
     late = f.summed_at_first + f.cut_others
@@ -210,7 +212,7 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         Moment(activations[2], outside, f.summed, ahead, old + ahead),
         Moment(at_last, at_work, early, ahead, old + ahead),
         Moment(at_next, next_one, early + f.cut_bucket, f.reduce_bucket + ahead, old + ahead),
-        Moment(np.where(several, next_bucket + parts.hidden, activations[5]), after_one, early + reduced, f.reduce_bucket + ahead, old + ahead),
+        Moment(at_reduction, after_one, early + reduced, f.reduce_bucket + ahead, old + ahead),
         Moment(activations[6] + f.held, at_first, late + f.narrow_head, f.reduce_bucket, sharded * f.cut_others),
         Moment(
             parts.waiting + parts.embedding_saved,
@@ -232,6 +234,6 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
 
 
 def aside_bytes(state: RankState) -> Floats:
-    """What other streams than the one that computes keep for themselves once a step is over: cut gradients, gathers' outputs."""
+    """What other streams than the one that computes keep for themselves in the end: cut gradients, outputs of gathers."""
     gathered = state.compute_itemsize * np.maximum(state.root, 2 * state.block)
     return np.where(state.gathers & (state.shard > 1), state.late_gradients + gathered, 0.0)

@@ -1,7 +1,7 @@
-"""What a rank holds between passes, for whole tables of layouts: weights, gradients, optimizer state; and what FSDP adds in passes.
+"""What a rank holds between passes, for whole tables of layouts: weights, gradients, optimizer state.
 
-Columns are [3, layouts]: the first, a middle and the last rank of the pipeline. P are a rank's parameters, n the ranks that hold
-one copy of the training state together (dense weights: dp_shard x cp; experts: their own, smaller group).
+Columns are [3, layouts]: the first, a middle and the last rank of the pipeline. P are a rank's parameters, n the ranks that
+hold one copy of the training state together (dense weights: dp_shard x cp; experts: their own, smaller group).
 
     stack     weights        gradients                    master and moments
     buckets   -              4 P/n, 4 P if accumulated    12 P/n

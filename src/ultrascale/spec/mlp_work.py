@@ -68,7 +68,8 @@ def _activate(
                    backward_moved_bytes=3 * elements * a)]  # fmt: skip
     if shape.kernels.swiglu:
         return [
-            Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra), backward_scratch_bytes=product.num_bytes,
+            Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra),
+               backward_scratch_bytes=product.num_bytes,
                moved_bytes=3 * elements * a, backward_moved_bytes=5 * elements * a)
         ]  # fmt: skip
     activated = Activation(f"{make}_activated", elements * a)

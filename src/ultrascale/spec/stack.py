@@ -143,7 +143,8 @@ STACKS: dict[str, Stack] = {
             selective="alternate-products",
         ),
         Stack(
-            "megatron", 2, 4, 0, gathers="whole", kernels=Kernels("fused", joins_projections=True, weighs_before_combining=True),
+            "megatron", 2, 4, 0, gathers="whole",
+            kernels=Kernels("fused", joins_projections=True, weighs_before_combining=True),
             overlaps_tensor_parallel=True, attention_kernel="cudnn",
             bucket_bytes=40_000_000 * 4, pads_vocab_to=128, selective="attention", fuses_gradient_accumulation=True,
             keeps_dummy_gradients=True,
