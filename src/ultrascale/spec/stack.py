@@ -157,7 +157,7 @@ STACKS: dict[str, Stack] = {
             # From the playbook's scan of 1,139 runs: under tp a block takes 4.5 ms at least, forward and backward; in a
             # pipeline 20 ms at tp 4, 26 at 8, 62 at 16, 180 at 32; on 64 nodes each micro-batch stopped for over a second.
             overheads=Overheads(
-                2.4e-5, 4.4e-4, crossing_seconds=3.6e-4, pipeline_seconds=0.0036, pipelined_collective_seconds=1.4e-3,
+                2.3e-5, 4.4e-4, crossing_seconds=3.6e-4, pipeline_seconds=8e-4, pipelined_collective_seconds=1.12e-3,
                 pipelined_collective_tp_seconds=1.64e-5, stall_seconds=1.2, stall_nodes=64, products=1.145,
             ),
         ),
