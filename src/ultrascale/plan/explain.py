@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.price import Prediction, price
-from ultrascale.plan.search import Priced, SearchResult, needed_bytes
+from ultrascale.plan.price import Prediction, predict, price
+from ultrascale.plan.search import Priced, SearchResult, fastest_of_each_schedule, needed_bytes
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Cluster, Link
 
@@ -25,6 +25,8 @@ MORE_MEMORY_BYTES = 10e9
 FASTER = 1.2
 POOL = 512
 """Layouts that a changed machine is searched in again, of each sort."""
+PLAYED = 3
+"""Of each schedule, those of them whose pipelines are played."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,10 @@ def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list
         rows = np.flatnonzero(getattr(table, name) == value)
         fitting = rows[prices.fits[rows]]
         row = int(fitting[np.argmin(prices.step_seconds[fitting])] if len(fitting) else rows[np.argmin(needed[rows])])
-        text = str(getattr(table.layout(row), name) or int(value))
-        found.append(Change(name, text, float(prices.step_seconds[row]), float(needed[row]), bool(prices.fits[row])))
+        layout = table.layout(row)
+        seconds = predict(workload, layout).step_seconds
+        text = str(getattr(layout, name) or int(value))
+        found.append(Change(name, text, seconds, float(needed[row]), bool(prices.fits[row])))
     return found
 
 
@@ -157,7 +161,7 @@ def marginals(result: SearchResult) -> list[Marginal]:
         changed = replace(workload, cluster=change(workload.cluster))
         seconds = _fastest(changed, pool, constants)
         found.append(Marginal(name, seconds, base / seconds - 1))
-    unlimited = float(price(workload, pool).step_seconds.min())
+    unlimited = min(base, _fastest(workload, pool, CONSTANTS, unlimited=True))
     found.append(Marginal("memory without end", unlimited, base / unlimited - 1))
     return sorted(found, key=lambda one: -one.gain)
 
@@ -183,9 +187,11 @@ def _pool(priced: Priced, capacity_bytes: float) -> LayoutTable:
     return priced.table.take(np.unique(np.concatenate(rows)))
 
 
-def _fastest(workload: Workload, pool: LayoutTable, constants: Constants) -> float:
+def _fastest(workload: Workload, pool: LayoutTable, constants: Constants, *, unlimited: bool = False) -> float:
+    """Seconds of the fastest step that fits, or of any with memory `unlimited`."""
     prices = price(workload, pool, constants)
-    return float(prices.step_seconds[prices.fits].min())
+    rows = fastest_of_each_schedule(pool, prices.step_seconds, prices.fits | np.full(len(pool), unlimited), PLAYED)
+    return min(predict(workload, pool.layout(int(row)), constants).step_seconds for row in rows)
 
 
 def _with_memory(cluster: Cluster) -> Cluster:

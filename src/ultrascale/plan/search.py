@@ -3,7 +3,7 @@
     plan.space   every legal layout, tens of thousands of rows
     plan.bounds  rows that cannot fit, or cannot matter, leave
     plan.price   the rest in chunks, those with the least time first, so that bounds bite early
-    predict      the best `exact` of them again, one by one, with their pipelines simulated
+    predict      the best of each schedule again, one by one, with their pipelines played action by action
 
 Layouts closer to the fastest than the model can tell apart (`TIE`) are one group: which is fastest is for a measurement.
 """
@@ -32,8 +32,9 @@ CHUNK = 16_384
 """Layouts priced at once: small enough that their columns stay in the cache, large enough that NumPy's calls do not show."""
 KEPT = 256
 """Layouts that pruning must not lose: the ranking is right down to here."""
-EXACT = 32
-"""Layouts that are predicted one by one. Formulas order pipelines within a few percent; further down that is enough."""
+EXACT = 10
+"""Layouts of each schedule that are predicted one by one: formulas are right within a percent or two inside most schedules, but
+further off between them, so that the best of each must be played to be compared."""
 TIE = 0.02
 """Difference of two step times on one cluster below which the model cannot tell them apart (`docs/validation.md`)."""
 
@@ -101,15 +102,14 @@ def search(
     """Rank all legal layouts of the workload's cluster.
 
     `base` gives the fields of a layout that are not searched, `asked` holds searched fields to given values. The best `exact`
-    layouts are predicted one by one. `prunes` False prices every layout. Raises SpecError if no layout is legal.
+    layouts of each schedule are predicted one by one. `prunes` False prices every layout. Raises SpecError if none is legal.
     """
     started = time.perf_counter()
     space = legal_layouts(workload, base=base, asked=asked)
     if not len(space.table):
         raise SpecError([_nothing_legal(workload, space)])
     priced = price_all(workload, space, kept=KEPT, prunes=prunes)
-    order = _fastest(priced, KEPT)
-    ranked = _predict_all(workload, priced, order[:exact])
+    ranked = _predict_all(workload, priced, fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, exact))
     least = int(np.argmin(np.where(priced.was_priced, priced.peak_bytes, np.inf)))
     front = _front(priced)
     prices = price(workload, space.table.take([least, *front]))
@@ -123,8 +123,9 @@ def fastest(workload: Workload, *, base: Layout | None = None, asked: Asked | No
     space = legal_layouts(workload, base=base, asked=asked)
     if not len(space.table):
         return None
-    priced = price_all(workload, space, kept=1)
-    return next(iter(_predict_all(workload, priced, _fastest(priced, 1))), None)
+    priced = price_all(workload, space, kept=KEPT)
+    rows = fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, 1)
+    return next(iter(_predict_all(workload, priced, rows)), None)
 
 
 def price_all(workload: Workload, space: Space, *, kept: int, prunes: bool = True) -> Priced:
@@ -165,6 +166,14 @@ def _fastest(priced: Priced, count: int) -> NDArray[np.intp]:
     """Numbers of the fastest rows that fit."""
     fitting = np.flatnonzero(priced.fits)
     return fitting[np.argsort(priced.step_seconds[fitting], kind="stable")][:count]
+
+
+def fastest_of_each_schedule(table: LayoutTable, step_seconds: Floats, fits: NDArray[np.bool_], count: int) -> NDArray[np.intp]:
+    """Numbers of the fastest rows that fit, `count` of each schedule and of those without a pipeline."""
+    fitting = np.flatnonzero(fits)
+    order = fitting[np.argsort(step_seconds[fitting], kind="stable")]
+    kind = np.where(table.pp > 1, table.schedule, -1)[order]
+    return np.concatenate([order[kind == one][:count] for one in np.unique(kind)] or [order])
 
 
 def _front(priced: Priced) -> list[int]:

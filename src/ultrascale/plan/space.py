@@ -31,6 +31,7 @@ MIN_TOKENS_PER_CP_RANK = 4096
 """Shorter shares of a sequence leave nothing to hide the exchange behind (Liu et al. 2023, ring attention)."""
 MAX_TOKENS_PER_MICRO_BATCH = 2**17
 """Of one rank and one forward pass. Products are at their best far below it."""
+V_SHAPED = ("zb-v", "dualpipe", "dualpipe-v")
 DOMINATED = {
     "afab": "1f1b has the same bubble and holds fewer micro-batches",
     "dualpipe": "dualpipe-v has the same bubble and holds the weights once",
@@ -312,14 +313,14 @@ def _micro_batch_sizes(rules: _Rules, dp: int) -> list[int]:
 
 def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
     """Whether the trainer runs so many micro-batches in this schedule."""
+    count = rules.workload.sequences_per_batch // (dp * size)
+    if schedule in V_SHAPED and count < 2 * pp:
+        rules.refuse(schedule, "fewer than 2 x pp micro-batches do not fill it")
+        return False
     if abilities(rules.workload.stack).any_micro_batches:
         return True
-    count = rules.workload.sequences_per_batch // (dp * size)
     if schedule == "interleaved" and count % pp:
         rules.refuse("interleaved", "micro-batches are no multiple of pp")
-        return False
-    if schedule in ("dualpipe", "dualpipe-v") and count < 2 * pp:
-        rules.refuse(schedule, "fewer than 2 x pp micro-batches")
         return False
     return True
 

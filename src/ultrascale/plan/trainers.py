@@ -29,7 +29,7 @@ class Abilities:
     expert_tensor: bool = False
     recompute: tuple[str, ...] = ("none", "full")
     any_micro_batches: bool = False
-    """Pipelines run any number of micro-batches; else interleaved ones want a multiple of pp, and dualpipe's at least 2 pp."""
+    """Interleaved pipelines run any number of micro-batches; else they want a multiple of pp."""
 
 
 ABILITIES: dict[str, Abilities] = {
