@@ -3,8 +3,8 @@
     python benchmarks/plan/cross_validate.py measured_runs.csv measured_oom.csv playbook_runs.csv --markdown docs/validation.md
 
 Each such number (`plan.constants`, `measured_stacks.Vintage`) is a knob with a prior: what literature or arithmetic says of it,
-and how far it may be from that. Knobs are fitted to the logarithm of measured over predicted time with a Huber loss, a source of n
-rows weighing sqrt(n), by Gauss-Newton steps whose derivatives come from pricing all rows with one knob turned. Then the fit is
+and how far it may be from that. Knobs are fitted to the logarithm of measured over predicted time with a Huber loss, a source
+of n rows weighing sqrt(n), by Gauss-Newton steps whose derivatives come from pricing all rows with one knob turned. The fit is
 repeated without each source in turn, and its rows are predicted with what the others say: those errors are the honest ones.
 The playbook's scan is in no fit; without it nanotron has no overheads of its own.
 
@@ -37,7 +37,7 @@ HUBER = 0.15
 TURN = 0.1
 """How far a knob is turned for a derivative, in its own scale."""
 ROUNDS = 2
-SCAN, SCAN_STACK = "playbook", "nanotron"
+SCAN, SCAN_STACK, SCAN_KIND = "playbook", "nanotron", "scan"
 
 
 @dataclass(frozen=True)
@@ -177,30 +177,44 @@ def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPredi
 
 
 def interval_factors(data: Data, predictions: Sequence[RowPrediction]) -> dict[str, tuple[float, float, float]]:
-    """By kind of run: lower and upper factor, and the share they cover of sources that had no part in them."""
+    """By kind of run: lower and upper factor, and the share they cover of sources that had no part in them.
+
+    The quantiles are those of the lowest level that covers `COVERAGE` of the sources left out.
+    """
     kinds = np.array([one.kind for one in predictions])
     ratios = data.log_measured - np.log(np.array([one.step_seconds for one in predictions], dtype=float))
     found = {}
     for kind in np.unique(kinds):
-        mine = kinds == kind
-        low, high = _quantiles(ratios[mine], data.sources[mine])
-        covered = []
-        for source in np.unique(data.sources[mine]):
-            others, own = mine & (data.sources != source), ratios[mine & (data.sources == source)]
-            if others.any():
-                a, b = _quantiles(ratios[others], data.sources[others])
-                covered.append(float(((own >= a) & (own <= b)).mean()))
-        found[str(kind)] = (float(np.exp(low)), float(np.exp(high)), float(np.mean(covered)) if covered else float("nan"))
+        values, sources = ratios[kinds == kind], data.sources[kinds == kind]
+        for level in np.arange(COVERAGE, 1.0, 0.01):
+            covered = _covered(values, sources, level)
+            if not covered < COVERAGE:
+                break
+        low, high = np.exp(_quantiles(values, sources, level))
+        found[str(kind)] = (float(low), float(high), covered)
     return found
 
 
-def _quantiles(values: Floats, sources: NDArray[np.str_]) -> tuple[float, float]:
-    """The two quantiles that hold `COVERAGE`, a source of n rows weighing sqrt(n)."""
+def _covered(values: Floats, sources: NDArray[np.str_], level: float) -> float:
+    """The share of each source between the quantiles of the others, averaged; NaN if there are no others."""
+    names, counts = np.unique(sources, return_counts=True)
+    if len(names) < 2:
+        return float("nan")
+    inside = []
+    for name in names:
+        low, high = _quantiles(values[sources != name], sources[sources != name], level)
+        own = values[sources == name]
+        inside.append(((own >= low) & (own <= high)).mean())
+    return float(np.average(inside, weights=np.sqrt(counts)))
+
+
+def _quantiles(values: Floats, sources: NDArray[np.str_], level: float) -> tuple[float, float]:
+    """The two quantiles that hold `level`, a source of n rows weighing sqrt(n)."""
     names, counts = np.unique(sources, return_counts=True)
     weight = 1 / np.sqrt(counts[np.searchsorted(names, sources)])
     order = np.argsort(values)
     share = (np.cumsum(weight[order]) - weight[order] / 2) / weight.sum()
-    low, high = np.interp([(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], share, values[order])
+    low, high = np.interp([(1 - level) / 2, (1 + level) / 2], share, values[order])
     return float(low), float(high)
 
 
@@ -219,7 +233,8 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, markdown: 
         ends = [knob.value(one[index]) for one in folds.values()]
         numbers = f"{knob.in_code():9.4g} in the code {knob.value(x[index]):9.4g} fitted {min(ends):9.4g} .. {max(ends):.4g}"
         print(f"{knob.owner + ' ' + knob.name:36s} {numbers}")
-    factors = interval_factors(data, left_out)
+    # The scan has no other of its kind: its own errors are all there is to tell them by.
+    factors = interval_factors(data, [a if a.kind == SCAN_KIND else b for a, b in zip(shipped, left_out, strict=True)])
     for kind, (low, high, covered) in factors.items():
         print(f"interval {kind:8s} {low:.3f} .. {high:.3f} covers {covered:.0%} of sources left out")
     table = _folds(data, shipped, left_out)

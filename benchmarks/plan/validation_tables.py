@@ -41,7 +41,9 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _percent(value: float | None, *, signed: bool = False) -> str:
-    return "" if value is None else f"{100 * value:+.1f}" if signed else f"{100 * value:.1f}"
+    if value is None or value != value:  # not a number: there was nothing to compare with
+        return ""
+    return f"{100 * value:+.1f}" if signed else f"{100 * value:.1f}"
 
 
 def _folds(folds: Sequence[Fold]) -> str:
@@ -70,11 +72,17 @@ def _memory(groups: Sequence[Errors]) -> str:
 
 
 def _intervals(report: Report, fresh: Mapping[str, tuple[float, float, float]]) -> str:
-    header = ("Interval of step time", "in the code", "found now", f"covers, of {COVERAGE:.0%} claimed", "sources left out")
+    header = (
+        "Interval of step time",
+        "in the code",
+        "found now",
+        f"covers %, of {100 * COVERAGE:.0f} claimed",
+        "of sources left out, %",
+    )
     covered = {one.group: one.covered for one in report.time["kind"]}
     rows = [
         (kind, f"{low:.2f} to {high:.2f}", "{:.2f} to {:.2f}".format(*fresh[kind][:2]) if kind in fresh else "",
-         f"{_percent(covered.get(kind))} %", f"{_percent(fresh[kind][2])} %" if kind in fresh else "")
+         _percent(covered.get(kind)), _percent(fresh[kind][2]) if kind in fresh else "")
         for kind, (low, high) in FACTORS.items()
     ]  # fmt: skip
     return _table(header, rows)

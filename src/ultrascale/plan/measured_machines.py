@@ -27,6 +27,7 @@ _RATE = re.compile(
     r"(?:(\d+)\s*x\s*)?(?:[A-Z]{3}\s+)?(?:InfiniBand\s+)?(\d+(?:\.\d+)?)\s*(Gb/s|Gbps|Gbit/s|GB/s)", re.IGNORECASE
 )
 _INSIDE = re.compile(r"intra-?node|in-?side|in node|within|nvlink|nvswitch|pcie", re.IGNORECASE)
+LAST_YEAR_OF_A100 = 2022
 _FAST_DOMAIN = 72
 """GPUs of a rack with NVLink inside; jobs that do not fill whole racks use 64 of each (NVIDIA's recipes: 16 trays of 4)."""
 _USED_OF_DOMAIN = 64
@@ -44,7 +45,8 @@ def cluster_of(asked: Asked, num_gpus: int) -> tuple[Cluster, tuple[str, ...]]:
 def _accelerator(asked: Asked) -> tuple[str, tuple[str, ...]]:
     text = f"{asked.gpu} {asked.gpu_family}".strip()
     if not text:
-        raise UnrepresentableError("gpu is blank")
+        name = "h100-sxm" if (asked.year or 9999) > LAST_YEAR_OF_A100 else "a100-80"
+        return name, (f"{name}, as most in {asked.year or 'recent years'}",)
     for pattern, names in _GPUS:
         if re.search(pattern, asked.gpu or asked.gpu_family, re.IGNORECASE):
             known = [name for name in names if name in ACCELERATORS]

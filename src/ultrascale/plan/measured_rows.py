@@ -25,7 +25,10 @@ PLAYBOOK_NAMES = {
     "nodes": "nodes", "mbs": "micro_batch", "ga": "grad_accum", "gbs": "global_batch", "zero": "zero_stage",
     "tok_s_gpu": "tokens_per_s_per_gpu", "mfu_pct": "mfu_percent", "mem_gb": "peak_mem_gib", "status": "outcome",
 }  # fmt: skip
-PLAYBOOK_FIXED = {"gpu": "H100-80GB-SXM", "gpus_per_node": "8", "framework": "nanotron", "precision": "bf16", "year": "2025"}
+PLAYBOOK_FIXED = {
+    "gpu": "H100-80GB-SXM", "gpu_family": "H100, playbook", "gpus_per_node": "8", "framework": "nanotron", "precision": "bf16",
+    "year": "2025",
+}  # fmt: skip
 """What the playbook says of all its runs."""
 Columns = TypeVar("Columns", "Asked", "Measured")
 

@@ -11,6 +11,8 @@ were tuned, and widens the interval to the others. What is taken by a rule is to
     grad_accum        global_batch / (dp micro_batch); without both, one micro-batch per pipeline stage
     global_batch      dp micro_batch grad_accum
     precision         bf16, fp16 until 2021
+    seq_len           4096, 2048 until 2022
+    tp, pp, cp        what n_gpus and dp leave over: tp within a node, then pp
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ MOST_CANDIDATES = 96
 """Layouts tried for one row."""
 LARGEST_MICRO_BATCH = 64
 LAST_YEAR_OF_FP16 = 2021
+USUAL_SEQUENCE, OLD_SEQUENCE = 4096, 2048
+"""Tokens of a sequence in most of the rows that state them: since flash attention, and before it."""
 _PRECISIONS: dict[str, Precision] = {
-    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "fp8", "fp4": "fp8",
+    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "fp8",
+    "fp4": "fp8",
 }  # fmt: skip
 """Words of a precision, and what it is priced as."""
 _SCHEDULES = (
@@ -64,6 +69,8 @@ class Setup:
 
 def setup_of(asked: Asked, tuning: Tuning = TUNING) -> Setup:
     """The workload and layouts of a row. Raises UnrepresentableError, whose text says why there are none."""
+    if zeros := [name for name in _AT_LEAST_ONE if getattr(asked, name) == 0]:
+        raise UnrepresentableError(f"{', '.join(zeros)} must be at least 1, found 0")
     asked, filled = fill_playbook(asked)
     assumed = list(filled)
     model, of_model = model_of(asked)
@@ -71,7 +78,9 @@ def setup_of(asked: Asked, tuning: Tuning = TUNING) -> Setup:
     cut = _cut(asked, assumed)
     cluster, of_machines = cluster_of(asked, cut.world_size)
     if asked.seq_len is None:
-        raise UnrepresentableError("seq_len is blank")
+        asked = replace(asked, seq_len=USUAL_SEQUENCE if (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH else OLD_SEQUENCE)
+        assumed.append(f"seq_len = {asked.seq_len}")
+    assert asked.seq_len is not None
     choices = _choices(asked, model, stack, cut, assumed)
     sequences = _sequences(asked, cut, choices, assumed)
     layouts = tuple(_layouts(cut, choices, model, sequences))[:MOST_CANDIDATES]
@@ -83,6 +92,10 @@ def setup_of(asked: Asked, tuning: Tuning = TUNING) -> Setup:
     return Setup(workload, layouts, open_cells, (*assumed, *of_model, *of_stack, *of_machines), asked)
 
 
+_AT_LEAST_ONE = (
+    "n_gpus", "nodes", "gpus_per_node", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "seq_len", "global_batch",
+    "micro_batch", "grad_accum", "dp", "tp", "cp", "pp",
+)  # fmt: skip
 _COLUMN_OF = {
     "micro_batch_size": "micro_batch", "recompute": "recompute", "virtual_stages": "vpp",
 }  # fmt: skip
@@ -90,8 +103,8 @@ _COLUMN_OF = {
 
 def _cut(asked: Asked, assumed: list[str]) -> Layout:
     """What is cut how: everything about the layout that a row never leaves open."""
-    tp, cp, pp = asked.tp or 1, asked.cp or 1, asked.pp or 1
     gpus = asked.n_gpus or (asked.nodes * (asked.gpus_per_node or 8) if asked.nodes else None)
+    tp, cp, pp = _blank_cuts(asked, gpus, assumed)
     dp = _data_parallel(asked, gpus, tp * cp * pp, assumed)
     zero, shard = _zero(asked, dp, assumed)
     ep, expert_tp = _experts(asked, tp * cp * dp, assumed)
@@ -103,6 +116,23 @@ def _cut(asked: Asked, assumed: list[str]) -> Layout:
     )  # fmt: skip
 
 
+def _blank_cuts(asked: Asked, gpus: int | None, assumed: list[str]) -> tuple[int, int, int]:
+    """tp, cp and pp; where some are blank, GPUs that dp and the others leave over go to tp within a node, then to pp."""
+    tp, cp, pp = asked.tp or 1, asked.cp or 1, asked.pp or 1
+    left, rest = divmod(gpus or 0, (asked.dp or 0) * tp * cp * pp or 1)
+    if gpus is None or asked.dp is None or rest or left == 1 or asked.experts:
+        return tp, cp, pp
+    if asked.tp is None:
+        tp = left if asked.pp is not None else min(left, asked.gpus_per_node or 8)
+    if asked.pp is None:
+        pp = gpus // (asked.dp * tp * cp)
+    elif asked.tp is not None and asked.cp is None:
+        cp = left
+    if None in (asked.tp, asked.cp, asked.pp):
+        assumed.append(f"tp = {tp}, cp = {cp}, pp = {pp}, from n_gpus / dp")
+    return tp, cp, pp
+
+
 def _cp_method(asked: Asked) -> Literal["ring", "all-gather"]:
     """torchtitan and Llama 3 gather keys and values; Megatron sends them around a ring."""
     return "all-gather" if re.search("torchtitan|meta", asked.framework, re.IGNORECASE) else "ring"
@@ -110,9 +140,13 @@ def _cp_method(asked: Asked) -> Literal["ring", "all-gather"]:
 
 def _data_parallel(asked: Asked, gpus: int | None, rest: int, assumed: list[str]) -> int:
     if gpus is None:
-        if asked.dp is None:
+        if asked.dp is not None:
+            return asked.dp
+        if not (asked.global_batch and asked.micro_batch and asked.grad_accum):
             raise UnrepresentableError("n_gpus and dp are blank")
-        return asked.dp
+        dp = max(1, asked.global_batch // (asked.micro_batch * asked.grad_accum))
+        assumed.append(f"dp = {dp}")
+        return dp
     if gpus % rest:
         raise UnrepresentableError(f"tp x cp x pp = {rest} does not divide n_gpus = {gpus}")
     dp = gpus // rest
@@ -174,12 +208,12 @@ def _precision(asked: Asked, assumed: list[str]) -> Precision:
         is_old = (asked.year or 9999) <= LAST_YEAR_OF_FP16
         assumed.append(f"precision {'fp16' if is_old else 'bf16'}")
         return "fp16" if is_old else "bf16"
-    known = next((precision for name, precision in _PRECISIONS.items() if name in text), None)
-    if known is None:
+    name = next((name for name in _PRECISIONS if name in text), None)
+    if name is None:
         raise UnrepresentableError(f"precision {asked.precision!r} is not one of {', '.join(_PRECISIONS)}")
     if "fp4" in text:
         assumed.append(f"fp8 stands for {asked.precision}")
-    return known
+    return _PRECISIONS[name]
 
 
 def _choices(asked: Asked, model: Model, stack: Stack, cut: Layout, assumed: list[str]) -> dict[str, tuple]:

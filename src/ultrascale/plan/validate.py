@@ -93,8 +93,11 @@ def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
     workload = setups[0].workload
     try:
         prices = price(workload, LayoutTable.of(layout for setup in setups for layout in setup.layouts), constants)
-    except SpecError as error:
-        return [_without(str(error)) for _ in setups]
+    except (SpecError, ValueError, ArithmeticError, LookupError) as error:
+        # Rows come from anywhere: one that breaks the arithmetic is told with its reason and takes no other with it.
+        if len(setups) > 1:
+            return [one for setup in setups for one in _price([setup], constants)]
+        return [_without(f"cannot be priced: {error}")]
     ends = np.cumsum([len(setup.layouts) for setup in setups])
     return [_choose(setup, prices, np.arange(end - len(setup.layouts), end)) for setup, end in zip(setups, ends, strict=True)]
 
