@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matmul_seconds
 from ultrascale.plan.layouts import CP_METHODS, PRECISIONS, LayoutTable
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.model import Model
 from ultrascale.spec.ops import Op, Shape
 from ultrascale.spec.work import block_work, embedding_work, head_work
 
@@ -42,6 +44,8 @@ class PartSeconds:
     cp_backward: Floats
     ep_forward: Floats
     ep_backward: Floats
+    partial_product: Floats
+    """Of `product`: row-parallel ones, whose results selective recomputation does not keep."""
     num_ops: Floats
     """Operations launched in a forward pass."""
     num_collectives: Floats
@@ -101,7 +105,11 @@ def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
 
 def layer_kinds(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A first layer of each kind of block (dense or experts, windowed or not), and the kind of every layer."""
-    model = workload.model
+    return _layer_kinds(workload.model)
+
+
+@lru_cache(maxsize=64)
+def _layer_kinds(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
     known: dict[tuple[bool, int | None], int] = {}
     first: list[int] = []
     kind_of_layer = []
@@ -136,21 +144,22 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
 
 def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
     compute = np.array([_compute(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
-    columns = compute.reshape(len(shapes), 6).T
+    columns = compute.reshape(len(shapes), 7).T
     traffic, counts = _traffic(workload, shapes, works)
     return PartSeconds(
         *columns[:5],
         *(traffic[axis, when] for axis in ("tp", "cp", "ep") for when in PASSES),
-        num_ops=columns[5],
+        partial_product=columns[5],
+        num_ops=columns[6],
         num_collectives=counts,
     )
 
 
 def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
-    """Seconds of products, attention and element-wise work forward, of the two gradients backward; number of operations."""
+    """Seconds of products, attention and element-wise work forward, of both gradients, of partial products; operations."""
     accelerator, stack = workload.cluster.accelerator, workload.stack
-    product = attention = elementwise = inputs = weights = count = 0.0
-    # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in a pass of its own.
+    product = attention = elementwise = inputs = weights = partial = count = 0.0
+    # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in another pass.
     gradient_bytes = 2.0 * stack.gradient_bytes if stack.fuses_gradient_accumulation else float(shape.itemsize)
     added_bytes = 0 if stack.fuses_gradient_accumulation else 2 * stack.gradient_bytes + shape.itemsize
     dtype = "bf16" if head and shape.precision == "fp8" else shape.precision
@@ -159,7 +168,9 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
         count += 1
         if op.product is not None:
             m, n, k, copies = op.product
-            product += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies)
+            forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies)
+            product += forward
+            partial += forward if op.makes_partial_sums else 0.0
             inputs += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient")
             weights += matmul_seconds(
                 accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient", output_bytes=gradient_bytes
@@ -174,7 +185,7 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
             elementwise += stack.overheads.elementwise * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:
             inputs += stack.overheads.elementwise * elementwise_seconds(accelerator, op.backward_moved_bytes)
-    return product, attention, elementwise, inputs, weights, count
+    return product, attention, elementwise, inputs, weights, partial, count
 
 
 def _traffic(

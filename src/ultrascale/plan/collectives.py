@@ -30,6 +30,11 @@ _FREE = Line("none", "none", 0.0, 0.0, 0.0)
 _NEVER = Line("", "", float("inf"), 0.0, 0.0)
 
 
+MOST_FABRICS = 256
+FEW = 12
+"""Up to so many groups are priced one by one."""
+
+
 def collective_seconds(
     cluster: Cluster,
     kind: str,
@@ -49,12 +54,16 @@ def collective_seconds(
     assert kind in KINDS, kind
     if isinstance(size, int) and isinstance(stride, int) and isinstance(num_bytes, int | float):
         return np.asarray(_one(cluster, kind, num_bytes, size, stride, concurrent)[0])
+    every = np.broadcast(num_bytes, size, stride)
+    if every.size <= FEW:  # NumPy's fixed costs would be most of it
+        found = [_one(cluster, kind, float(n), int(of), int(apart), concurrent)[0] for n, of, apart in every]
+        return np.array(found, dtype=np.float64).reshape(every.shape)
     sizes, strides = np.broadcast_arrays(np.asarray(size), np.asarray(stride))
     widths = np.asarray(num_bytes, dtype=np.float64)
     pairs, which = _distinct(sizes.ravel(), strides.ravel())
     if all(ranks <= 1 for ranks, _ in pairs):
         return np.zeros(np.broadcast_shapes(widths.shape, sizes.shape))
-    fabric = fabric_of(cluster)
+    fabric = _fabric_of(cluster)
     groups = [_lines(fabric, kind, ranks, apart, concurrent) for ranks, apart in pairs]
     return _evaluate(groups, which.reshape(sizes.shape), widths)
 
@@ -102,10 +111,23 @@ def bus_bytes(kind: str, num_bytes: ArrayLike, size: ArrayLike) -> Any:
     return np.asarray(num_bytes) * passes
 
 
+_fabrics: dict[int, tuple[Cluster, Fabric]] = {}
+
+
+def _fabric_of(cluster: Cluster) -> Fabric:
+    """`fabric_of`, kept: clusters hold dictionaries and cannot be hashed, so identity is the key, unique while kept."""
+    found = _fabrics.get(id(cluster))
+    if found is None:
+        if len(_fabrics) >= MOST_FABRICS:
+            _fabrics.clear()
+        found = _fabrics[id(cluster)] = (cluster, fabric_of(cluster))
+    return found[1]
+
+
 def _one(cluster: Cluster, kind: str, num_bytes: float, size: int, stride: int, concurrent: float | None) -> tuple[float, Line]:
     if size <= 1 or num_bytes <= 0:
         return 0.0, _NEVER
-    lines, floor = _lines(fabric_of(cluster), kind, size, stride, concurrent)
+    lines, floor = _lines(_fabric_of(cluster), kind, size, stride, concurrent)
     line = min(lines, key=lambda line: line.seconds(num_bytes))
     return max(line.seconds(num_bytes), floor.seconds(num_bytes)), line
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +69,7 @@ class LayoutTable:
 
     def layout(self, index: int) -> Layout:
         """Row `index` as a layout."""
-        row = {field.name: int(getattr(self, field.name)[index]) for field in fields(self)}
+        row: dict[str, Any] = {field.name: int(getattr(self, field.name)[index]) for field in fields(self)}
         reduce_itemsize = row.pop("reduce_itemsize")
         whole = row["dp_shard"] == (1 if row["zero_stage"] == 0 else row["dp"])
         row |= {

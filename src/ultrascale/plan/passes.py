@@ -70,6 +70,8 @@ def pass_seconds(
     inputs, weight_gradient = derate * sum_of("input_gradient"), derate * sum_of("weight_gradient")
     full = derate * sum_of("product", in_blocks) + sum_of("attention", in_blocks) + sum_of("elementwise", in_blocks)
     selective = sum_of("attention" if stack.selective == "attention" else "elementwise", in_blocks)
+    if stack.selective == "elementwise":
+        selective = selective + derate * sum_of("partial_product", in_blocks)
     if stack.selective == "alternate-products":
         selective = selective + derate * sum_of("product", in_blocks) / 2
     recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective

@@ -21,13 +21,12 @@ from ultrascale.plan.data_traffic import data_parallel_seconds
 from ultrascale.plan.footprint import Footprint, stage_memory
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.passes import Passes, pass_seconds
-from ultrascale.plan.pipeline import StageSeconds
 from ultrascale.plan.pipeline_steady import long_step_seconds
 from ultrascale.plan.pipelined import (
     busiest_rank_seconds,
     stage_seconds,
     waiting_seconds,
-    without_sends,
+    with_and_without_sends,
 )
 from ultrascale.plan.stages import Stages, cut_stages
 from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
@@ -131,15 +130,12 @@ def _played(found: Prediction, constants: Constants) -> Prediction:
     """A prediction whose bubble and sends are those of the schedule's own actions."""
     layout, count = found.layout, found.num_micro_batches
     seconds = stage_seconds(found.workload, layout, constants)
-
-    def step(of: StageSeconds) -> float:
-        return float(long_step_seconds(layout.schedule, layout.pp, count, of, virtual_stages=layout.virtual_stages)[0])
-
-    silent = step(without_sends(seconds))
+    both = with_and_without_sends(seconds, layout.num_stages)
+    silent, whole = long_step_seconds(layout.schedule, layout.pp, count, both, virtual_stages=layout.virtual_stages).tolist()
     parts = dict(found.waterfall)
     working = busiest_rank_seconds(layout, seconds, count)
     fixed = count * found.workload.stack.overheads.pipeline_seconds
-    parts["pipeline_sends"] = step(seconds) - silent + fixed
+    parts["pipeline_sends"] = whole - silent + fixed
     parts["bubble"] = silent - working
     if parts["bubble"] < 0:  # pairs of passes hide traffic behind each other's computing
         hidden, parts["bubble"] = -parts["bubble"], 0.0

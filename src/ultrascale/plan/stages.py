@@ -97,8 +97,8 @@ def cut_stages(workload: Workload, table: LayoutTable) -> Stages:
 def split_layers(workload: Workload, num_chunks: int) -> list[int]:
     """Blocks of each chunk of the pipeline, prediction blocks included.
 
-    Even, what is left over to the chunks after the first; or, where the stack counts the head, as nanotron does: blocks and head
-    in a row, each goes to the first chunk whose share of the FLOPs is not used up yet.
+    Even, what is left over to the chunks after the first; or, where the stack counts the head, as nanotron does: blocks and
+    head in a row, each goes to the first chunk whose share of the FLOPs is not used up yet.
     """
     model = workload.model
     total = model.num_hidden_layers + model.num_nextn_predict_layers

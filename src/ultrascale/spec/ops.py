@@ -95,8 +95,16 @@ class Op:
 
     @property
     def kept_by_selective(self) -> bool:
-        """Whether selective recomputation keeps its result: `parallel.recompute.KEPT_OPS`, and what came over the network."""
-        return self.kind in ("matmul", "attention", "exchange")
+        """Whether selective recomputation keeps its result: `parallel.recompute.KEPT_OPS`, and what came over the network.
+
+        Not partial sums: they are tp times as large as the cut sum that is kept instead, and the product is done again.
+        """
+        return self.kind in ("matmul", "attention", "exchange") and not self.makes_partial_sums
+
+    @property
+    def makes_partial_sums(self) -> bool:
+        """Whether its result is still to be summed over tp, and cut."""
+        return self.makes[0].name.endswith("_partial")
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ STACKS: dict[str, Stack] = {
             keeps_dummy_gradients=True,
         ),
         Stack(
-            "nanotron", 2, 4, 2, gathers="whole", stages_count_head=True, overlaps_data_parallel=False,
+            "nanotron", 2, 4, 2, gathers="whole", selective="attention", stages_count_head=True, overlaps_data_parallel=False,
             kernels=Kernels(
                 "unfused", swiglu=False, rotary=False, joins_projections=True, value_is_view=True, copies_attended=True,
             ),
@@ -162,13 +162,13 @@ STACKS: dict[str, Stack] = {
             ),
         ),
         Stack(
-            "aleph-alpha", 2, 2, 0, gathers="whole", reduce_bytes=2,
+            "aleph-alpha", 2, 2, 0, gathers="whole", selective="attention", reduce_bytes=2,
             kernels=Kernels(
                 "eager", swiglu=False, norm=False, joins_projections=True, value_is_view=True, gathers_logits=True,
             ),
         ),
         Stack("llm-foundry", 0, 4, 0, kernels=Kernels("fused"), reduce_bytes=2),
-        Stack("deepspeed", 2, 2, 0, gathers="whole", kernels=Kernels("fused", norm=True), pads_vocab_to=128),
+        Stack("deepspeed", 2, 2, 0, gathers="whole", selective="attention", kernels=Kernels("fused"), pads_vocab_to=128),
     )
 }  # fmt: skip
 
