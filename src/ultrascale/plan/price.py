@@ -19,7 +19,7 @@ from ultrascale.plan.compute import optimizer_seconds
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.data_traffic import data_parallel_seconds
 from ultrascale.plan.footprint import Footprint, stage_memory
-from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline_steady import long_step_seconds
 from ultrascale.plan.pipelined import (
@@ -40,6 +40,8 @@ PARTS = (
     "bubble", "optimizer", "rest",
 )  # fmt: skip
 
+IN_PASSES = ("tensor_parallel", "context_parallel", "expert_parallel")
+PAIRED = tuple(SCHEDULES.index(name) for name in ("dualpipe", "dualpipe-v"))
 NEWTON_SCHULZ_FLOPS = 30
 """Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan 2024)."""
 NEWTON_SCHULZ_EFFICIENCY = 0.6
@@ -134,6 +136,8 @@ def _played(found: Prediction, constants: Constants) -> Prediction:
     silent, whole = long_step_seconds(layout.schedule, layout.pp, count, both, virtual_stages=layout.virtual_stages).tolist()
     parts = dict(found.waterfall)
     working = busiest_rank_seconds(layout, seconds, count)
+    if layout.schedule in ("dualpipe", "dualpipe-v"):  # what its pairs hide is not in the parts
+        working = sum(parts[name] for name in ("compute", "recompute", *IN_PASSES))
     fixed = count * found.workload.stack.overheads.pipeline_seconds
     parts["pipeline_sends"] = whole - silent + fixed
     parts["bubble"] = silent - working
@@ -191,6 +195,9 @@ def _step(
         "bubble": bubble,
         "optimizer": _optimizer(workload, table, stages, constants),
     }
+    shown = _shown_by_pairs(table, parts, micro_batches)
+    for name in IN_PASSES:
+        parts[name] = parts[name] * shown
     running = sum(parts.values())
     nodes = np.maximum(table.world_size / workload.cluster.node.num_accelerators, 1.0)
     parts["rest"] = constants.step_seconds + running * constants.straggler_per_doubling * np.log2(nodes)
@@ -199,6 +206,18 @@ def _step(
         stops = np.where(table.pp > 1, micro_batches, 1)
         parts["rest"] += np.where(nodes >= overheads.stall_nodes, overheads.stall_seconds * stops, 0.0)
     return running + parts["rest"], parts
+
+
+def _shown_by_pairs(table: LayoutTable, parts: dict[str, Floats], micro_batches: Counts) -> Floats:
+    """Share of the traffic inside passes that a schedule of paired passes does not hide behind the other one's computing.
+
+    All but about pp micro-batches are in pairs (DeepSeek-V3, section 3.2.1; `plan.pipeline.duration_table`).
+    """
+    paired = np.isin(table.schedule, PAIRED) & (table.pp > 1)
+    traffic = np.sum([parts[name] for name in IN_PASSES], axis=0)
+    in_pairs = np.maximum(1 - table.pp / micro_batches, 0.0)
+    hidden = np.minimum(traffic, parts["compute"] + parts["recompute"]) * in_pairs
+    return np.where(paired & (traffic > 0), 1 - hidden / np.maximum(traffic, 1e-30), 1.0)
 
 
 def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants: Constants) -> Floats:
