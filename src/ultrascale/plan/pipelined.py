@@ -45,8 +45,9 @@ def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CON
         input_gradient=passes.input_gradient + passes.recompute + traffic * 2 / 3,
         weight_gradient=passes.weight_gradient,
         send=_one_send(workload, table),
-        forward_communication=traffic / 3,
-        backward_communication=traffic * 2 / 3,
+        # Pairs of passes hide the experts' traffic alone: the rest is inside what they compute with.
+        forward_communication=passes.expert_parallel / 3,
+        backward_communication=passes.expert_parallel * 2 / 3,
         receives_block=not workload.stack.overlaps_sends,
     )
 

@@ -40,7 +40,6 @@ PARTS = (
     "bubble", "optimizer", "rest",
 )  # fmt: skip
 
-IN_PASSES = ("tensor_parallel", "context_parallel", "expert_parallel")
 PAIRED = tuple(SCHEDULES.index(name) for name in ("dualpipe", "dualpipe-v"))
 NEWTON_SCHULZ_FLOPS = 30
 """Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan 2024)."""
@@ -137,15 +136,15 @@ def _played(found: Prediction, constants: Constants) -> Prediction:
     parts = dict(found.waterfall)
     working = busiest_rank_seconds(layout, seconds, count)
     if layout.schedule in ("dualpipe", "dualpipe-v"):  # what its pairs hide is not in the parts
-        working = sum(parts[name] for name in ("compute", "recompute", *IN_PASSES))
+        working = sum(parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel"))
     fixed = count * found.workload.stack.overheads.pipeline_seconds
     parts["pipeline_sends"] = whole - silent + fixed
     parts["bubble"] = silent - working
     if parts["bubble"] < 0:  # pairs of passes hide traffic behind each other's computing
         hidden, parts["bubble"] = -parts["bubble"], 0.0
-        for name in ("expert_parallel", "tensor_parallel", "context_parallel", "compute"):
-            gone = min(hidden, parts[name])
-            parts[name], hidden = parts[name] - gone, hidden - gone
+        gone = min(hidden, parts["expert_parallel"])
+        parts["expert_parallel"] -= gone
+        parts["compute"] -= hidden - gone
     total = sum(parts.values())
     return replace(found, step_seconds=total, waterfall=parts)
 
@@ -195,9 +194,7 @@ def _step(
         "bubble": bubble,
         "optimizer": _optimizer(workload, table, stages, constants),
     }
-    shown = _shown_by_pairs(table, parts, micro_batches)
-    for name in IN_PASSES:
-        parts[name] = parts[name] * shown
+    parts["expert_parallel"] = parts["expert_parallel"] - _hidden_by_pairs(table, parts, micro_batches)
     running = sum(parts.values())
     nodes = np.maximum(table.world_size / workload.cluster.node.num_accelerators, 1.0)
     parts["rest"] = constants.step_seconds + running * constants.straggler_per_doubling * np.log2(nodes)
@@ -208,16 +205,15 @@ def _step(
     return running + parts["rest"], parts
 
 
-def _shown_by_pairs(table: LayoutTable, parts: dict[str, Floats], micro_batches: Counts) -> Floats:
-    """Share of the traffic inside passes that a schedule of paired passes does not hide behind the other one's computing.
+def _hidden_by_pairs(table: LayoutTable, parts: dict[str, Floats], micro_batches: Counts) -> Floats:
+    """Seconds of the experts' traffic that a schedule of paired passes hides behind the other one's computing.
 
     All but about pp micro-batches are in pairs (DeepSeek-V3, section 3.2.1; `plan.pipeline.duration_table`).
     """
     paired = np.isin(table.schedule, PAIRED) & (table.pp > 1)
-    traffic = np.sum([parts[name] for name in IN_PASSES], axis=0)
     in_pairs = np.maximum(1 - table.pp / micro_batches, 0.0)
-    hidden = np.minimum(traffic, parts["compute"] + parts["recompute"]) * in_pairs
-    return np.where(paired & (traffic > 0), 1 - hidden / np.maximum(traffic, 1e-30), 1.0)
+    hidden = np.minimum(parts["expert_parallel"], parts["compute"] + parts["recompute"]) * in_pairs
+    return np.where(paired, hidden, 0.0)
 
 
 def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants: Constants) -> Floats:
