@@ -98,7 +98,9 @@ def test_numbers_out_of_range_in_several_sections_are_all_told_at_once():
         ({"dp": 2, "zero_stage": 2, "dp_shard": 1}, ["zero_stage"]),
         ({"recompute": "full"}, []),
         ({"reduce_dtype": "fp32"}, []),
-        ({"zero_stage": 3, "precision": "bf16"}, []),  # one rank gathers and lets go of its bf16 copies as many do
+        ({"zero_stage": 3, "precision": "bf16"}, ["zero_stage"]),
+        ({"layers_per_bucket": 2, "reduce_dtype": "bf16", "precision": "bf16"}, ["layers_per_bucket", "reduce_dtype"]),
+        ({"reduce_dtype": "fp32", "precision": "bf16"}, []),  # gradients are summed in it all the same
         ({"dp": 2, "zero_stage": 3, "layers_per_bucket": 2, "reduce_dtype": "bf16"}, []),
     ],
 )

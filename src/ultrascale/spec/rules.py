@@ -87,8 +87,8 @@ def _trainable(run: Run, without: frozenset[str]) -> Iterator[Problem]:
 def run_notes(run: Run) -> list[str]:
     """Settings that are right but do nothing in this layout, a line each: a run made for many ranks may be tried on one."""
     own = run.layout
-    # With several ranks, or parameters kept in another dtype than they compute in, buckets are gathered and cast all the same.
-    untouched = own.dp * own.cp == 1 and own.precision == own.master_dtype
+    # One process computes in bf16 with copies of its own: no precision makes it gather, cut or reduce anything.
+    alone = own.dp * own.cp == 1
     set_for_nothing = {
         "zero_stage": own.zero_stage > 0,
         "layers_per_bucket": own.layers_per_bucket > 1,
@@ -96,7 +96,7 @@ def run_notes(run: Run) -> list[str]:
     }
     notes = []
     for key, is_set in set_for_nothing.items():
-        if untouched and is_set:
+        if alone and is_set:
             notes.append(f"layout.{key} = {getattr(own, key)} has no effect: one process shares nothing (layout.dp = 1).")
     for key, axis in _READ_WITH.items():
         if getattr(own, axis) == 1 and getattr(own, key) != getattr(Layout, key):
