@@ -19,7 +19,7 @@ from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matm
 from ultrascale.plan.layouts import CP_METHODS, PRECISIONS, LayoutTable
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.model import Model
-from ultrascale.spec.ops import Op, Shape
+from ultrascale.spec.ops import Op, Scores, Shape
 from ultrascale.spec.work import block_work, embedding_work, head_work
 
 Floats = NDArray[np.float64]
@@ -177,15 +177,24 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
             )
             weights += elementwise_seconds(accelerator, n * k * copies * added_bytes)
         if op.scores is not None:
-            scores = op.scores._asdict()
+            scores, pieces = op.scores._asdict(), 1
+            if shape.cp > 1 and shape.cp_method == "ring":  # as many kernels as ranks, each on one rank's keys
+                pieces = shape.cp
+                scores["keys"] = -(-op.scores.keys // pieces)
+                elementwise += elementwise_seconds(accelerator, (pieces - 1) * _merge_bytes(op.scores))
             kernel, over = stack.attention_kernel, stack.overheads.attention
-            attention += over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
-            inputs += over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
-        if op.moved_bytes:
+            attention += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
+            inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
+        if op.moved_bytes and not op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
             elementwise += stack.overheads.elementwise * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:
             inputs += stack.overheads.elementwise * elementwise_seconds(accelerator, op.backward_moved_bytes)
     return product, attention, elementwise, inputs, weights, partial, count
+
+
+def _merge_bytes(scores: Scores) -> int:
+    """A ring's step reads the attended so far and its own in fp32, and writes them merged."""
+    return 3 * 4 * scores.batch * scores.queries * scores.heads * scores.value_head_dim
 
 
 def _traffic(

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.constants import Constants
-from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.layouts import PRECISIONS, LayoutTable
 from ultrascale.plan.passes import Passes
 from ultrascale.plan.stages import Stages
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import DTYPE_BYTES
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -45,7 +46,7 @@ def data_parallel_seconds(
     zero = table.zero_stage
     cut = zero > 0
     reduce_bytes = np.minimum(stack.reduce_bytes, table.reduce_itemsize)
-    gather_bytes = 2.0
+    gather_bytes = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)[table.precision]
 
     gathers = np.zeros((3, len(table)))
     reductions = np.zeros((3, len(table)))

@@ -18,7 +18,7 @@ from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline import StageSeconds
 from ultrascale.plan.pipeline_bounds import bubble_seconds
-from ultrascale.plan.stages import Stages, split_layers
+from ultrascale.plan.stages import Stages, chunk_layers_of
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
 
@@ -30,7 +30,7 @@ def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CON
     """What one micro-batch costs in every stage of one layout's pipeline."""
     table = LayoutTable.of([layout])
     blocks = price_blocks(workload, table)
-    chunks = split_layers(workload, layout.num_stages) if layout.layers_per_stage is None else layout.layers_per_stage
+    chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
     ends = np.cumsum(chunks)
     layers = np.zeros((len(chunks), len(blocks.kinds), 1))
     for stage, (count, end) in enumerate(zip(chunks, ends, strict=True)):

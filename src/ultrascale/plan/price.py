@@ -28,10 +28,12 @@ from ultrascale.plan.pipelined import (
     waiting_seconds,
     with_and_without_sends,
 )
+from ultrascale.plan.rank_state import shards
 from ultrascale.plan.stages import Stages, cut_stages
 from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import Problem, SpecError
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -123,7 +125,11 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
 
     Raises SpecError if the schedule does not suit the number of stages and micro-batches.
     """
-    found = price(workload, LayoutTable.of([layout]), constants).row(0)
+    if layout.pp > 1 and layout.schedule not in SCHEDULES:
+        rule = f"{layout.schedule} is a schedule of its own: its memory cannot be planned yet"
+        remedy = f"See it played with `ultrascale show schedule {layout.schedule}`, or name one of {', '.join(SCHEDULES)}."
+        raise SpecError([Problem("layout.schedule", rule, remedy)])
+    found = replace(price(workload, LayoutTable.of([layout]), constants, layout.layers_per_stage).row(0), layout=layout)
     return found if layout.pp == 1 else _played(found, constants)
 
 
@@ -136,7 +142,9 @@ def _played(found: Prediction, constants: Constants) -> Prediction:
     parts = dict(found.waterfall)
     working = busiest_rank_seconds(layout, seconds, count)
     if layout.schedule in ("dualpipe", "dualpipe-v"):  # what its pairs hide is not in the parts
-        working = sum(parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel"))
+        working = sum(
+            parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel")
+        )
     fixed = count * found.workload.stack.overheads.pipeline_seconds
     parts["pipeline_sends"] = whole - silent + fixed
     parts["bubble"] = silent - working
@@ -149,9 +157,14 @@ def _played(found: Prediction, constants: Constants) -> Prediction:
     return replace(found, step_seconds=total, waterfall=parts)
 
 
-def price(workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS) -> PriceTable:
-    """The price of every layout of `table`, which must be legal for the workload (`plan.space`, `spec.rules`)."""
-    stages = cut_stages(workload, table)
+def price(
+    workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS, layers_per_stage: tuple[int, ...] | None = None
+) -> PriceTable:
+    """The price of every layout of `table`, which must be legal for the workload (`plan.space`, `spec.rules`).
+
+    `layers_per_stage`: for a table of one layout, its own cut.
+    """
+    stages = cut_stages(workload, table, layers_per_stage)
     seconds, waterfall = price_time(workload, table, stages, constants)
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
     return PriceTable(workload, table, seconds, waterfall, stage_memory(workload, table, stages), micro_batches)
@@ -219,12 +232,8 @@ def _hidden_by_pairs(table: LayoutTable, parts: dict[str, Floats], micro_batches
 def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants: Constants) -> Floats:
     """The update: reads the gradient, the master and both moments, writes the last three and the compute copy."""
     stack = workload.stack
-    cut = np.where(table.zero_stage > 0, table.dp_shard * table.cp, 1)
-    expert_cut = np.where(
-        table.zero_stage > 0, np.maximum(1, table.dp_shard * table.cp * table.tp // (table.ep * table.expert_tp)), 1
-    )
-    own = stages.dense_parameters / cut + stages.expert_parameters / expert_cut
-    whole = stages.dense_parameters + stages.expert_parameters
+    dense, expert, cut, expert_cut = shards(table, stages)
+    own, whole = dense / cut + expert / expert_cut, dense + expert
     per_parameter = stack.gradient_bytes + 2 * (stack.master_bytes + stack.moment_bytes) + stack.weight_bytes
     num_bytes = (own * per_parameter + 2 * stack.gradient_bytes * np.where(table.zero_stage >= 2, own, whole)).max(axis=0)
     accelerator = workload.cluster.accelerator

@@ -63,7 +63,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     compute = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)[table.precision]
     master = np.array([MASTER_BYTES.get(name, 4) for name in PRECISIONS], dtype=float)[table.precision]
     wide = compute >= master
-    dense, expert, shard, expert_shard = _shards(table, stages)
+    dense, expert, shard, expert_shard = shards(table, stages)
     # DualPipe runs two pipelines towards each other: a rank holds a stage of either.
     both_ways = np.where(table.schedule == SCHEDULES.index("dualpipe"), 2.0, 1.0)
     dense, expert, root = dense * both_ways, expert * both_ways, stages.root_parameters * both_ways
@@ -103,7 +103,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     )
 
 
-def _shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, Floats]:
+def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, Floats]:
     """Dense and expert parameters of a rank, and over how many ranks each is cut."""
     cuts = table.zero_stage > 0
     shard = np.where(cuts, table.dp_shard * table.cp, 1).astype(float)

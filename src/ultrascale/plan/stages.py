@@ -7,6 +7,7 @@ those between, which are equal. Rank r holds chunks r, pp + r, 2 pp + r, ...; in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,8 @@ from ultrascale.spec.weights import layer_weights, weights_outside_layers
 
 Floats = NDArray[np.float64]
 FIRST, MIDDLE, LAST = range(3)
-V_SHAPED = tuple(SCHEDULES.index(name) for name in ("zb-v", "dualpipe-v", "dualpipe"))
+FOLDED = tuple(SCHEDULES.index(name) for name in ("zb-v", "dualpipe-v", "dualpipe"))
+"""Schedules whose ranks do not hold every pp-th stage."""
 
 
 @dataclass(frozen=True)
@@ -44,35 +46,20 @@ class Stages:
     """How many ranks of this sort a pipeline has: 1, pp - 2, 1; with pp = 1 the first is the only one."""
 
 
-def cut_stages(workload: Workload, table: LayoutTable) -> Stages:
-    """The stages of every layout of `table`."""
-    model = workload.model
-    total = model.num_hidden_layers + model.num_nextn_predict_layers
-    pp, v = table.pp, table.virtual_stages
-    chunks = pp * v
-    counts, which = np.unique(chunks, return_inverse=True)
-    cuts = np.array([_ends_and_largest(split_layers(workload, int(count))) for count in counts])[which].T
-    first_chunk, middle_chunk, last_chunk = cuts
-
+def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
+    """The stages of every layout of `table`. `layers_per_stage`: a cut of one's own, for a table of one layout."""
+    key = (table.pp * 4096 + table.virtual_stages) * len(SCHEDULES) + table.schedule * np.isin(table.schedule, FOLDED)
+    _, rows, which = np.unique(key, return_index=True, return_inverse=True)
     kinds, kind_of_layer = layer_kinds(workload)
-    is_kind = np.array([[k == kind for k in kind_of_layer] for kind in range(len(kinds))])
-    upto = np.concatenate([np.zeros((len(kinds), 1)), np.cumsum(is_kind, axis=1)], axis=1)
-    whole = upto[:, -1:]
-    in_first, in_last = upto[:, first_chunk], whole - upto[:, total - last_chunk]
-    rest = np.maximum(total - first_chunk - last_chunk, 1)
-    in_middle = (whole - in_first - in_last) / rest * middle_chunk * (chunks > 2)
-
-    v_shaped = np.isin(table.schedule, V_SHAPED) & (v > 1)
-    one = pp == 1
-    of_first = np.where(one, whole, np.where(v_shaped, in_first + in_last, in_first + (v - 1) * in_middle))
-    of_middle = np.where(one, whole, v * in_middle)
-    of_last = np.where(one, whole, np.where(v_shaped, v * in_middle, in_last + (v - 1) * in_middle))
-    layers = np.stack([of_first, of_middle, of_last])
-
-    ones, none = np.ones(len(table)), np.zeros(len(table))
-    embedding = np.stack([ones, np.where(one, 1.0, 0.0), np.where(one, 1.0, 0.0)])
-    head = np.stack([np.where(one | v_shaped, 1.0, 0.0), np.where(one, 1.0, 0.0), np.where(v_shaped & ~one, 0.0, 1.0)])
-
+    sorts = []
+    for row in rows:
+        pp, name = int(table.pp[row]), SCHEDULES[table.schedule[row]]
+        chunks = chunk_layers_of(workload, pp * int(table.virtual_stages[row]), layers_per_stage)
+        sorts.append(_sorts_of_ranks(chunks, pp, name, kind_of_layer, len(kinds)))
+    every = np.array(sorts)[which]  # [layouts, 3, kinds + 3]
+    layers = np.moveaxis(every[:, :, : len(kinds)], 0, -1)
+    embedding, head, chunk_layers = np.moveaxis(every[:, :, len(kinds) :], 0, -1).swapaxes(0, 1)
+    ones, none, one = np.ones(len(table)), np.zeros(len(table)), table.pp == 1
     per_layer, expert = parameters_by_kind(workload, table)
     outside_embedding, outside_head, tied = _outside(workload, table)
     expert_cut = table.ep * table.expert_tp
@@ -80,18 +67,24 @@ def cut_stages(workload: Workload, table: LayoutTable) -> Stages:
     dense_parameters = dense_parameters + head * np.where(tied & (embedding > 0), 0.0, outside_head)
     expert_parameters = (layers * (expert[:, None] / expert_cut)).sum(axis=1)
     root = embedding * outside_embedding + head * np.where(tied & (embedding > 0), 0.0, outside_head)
-    chunk_layers = np.stack([np.maximum(first_chunk, middle_chunk * (v > 1)), middle_chunk, np.maximum(last_chunk, 0)])
     return Stages(
         layers=layers,
-        chunk_layers=np.where(one, total, chunk_layers).astype(float),
+        chunk_layers=chunk_layers,
         has_embedding=embedding,
         has_head=head,
         dense_parameters=dense_parameters,
         expert_parameters=expert_parameters,
         block_parameters=np.broadcast_to(per_layer.max(axis=0), (3, len(table))),
         root_parameters=root,
-        exists=np.stack([ones, np.maximum(pp - 2, 0), np.where(one, none, ones)]),
+        exists=np.stack([ones, np.maximum(table.pp - 2, 0), np.where(one, none, ones)]),
     )
+
+
+def chunk_layers_of(workload: Workload, num_chunks: int, layers_per_stage: Sequence[int] | None) -> list[int]:
+    """Blocks of each chunk: as given, prediction blocks with the last, or as the stack cuts."""
+    if layers_per_stage is None:
+        return split_layers(workload, num_chunks)
+    return [*layers_per_stage[:-1], layers_per_stage[-1] + workload.model.num_nextn_predict_layers]
 
 
 def split_layers(workload: Workload, num_chunks: int) -> list[int]:
@@ -119,9 +112,33 @@ def split_layers(workload: Workload, num_chunks: int) -> list[int]:
     return layers
 
 
-def _ends_and_largest(layers: list[int]) -> tuple[int, int, int]:
-    """Blocks of the first chunk, of the largest between, of the last; without any between, the larger of the two."""
-    return layers[0], max(layers[1:-1], default=max(layers)), layers[-1]
+def _sorts_of_ranks(
+    chunks: Sequence[int], pp: int, schedule: str, kind_of_layer: Sequence[int], num_kinds: int
+) -> list[list[float]]:
+    """[3, kinds + 3]: of the first rank, the fullest between, and the last: its blocks by kind, whether it holds the embedding
+    and the head, and the blocks of its largest chunk."""
+    ends = np.cumsum(chunks)
+    rows = []
+    for stages in _stages_of_ranks(len(chunks), pp, schedule):
+        by_kind = [0.0] * num_kinds
+        for stage in stages:
+            for kind in kind_of_layer[ends[stage] - chunks[stage] : ends[stage]]:
+                by_kind[kind] += 1
+        row = [*by_kind, float(stages.count(0)), float(stages.count(len(chunks) - 1)), float(max(chunks[s] for s in stages))]
+        if schedule == "dualpipe" and pp > 1:  # either stage for half of the micro-batches
+            row[:-1] = [value / 2 for value in row[:-1]]
+        rows.append(row)
+    between = max(rows[1:-1], key=lambda row: sum(row[:num_kinds]), default=rows[0] if pp == 1 else [0.0] * len(rows[0]))
+    return [rows[0], between, rows[-1]]
+
+
+def _stages_of_ranks(num_stages: int, pp: int, schedule: str) -> list[list[int]]:
+    """The stages each rank holds: one after another around the ranks; there and back; or from both ends at once."""
+    if schedule in ("zb-v", "dualpipe-v") and num_stages == 2 * pp:
+        return [[rank, 2 * pp - 1 - rank] for rank in range(pp)]
+    if schedule == "dualpipe" and pp > 1:
+        return [[rank, pp - 1 - rank] for rank in range(pp)]
+    return [list(range(rank, num_stages, pp)) for rank in range(pp)]
 
 
 def parameters_by_kind(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
