@@ -192,6 +192,19 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
     return product, attention, elementwise, inputs, weights, partial, count
 
 
+def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float:
+    """Of the tokens' copies for all their experts in bf16, what a program for node-limited routing sends between ranks.
+
+    A token goes to at most `topk_group` groups of experts, a node each, once, and spreads inside over NVLink; on its way to the
+    experts of an fp8 model in fp8 (DeepSeek-V3, section 3.2.2).
+    """
+    model = workload.model
+    if model.n_group <= 1 or shape.ep * shape.expert_tp <= workload.cluster.node.num_accelerators:
+        return 1.0
+    share = min(1.0, model.topk_group / model.num_experts_per_tok)
+    return share / 2 if shape.precision == "fp8" and "dispatch" in name and when == "forward" else share
+
+
 def _merge_bytes(scores: Scores) -> int:
     """A ring's step reads the attended so far and its own in fp32, and writes them merged."""
     return 3 * 4 * scores.batch * scores.queries * scores.heads * scores.value_head_dim
@@ -214,7 +227,10 @@ def _traffic(
         for op in ops:
             for item in op.collectives:
                 size, stride = groups[item.axis]
-                by_kind[item.kind, item.axis, item.when].append((index, item.num_bytes, size, stride))
+                num_bytes = item.num_bytes
+                if item.axis == "ep" and item.kind == "all_to_all":
+                    num_bytes *= _sent_share(workload, shape, op.name, item.when)
+                by_kind[item.kind, item.axis, item.when].append((index, num_bytes, size, stride))
                 counts[index] += item.when == "forward"
     for (kind, axis, when), items in by_kind.items():
         index, num_bytes, size, stride = (np.array(column) for column in zip(*items, strict=True))
