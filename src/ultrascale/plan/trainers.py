@@ -18,11 +18,13 @@ class Abilities:
 
     zero_stages: tuple[int, ...]
     zero_stages_with_pipeline: tuple[int, ...] = ()
-    hybrid: bool = False
-    """The training state can be cut over a part of the data-parallel ranks, and repeated by the others."""
+    hybrid_stages: tuple[int, ...] = ()
+    """ZeRO stages whose state can be cut over a part of the data-parallel ranks, and repeated by the others."""
     tensor: bool = True
     cp_methods: tuple[str, ...] = ()
     """Empty: no context parallelism."""
+    cp_alone: bool = False
+    """Context parallelism goes with neither tensor parallelism nor a pipeline."""
     schedules: tuple[str, ...] = ()
     """Empty: no pipeline."""
     experts: bool = False
@@ -31,28 +33,35 @@ class Abilities:
     any_micro_batches: bool = False
     """Interleaved pipelines run any number of micro-batches; else they want a multiple of pp."""
 
+    @property
+    def hybrid(self) -> bool:
+        return bool(self.hybrid_stages)
+
 
 ABILITIES: dict[str, Abilities] = {
     "ultrascale": Abilities(
-        (0, 1, 2, 3), (0, 1, 2, 3), True, True, ("ring", "all-gather", "all-to-all"),
+        (0, 1, 2, 3), (0, 1, 2, 3), (1, 2, 3), True, ("ring", "all-gather", "all-to-all"), False,
         ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"), True, True,
         ("none", "selective", "full", "every-k"), any_micro_batches=True,
     ),
     # fully_shard always: reshard_after_forward "never" is stage 2, "always" 3.
     "torchtitan": Abilities(
-        (2, 3), (2, 3), True, True, ("ring", "all-gather"), ("1f1b", "afab", "interleaved", "zb-v", "dualpipe-v"), True, True,
-        ("none", "selective", "full", "every-k"),
+        (2, 3), (2, 3), (2, 3), True, ("ring", "all-gather"), False,
+        ("1f1b", "afab", "interleaved", "zb-v", "dualpipe-v"), True, True, ("none", "selective", "full", "every-k"),
     ),
     # --use-distributed-optimizer is stage 1; --num-distributed-optimizer-instances makes it hybrid.
     "megatron": Abilities(
-        (0, 1), (0, 1), True, True, ("ring", "all-gather", "all-to-all"), ("1f1b", "interleaved"), True, True,
+        (0, 1), (0, 1), (1,), True, ("ring", "all-gather", "all-to-all"), False, ("1f1b", "interleaved"), True, True,
         ("none", "selective", "full"),
     ),
-    "nanotron": Abilities((0, 1), (0, 1), False, True, (), ("1f1b", "afab"), True, False, ("none", "full")),
+    "nanotron": Abilities((0, 1), (0, 1), (), True, (), False, ("1f1b", "afab"), True, False, ("none", "full")),
     # Composer's FSDP: NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD.
-    "llm-foundry": Abilities((0, 2, 3), (), True, False, (), (), False, False, ("none", "full")),
-    # Megatron-DeepSpeed: its pipeline runs with ZeRO 0 and 1, Ulysses is the all-to-all form of context parallelism.
-    "deepspeed": Abilities((0, 1, 2, 3), (0, 1), True, True, ("all-to-all",), ("1f1b",), True, False, ("none", "full")),
+    "llm-foundry": Abilities((0, 2, 3), (), (2, 3), False, (), False, (), False, False, ("none", "full")),
+    # Megatron-DeepSpeed: its pipeline runs with ZeRO 0 and 1; Ulysses, the all-to-all form of context parallelism, asserts that
+    # tensor and pipeline parallelism are 1; MiCS cuts over a part of the ranks at stage 3 alone.
+    "deepspeed": Abilities(
+        (0, 1, 2, 3), (0, 1), (3,), True, ("all-to-all",), True, ("1f1b",), True, False, ("none", "full"),
+    ),
 }  # fmt: skip
 
 
@@ -62,7 +71,7 @@ def abilities(stack: Stack) -> Abilities:
 
 
 def stack_called(name: str) -> Stack:
-    """The stack of this name. Raises SpecError with the names there are."""
-    if name in STACKS:
+    """The stack of this name. Raises SpecError with the names of those whose abilities are known."""
+    if name in ABILITIES:
         return STACKS[name]
-    raise SpecError([Problem("stack", f"there is no trainer called {name!r}", f"Choose one of {', '.join(STACKS)}.")])
+    raise SpecError([Problem("stack", f"there is no trainer called {name!r}", f"Choose one of {', '.join(ABILITIES)}.")])
