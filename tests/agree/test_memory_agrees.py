@@ -38,7 +38,9 @@ def test_the_planned_peak_of_one_process_is_the_measured_one(precision, recomput
     assert abs(difference_percent(DEMO, layout, 128, 2)) < 0.05
 
 
-@pytest.mark.parametrize(("dp", "zero_stage", "recompute"), [(1, 0, "none"), (1, 0, "full"), (2, 1, "none"), (2, 3, "full")])
+@pytest.mark.parametrize(
+    ("dp", "zero_stage", "recompute"), [(1, 0, "none"), (1, 0, "full"), (1, 3, "none"), (2, 1, "none"), (2, 3, "full")]
+)
 def test_where_gradients_weigh_more_than_activations_the_planned_peak_is_the_measured_one_too(
     dp, zero_stage, recompute
 ) -> None:

@@ -90,7 +90,7 @@ class Shards:
 
     def after_forward(self, bucket: Bucket) -> None:
         """Stage 3 lets go, except outside the blocks."""
-        if self.layout.zero_stage == 3 and bucket is not self.buckets[0]:
+        if self.sharded and self.layout.zero_stage == 3 and bucket is not self.buckets[0]:
             self._reshard(bucket)
 
     def end_forward(self) -> None:
