@@ -105,7 +105,7 @@ def test_text_in_a_number_is_told_with_line_and_column(tmp_path: Path):
 
 
 def test_text_in_a_result_is_told_by_the_columns_own_name(tmp_path: Path):
-    with pytest.raises(SpecError, match="column mem_gb holds 'lots' where a number belongs"):
+    with pytest.raises(SpecError, match="column mem_gb holds 'lots' where a number that is not negative belongs"):
         read_rows(write(tmp_path / "rows.csv", PLAYBOOK | {"mem_gb": "lots"}))
 
 

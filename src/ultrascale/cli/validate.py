@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ultrascale.cli.parse import parse
+from ultrascale.spec.problems import Problem, SpecError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ultrascale.plan.scores import Errors, Picks, Report, Verdicts
 
+NAMES = 24
+"""Columns for the names of groups: on a narrow terminal they and the headers wrap, and numbers are never cut."""
 MOST_LISTED = 40
 """Rows without a prediction that are printed; --out and --json have them all."""
 Files = Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -47,9 +50,9 @@ def command(arguments: list[str]) -> int:
     from ultrascale.plan.validate import predict_rows, write_predictions
 
     if not files:
-        from ultrascale.spec.problems import Problem, SpecError
-
         raise SpecError([Problem("validate", "no file is given", "Name a CSV file: ultrascale validate runs.csv")])
+    if out is not None:
+        _check_writable(out)
     rows = [row for file in files for row in read_rows(file)]
     predictions = predict_rows([row.asked for row in rows])
     if out is not None:
@@ -60,6 +63,16 @@ def command(arguments: list[str]) -> int:
     else:
         _show(report, out)
     return 0
+
+
+def _check_writable(out: Path) -> None:
+    """Raise SpecError before anything is predicted if the predictions would replace a file, or have no folder."""
+    if out.is_dir():
+        raise SpecError([Problem("out", f"{out} is a folder", "Name a file in it.")])
+    if out.is_file() and out.stat().st_size:
+        raise SpecError([Problem("out", f"{out} is there already", "Name another file, or remove it.")])
+    if not out.parent.is_dir():
+        raise SpecError([Problem("out", f"there is no folder {out.parent}", "Make it, or name another file.")])
 
 
 def _show(report: Report, out: Path | None) -> None:
@@ -89,20 +102,21 @@ def _print(console, table: Table | None) -> None:
         console.print(table)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, names: list[str], *columns: str) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_style="bold", title_justify="left", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
+    # A width of its own: the headers are what gives way.
+    table.add_column("", width=min(NAMES, max(map(len, names))), overflow="fold")
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right")
     return table
 
 
 def _errors(title: str, groups: list[Errors]) -> Table | None:
     if not groups:
         return None
-    table = _table(title, "rows", "median |e|", "mean |e|", "bias", "p90 |e|", "in interval")
+    table = _table(title, [one.group for one in groups], "rows", "median |e|", "mean |e|", "bias", "p90 |e|", "in interval")
     for one in groups:
         covered = "" if one.covered is None else f"{one.covered:.0%}"
         numbers = (f"{one.median_absolute:.1%}", f"{one.mean_absolute:.1%}", f"{one.bias:+.1%}", f"{one.p90_absolute:.1%}")
@@ -113,7 +127,9 @@ def _errors(title: str, groups: list[Errors]) -> Table | None:
 def _picks(groups: list[Picks]) -> Table | None:
     if not groups:
         return None
-    table = _table("picks within cells of equal model, GPUs and batch", "cells", "rows", "Kendall tau", "regret", "mean", "p90")
+    names = [one.group for one in groups]
+    columns = ("cells", "rows", "Kendall tau", "regret", "mean", "p90")
+    table = _table("picks within cells of equal model, GPUs and batch", names, *columns)
     for one in groups:
         regrets = (f"{one.median_regret:.1%}", f"{one.mean_regret:.1%}", f"{one.p90_regret:.1%}")
         table.add_row(one.group, str(one.cells), f"{one.rows:,}", f"{one.median_tau:.2f}", *regrets)
@@ -123,7 +139,8 @@ def _picks(groups: list[Picks]) -> Table | None:
 def _verdicts(groups: list[Verdicts]) -> Table | None:
     if not groups:
         return None
-    table = _table("does it fit", "ran: fits", "ran: too large", "failed: too large", "failed: fits", "caught", "false alarms")
+    columns = ("ran: fits", "ran: too large", "failed: too large", "failed: fits", "caught", "false alarms")
+    table = _table("does it fit", [one.group for one in groups], *columns)
     for one in groups:
         shares = ("" if share is None else f"{share:.1%}" for share in (one.recall, one.false_alarms))
         counts = (one.ran_and_fits, one.ran_but_called_too_large, one.failed_and_called_too_large, one.failed_but_fits)

@@ -129,6 +129,9 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise SpecError([Problem(str(file), "is not text in UTF-8", "Give a CSV file of measured runs.")]) from None
+    except OSError as error:
+        rule = f"cannot be read: {(error.strerror or str(error)).lower()}"
+        raise SpecError([Problem(str(file), rule, "Name a CSV file of measured runs.")]) from None
     reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
         is_playbook = _is_playbook(file, [name.strip() for name in reader.fieldnames or []])
@@ -204,6 +207,13 @@ def _number(cell: str) -> float:
     return number
 
 
+def _not_negative(cell: str) -> float:
+    number = _number(cell)
+    if number < 0:
+        raise ValueError(cell)
+    return number
+
+
 def _truth(cell: str) -> bool:
     word = cell.lower()
     if word in ("true", "yes"):
@@ -223,5 +233,7 @@ def _first(file: Path, problems: list[Problem]) -> list[Problem]:
     return [*problems[:MOST_PROBLEMS], Problem(str(file), rule, "Correct those above first.")]
 
 
-_VALUES = {"str": str, "int | None": _whole, "float | None": _number, "bool | None": _truth, "bool": _truth}
-_WANTED = {"int | None": "a whole number", "float | None": "a number", "bool | None": "0 or 1", "bool": "0 or 1"}
+_VALUES = {"str": str, "int | None": _whole, "float | None": _not_negative, "bool | None": _truth, "bool": _truth}
+_WANTED = {
+    "int | None": "a whole number", "float | None": "a number that is not negative", "bool | None": "0 or 1", "bool": "0 or 1",
+}  # fmt: skip

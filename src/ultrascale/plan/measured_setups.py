@@ -27,6 +27,7 @@ from ultrascale.plan.measured_machines import cluster_of
 from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
 from ultrascale.plan.measured_rows import Asked
 from ultrascale.plan.measured_stacks import LAST_YEAR_WITHOUT_FLASH, TUNING, Tuning, stack_of
+from ultrascale.plan.measured_words import RECOMPUTE_WORDS, out_of_range, read_otherwise
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.model import Model
@@ -50,7 +51,7 @@ _SCHEDULES = (
 )  # fmt: skip
 _ENDS = 2
 """Embedding and head, which may be pipeline chunks of their own (Megatron: 128 chunks for 126 layers)."""
-_TWO_CHUNKS = ("dualpipe", "dualpipe-v", "zb-v")
+_TWO_CHUNKS = ("dualpipe-v", "zb-v")
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,13 @@ class Setup:
 
 def setup_of(asked: Asked, tuning: Tuning = TUNING) -> Setup:
     """The workload and layouts of a row. Raises UnrepresentableError, whose text says why there are none."""
-    if zeros := [name for name in _AT_LEAST_ONE if getattr(asked, name) == 0]:
-        raise UnrepresentableError(f"{', '.join(zeros)} must be at least 1, found 0")
+    if wrong := out_of_range(asked):
+        raise UnrepresentableError(wrong)
     asked, filled = fill_playbook(asked)
     assumed = list(filled)
     model, of_model = model_of(asked)
     stack, of_stack = stack_of(asked, tuning)
-    cut = _cut(asked, assumed)
+    cut = _cut(asked, model, assumed)
     cluster, of_machines = cluster_of(asked, cut.world_size)
     if asked.seq_len is None:
         asked = replace(asked, seq_len=USUAL_SEQUENCE if (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH else OLD_SEQUENCE)
@@ -89,25 +90,22 @@ def setup_of(asked: Asked, tuning: Tuning = TUNING) -> Setup:
         raise UnrepresentableError(rule)
     open_cells = tuple(_COLUMN_OF[key] for key, values in choices.items() if len(values) > 1)
     workload = Workload(model, cluster, asked.seq_len, sequences, stack)
-    return Setup(workload, layouts, open_cells, (*assumed, *of_model, *of_stack, *of_machines), asked)
+    otherwise = read_otherwise(asked, model, layouts[0])
+    return Setup(workload, layouts, open_cells, (*assumed, *of_model, *of_stack, *of_machines, *otherwise), asked)
 
 
-_AT_LEAST_ONE = (
-    "n_gpus", "nodes", "gpus_per_node", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "seq_len", "global_batch",
-    "micro_batch", "grad_accum", "dp", "tp", "cp", "pp",
-)  # fmt: skip
 _COLUMN_OF = {
     "micro_batch_size": "micro_batch", "recompute": "recompute", "virtual_stages": "vpp",
 }  # fmt: skip
 
 
-def _cut(asked: Asked, assumed: list[str]) -> Layout:
+def _cut(asked: Asked, model: Model, assumed: list[str]) -> Layout:
     """What is cut how: everything about the layout that a row never leaves open."""
     gpus = asked.n_gpus or (asked.nodes * (asked.gpus_per_node or 8) if asked.nodes else None)
     tp, cp, pp = _blank_cuts(asked, gpus, assumed)
     dp = _data_parallel(asked, gpus, tp * cp * pp, assumed)
     zero, shard = _zero(asked, dp, assumed)
-    ep, expert_tp = _experts(asked, tp * cp * dp, assumed)
+    ep, expert_tp = _experts(asked, model.num_experts, tp * cp * dp, assumed)
     return Layout(
         dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp, cp_method=_cp_method(asked),
         sequence_parallel=_sequence_parallel(asked, tp, assumed), precision=_precision(asked, assumed),
@@ -160,7 +158,7 @@ def _data_parallel(asked: Asked, gpus: int | None, rest: int, assumed: list[str]
 def _zero(asked: Asked, dp: int, assumed: list[str]) -> tuple[ZeroStage, int | None]:
     text = asked.zero_stage.lower().removesuffix(".0")
     if match := re.fullmatch(r"hsdp\s*-?(\d+)", text):
-        shard = min(int(match[1]), dp)
+        shard = min(int(match[1]), dp) or dp
         return 3, shard if dp % shard == 0 else None
     stages: dict[str, ZeroStage] = {"0": 0, "1": 1, "2": 2, "3": 3}
     if text in stages:
@@ -180,18 +178,18 @@ def _usual_zero(asked: Asked) -> ZeroStage:
     return 1 if cuts and "vtrain" not in words and (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH else 0
 
 
-def _experts(asked: Asked, ranks: int, assumed: list[str]) -> tuple[int, int]:
-    if not asked.experts:
+def _experts(asked: Asked, num_experts: int, ranks: int, assumed: list[str]) -> tuple[int, int]:
+    if not num_experts:
         return 1, 1
     ep = asked.ep or 1
     # Megatron cuts experts as tp does unless told otherwise.
     wanted = asked.etp or (asked.tp or 1 if re.search("megatron|nemo", asked.framework, re.IGNORECASE) else 1)
     for expert_tp in (wanted, 1):
-        if ranks % (ep * expert_tp) == 0 and asked.experts % ep == 0:
+        if ranks % (ep * expert_tp) == 0 and num_experts % ep == 0:
             if asked.etp is None and expert_tp > 1:
                 assumed.append(f"experts cut by tp = {expert_tp}")
             return ep, expert_tp
-    raise UnrepresentableError(f"ep = {ep} does not divide {asked.experts} experts and tp x cp x dp = {ranks}")
+    raise UnrepresentableError(f"ep = {ep} does not divide {num_experts} experts and tp x cp x dp = {ranks}")
 
 
 def _sequence_parallel(asked: Asked, tp: int, assumed: list[str]) -> bool:
@@ -273,10 +271,8 @@ def _recompute(asked: Asked, stack: Stack) -> tuple[str, ...]:
     if text == "selective" and stack.selective == "attention" and stack.kernels.attention == "flash":
         # Flash attention has nothing left to recompute but itself, and Megatron's recipes then leave it.
         return ("none",) if "core" not in asked.recompute_detail.lower() else ("selective",)
-    if text in ("none", "full", "selective"):
-        return (text,)
-    if text in ("op", "partial") or text:
-        return ("selective",)
+    if text:
+        return (RECOMPUTE_WORDS.get(text, "selective"),)
     if (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH and re.search("nemo|megatron-bridge", asked.framework, re.IGNORECASE):
         return ("none",)  # NVIDIA's recipes: 65 of the 79 whose setting is published, the rest but modules
     return ("none", "selective", "full") if stack.kernels.attention == "math" else ("none", "full")

@@ -31,6 +31,8 @@ COLUMNS = (
     "predicted_peak_reserved_gib", "fits", "low", "high", "reason",
 )  # fmt: skip
 """Of the file of predictions. low and high: the interval of the step time, seconds, that holds `intervals.COVERAGE` of runs."""
+_BROKEN = (SpecError, ValueError, ArithmeticError, LookupError)
+"""Rows come from anywhere: one that breaks the arithmetic is told with its reason and takes no other with it."""
 _CONVENTION_WORDS = (
     ("megatron-bridge", "model_causal"), ("automodel", "model_causal"), ("foundry", "model_full_allparams"),
     ("aleph", "model_full_allparams"), ("deepspeed", "hw_full"),
@@ -66,6 +68,8 @@ def predict_rows(rows: Sequence[Asked], tuning: Tuning = TUNING) -> list[RowPred
             setup = setup_of(asked, tuning)
         except UnrepresentableError as error:
             found[index] = _without(str(error), fits=False if isinstance(error, UnrunnableError) else None)
+        except _BROKEN as error:
+            found[index] = _without(f"cannot be described: {error}")
         else:
             groups[repr(setup.workload)].append((index, setup))
     for group in groups.values():
@@ -90,16 +94,16 @@ def write_predictions(path: str | Path, rows: Sequence[MeasuredRow], predictions
 
 def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
     """Predictions for rows of one workload."""
-    workload = setups[0].workload
+    workload, ends = setups[0].workload, np.cumsum([len(setup.layouts) for setup in setups])
     try:
         prices = price(workload, LayoutTable.of(layout for setup in setups for layout in setup.layouts), constants)
-    except (SpecError, ValueError, ArithmeticError, LookupError) as error:
-        # Rows come from anywhere: one that breaks the arithmetic is told with its reason and takes no other with it.
+        return [
+            _choose(setup, prices, np.arange(end - len(setup.layouts), end)) for setup, end in zip(setups, ends, strict=True)
+        ]
+    except _BROKEN as error:
         if len(setups) > 1:
             return [one for setup in setups for one in _price([setup], constants)]
         return [_without(f"cannot be priced: {error}")]
-    ends = np.cumsum([len(setup.layouts) for setup in setups])
-    return [_choose(setup, prices, np.arange(end - len(setup.layouts), end)) for setup, end in zip(setups, ends, strict=True)]
 
 
 def _choose(setup: Setup, prices: PriceTable, rows: np.ndarray) -> RowPrediction:
@@ -108,6 +112,8 @@ def _choose(setup: Setup, prices: PriceTable, rows: np.ndarray) -> RowPrediction
     candidates = np.flatnonzero(fits) if fits.any() else np.array([reserved.argmin()])
     best = int(candidates[seconds[candidates].argmin()])
     step = float(seconds[best])
+    if not 0 < step < math.inf:
+        raise ArithmeticError(f"its step would take {step:g} seconds")
     asked, workload = setup.asked, setup.workload
     kind = kind_of(asked, workload)
     low, high = interval(step, kind, fastest=float(seconds[candidates].min()), slowest=float(seconds[candidates].max()))

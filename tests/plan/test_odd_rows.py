@@ -1,0 +1,116 @@
+"""Rows and files that nobody should write: each is told in a sentence, and takes no other row with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plan.test_validate import LLAMA, RESULTS, asked, write
+
+from ultrascale.cli.main import main
+from ultrascale.plan import validate
+from ultrascale.plan.measured_rows import read_rows
+from ultrascale.plan.measured_setups import setup_of
+from ultrascale.plan.validate import predict_rows
+from ultrascale.spec.problems import SpecError
+
+
+def test_predictions_never_replace_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows, other = write(tmp_path / "rows.csv", LLAMA | RESULTS), tmp_path / "notes.txt"
+    other.write_text("kept")
+    before = rows.read_text()
+    for file in (rows, other):
+        assert main(["validate", str(rows), "--out", str(file)]) == 2
+        assert f"{file} is there already" in capsys.readouterr().err
+    assert (rows.read_text(), other.read_text()) == (before, "kept")
+    (tmp_path / "empty.csv").touch()
+    assert main(["validate", str(rows), "--out", str(tmp_path / "empty.csv")]) == 0  # mktemp leaves one: nothing is lost
+
+
+def test_missing_paths_are_mistakes_told_before_anything_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = write(tmp_path / "rows.csv", LLAMA)
+    assert main(["validate", str(rows), "--out", str(tmp_path / "none" / "out.csv")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["validate", str(tmp_path / "absent.csv")]) == 2
+    assert "cannot be read: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"n_gpus": "0", "dp": "0"}, "n_gpus must be at least 1, found 0; dp must be at least 1"),
+        ({"n_gpus": "", "dp": "0"}, "dp must be at least 1"),
+        ({"seq_len": "0"}, "seq_len must be at least 1"),
+        ({"layers": "0"}, "layers must be at least 1"),
+        ({"global_batch": "99999999999999999999"}, "global_batch must be at most 2,147,483,647, found about 10^20"),
+        ({"n_gpus": "1e300"}, "n_gpus must be at most 1,000,000, found about 10^300"),
+    ],
+)
+def test_numbers_no_run_can_have_make_a_reason_of_that_row_alone(cells: dict[str, str], reason: str):
+    whole, odd = predict_rows([asked(), asked(**cells)])
+    assert whole.step_seconds is not None and odd.step_seconds is None
+    assert reason in odd.reason and len(odd.reason) < 200
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"ep": "8"}, "ep = 8 is not read: the model has no experts"),
+        ({"vpp": "2"}, "vpp = 2 is not read: there is no pipeline"),
+        ({"recompute": "sometimes"}, "recompute 'sometimes' is read as selective"),
+        ({"pp_schedule": "banana", "pp": "2", "dp": "32"}, "pp_schedule 'banana' is read as 1f1b"),
+        ({"attn_kind": "banana"}, "attn_kind 'banana' is not read"),
+        ({"offload": "the moon"}, "offload 'the moon' is not read"),
+        ({"flops_def": "guessed"}, "flops_def 'guessed' is not read"),
+        ({"zero_stage": "hsdp0"}, "'hsdp0' is read as shards of 64"),
+    ],
+)
+def test_words_that_are_read_otherwise_are_told(cells: dict[str, str], reason: str):
+    prediction = predict_rows([asked(**cells)])[0]
+    assert prediction.step_seconds is not None and reason in prediction.reason
+
+
+def test_a_plain_row_has_nothing_read_otherwise():
+    assert " read" not in predict_rows([asked()])[0].reason
+
+
+@pytest.mark.parametrize(("word", "meant"), [("yes", "full"), ("no", "none"), ("op", "selective")])
+def test_words_for_recomputation_are_known(word: str, meant: str):
+    assert [layout.recompute for layout in setup_of(asked(recompute=word)).layouts] == [meant]
+
+
+def test_experts_of_a_model_known_by_name_are_cut():
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
+    assert setup_of(asked(model="Mixtral-8x7B", ep="8", **dict.fromkeys(names, ""))).layouts[0].ep == 8
+
+
+def test_a_row_that_breaks_the_arithmetic_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch):
+    whole = validate.setup_of
+
+    def breaks(row, tuning):
+        return whole(row, tuning) if row.model != "odd" else 1 / 0
+
+    monkeypatch.setattr(validate, "setup_of", breaks)
+    first, odd = predict_rows([asked(), asked(model="odd")])
+    assert first.step_seconds is not None and odd.reason == "cannot be described: division by zero"
+
+
+def test_a_negative_result_is_refused_rather_than_scored(tmp_path: Path):
+    file = write(tmp_path / "rows.csv", LLAMA | RESULTS | {"step_time_s": "-1.3"})
+    with pytest.raises(SpecError, match=r"column step_time_s holds '-1\.3' where a number that is not negative belongs"):
+        read_rows(file)
+
+
+def test_a_narrow_terminal_cuts_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    source = "megatron-bridge performance recipes of 2026"
+    failed = LLAMA | RESULTS | {"outcome": "oom", "source_key": source}
+    file = write(tmp_path / "rows.csv", LLAMA | RESULTS | {"source_key": source}, failed)
+    shown = {}
+    for width in (80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["validate", str(file)]) == 0
+        shown[width] = capsys.readouterr().out
+    assert "…" not in shown[80]
+    assert max(len(line.rstrip()) for line in shown[80].splitlines() if "%" in line) <= 80
+    assert shown[80].count("%") > 10
+    assert [word for word in shown[80].split() if "%" in word] == [word for word in shown[200].split() if "%" in word]
