@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from ultrascale.cli.main import main
 from ultrascale.plan.far_apart import FarPlan, far_apart
 from ultrascale.plan.far_view import show
 from ultrascale.spec.problems import SpecError
@@ -64,6 +65,33 @@ def test_numbers_without_sense_are_named_together() -> None:
     with pytest.raises(SpecError) as error:
         far_apart(0, distance_kilometres=-1, line_bits_per_second=1e12, step_seconds=1, num_sites=1)
     assert [p.key for p in error.value.problems] == ["far.num_parameters", "far.distance_kilometres", "far.num_sites"]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, -1.0, 1e300])
+def test_no_number_that_is_none_gets_into_a_plan(number: float) -> None:
+    for key in ("line_bits_per_second", "step_seconds", "bits_per_parameter", "outer_every"):
+        with pytest.raises(SpecError, match=f"far.{key}: must be from"):
+            coast_to_coast(**{key: number})
+
+
+def test_the_command_tells_all_its_mistakes_by_their_flags_and_prints_no_half_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = (
+        "--parameters x --kilometres nan --line-gbits inf --step-seconds -1 --sites 100000000000 --bits 0 --every 0 "
+        "--switching-ms -1"
+    )
+    assert main(["plan", "far", *wrong.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "8 mistakes" in printed.err
+    for flag in ("parameters", "kilometres", "line-gbits", "step-seconds", "sites", "bits", "every", "switching-ms"):
+        assert f"\n  {flag}\n" in printed.err
+    assert "from 0.001 to 1,000,000,000 Gbit/s, is inf" in printed.err and "is 100,000,000,000" in printed.err
+
+
+def test_thousands_are_set_apart() -> None:
+    console = Console(width=100, record=True, force_terminal=False)
+    show(coast_to_coast(num_sites=20_000, outer_every=5_000), console)
+    text = console.export_text()
+    assert "on 20,000 sites" in text and "39,998 hops" in text and "5,000 steps" in text
 
 
 @pytest.mark.parametrize("width", [80, 120])

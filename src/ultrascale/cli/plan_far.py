@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+from dataclasses import replace
 from typing import Any
 
 from ultrascale.cli.parse import parse
@@ -57,20 +58,37 @@ def command(arguments: list[str]) -> int:
     return 0
 
 
+FLAGS = {
+    "num_parameters": "parameters", "distance_kilometres": "kilometres", "line_bits_per_second": "line-gbits",
+    "step_seconds": "step-seconds", "num_sites": "sites", "bits_per_parameter": "bits", "outer_every": "every",
+    "switching_seconds": "switching-ms",
+}  # fmt: skip
+"""What each number of a far plan is called on the command line."""
+
+
 def _plan(parsed: dict[str, Any]) -> FarPlan:
+    """The plan that is asked for. Raises SpecError with everything that makes no sense, under the flags' names."""
+    problems: list[Problem] = []
     try:
         parameters = parse_tokens(parsed["parameters"])
     except UnitError as error:
-        rule = str(error).replace("tokens", "parameters")
-        raise SpecError([Problem("parameters", rule, "Write 405B or 72T.")]) from error
-    return far_apart(
-        parameters,
-        distance_kilometres=parsed["kilometres"],
-        line_bits_per_second=parsed["line_gbits"] * 1e9,
-        step_seconds=parsed["step_seconds"],
-        num_sites=parsed["sites"],
-        bits_per_parameter=parsed["bits"],
-        outer_every=parsed["every"],
-        overlap=parsed["overlap"],
-        switching_seconds=parsed["switching_ms"] / 1e3,
-    )
+        problems.append(Problem("parameters", str(error).replace("tokens", "parameters"), "Write 405B or 72T."))
+        parameters = 1
+    try:
+        plan = far_apart(
+            parameters,
+            distance_kilometres=parsed["kilometres"],
+            line_bits_per_second=parsed["line_gbits"] * 1e9,
+            step_seconds=parsed["step_seconds"],
+            num_sites=parsed["sites"],
+            bits_per_parameter=parsed["bits"],
+            outer_every=parsed["every"],
+            overlap=parsed["overlap"],
+            switching_seconds=parsed["switching_ms"] / 1e3,
+        )
+    except SpecError as error:
+        named = (replace(problem, key=FLAGS[problem.key.removeprefix("far.")]) for problem in error.problems)
+        raise SpecError([*problems, *named]) from None
+    if problems:
+        raise SpecError(problems)
+    return plan

@@ -16,6 +16,8 @@ fragment at a time beside the computation. That is another algorithm: what it do
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,6 +26,13 @@ from ultrascale.spec.problems import Problem, SpecError
 FIBRE_METRES_PER_SECOND = 2e8
 """Light in glass: 299,792 km/s over a refractive index of 1.47, rounded as every network engineer does."""
 BITS_PER_BYTE = 8
+LIMITS: dict[str, tuple[float, float, float, str]] = {
+    "num_parameters": (1e3, 1e16, 1, ""), "distance_kilometres": (0, 1e6, 1, " km"),
+    "line_bits_per_second": (1e6, 1e18, 1e9, " Gbit/s"), "step_seconds": (1e-3, 1e7, 1, " s"),
+    "num_sites": (2, 100_000, 1, ""), "bits_per_parameter": (0.01, 64, 1, ""), "outer_every": (1, 1_000_000, 1, ""),
+    "switching_seconds": (0, 10, 1e-3, " ms"),
+}  # fmt: skip
+"""Lowest, highest, and the unit they are told in. They are far from anything built; a million kilometres is beyond the moon."""
 
 
 @dataclass(frozen=True)
@@ -149,27 +158,28 @@ def far_apart(
 
     Raises SpecError naming every number that makes no sense.
     """
-    positive = {
-        "num_parameters": num_parameters, "line_bits_per_second": line_bits_per_second, "step_seconds": step_seconds,
-        "bits_per_parameter": bits_per_parameter, "outer_every": outer_every,
+    given = {
+        "num_parameters": num_parameters, "distance_kilometres": distance_kilometres,
+        "line_bits_per_second": line_bits_per_second, "step_seconds": step_seconds, "num_sites": num_sites,
+        "bits_per_parameter": bits_per_parameter, "outer_every": outer_every, "switching_seconds": switching_seconds,
     }  # fmt: skip
-    problems = [
-        Problem(f"far.{key}", f"must be positive, is {value:g}", "Give it.") for key, value in positive.items() if value <= 0
-    ]
-    not_negative = {"distance_kilometres": distance_kilometres, "switching_seconds": switching_seconds}
-    problems += [
-        Problem(f"far.{key}", f"must not be negative, is {value:g}", "Give it.")
-        for key, value in not_negative.items()
-        if value < 0
-    ]
-    if num_sites < 2:
-        problems.append(Problem("far.num_sites", f"must be 2 or more, is {num_sites}", "One site needs no far plan."))
+    problems = [problem for key, value in given.items() for problem in _problems(key, value)]
     if problems:
         raise SpecError(problems)
     return FarPlan(
         num_parameters, bits_per_parameter, num_sites, distance_kilometres * 1e3, line_bits_per_second / BITS_PER_BYTE,
         switching_seconds, step_seconds, outer_every, overlap,
     )  # fmt: skip
+
+
+def _problems(key: str, value: float) -> Iterator[Problem]:
+    """What is wrong with one number."""
+    low, high, unit, name = LIMITS[key]
+    if math.isfinite(value) and low <= value <= high:
+        return
+    rule = f"must be from {low / unit:,.9g} to {high / unit:,.10g}{name}, is {value / unit:,.12g}"
+    is_alone = key == "num_sites" and value < low
+    yield Problem(f"far.{key}", rule, "One site needs no far plan." if is_alone else "Give a number in this range.")
 
 
 def _ceil(value: float) -> int:

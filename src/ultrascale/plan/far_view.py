@@ -19,7 +19,7 @@ def show(plan: FarPlan, console: Console) -> None:
     """Print one plan with its alternatives."""
     kilometres = plan.distance_metres / 1e3
     head = (
-        f"{format_count(plan.num_parameters)} parameters on {plan.num_sites} sites, {kilometres:,.0f} km from one to the next"
+        f"{format_count(plan.num_parameters)} parameters on {plan.num_sites:,} sites, {kilometres:,.0f} km from one to the next"
     )
     console.print(Text(head, style="bold"))
     console.print(_all_reduce(plan))
@@ -37,7 +37,7 @@ def _all_reduce(plan: FarPlan) -> Table:
     table.add_row("buffer", format_bytes(plan.num_bytes), bits)
     carried = format_bytes(plan.bytes_per_line)
     table.add_row("on the line", format_seconds(plan.transfer_seconds), f"{carried} in each direction at {line}")
-    table.add_row("light", format_seconds(plan.latency_seconds), f"{plan.num_messages} hops of {flight} one after another")
+    table.add_row("light", format_seconds(plan.latency_seconds), f"{plan.num_messages:,} hops of {flight} one after another")
     table.add_row(
         "all-reduce",
         format_seconds(plan.all_reduce_seconds),
@@ -53,7 +53,7 @@ def _intervals(plan: FarPlan) -> Table:
     for interval in sorted({*INTERVALS, plan.outer_every}):
         other = plan.every(interval)
         style = "bold green" if interval == plan.outer_every else ""
-        steps = f"{interval} steps" if interval > 1 else "step"
+        steps = f"{interval:,} steps" if interval > 1 else "step"
         saved = f"{1 - 1 / interval:.1%}"
         row = (
             steps,
