@@ -57,7 +57,7 @@ def test_the_state_is_cut_over_data_and_context_ranks_and_repeated_over_the_rest
         ({"pp": 2, "virtual_stages": 2}, "layout.virtual_stages", "interleaved"),
         ({"pp": 3, "schedule": "dualpipe"}, "layout.pp", "Use 2 or 4"),
         ({"pp": 2, "layers_per_stage": (3, 2, 1)}, "layout.layers_per_stage", "even cut"),
-        ({"pp": 2, "layers_per_stage": (3, 0)}, "layout.layers_per_stage", "even cut"),
+        ({"pp": 3, "layers_per_stage": (3, 0, 3)}, "layout.layers_per_stage", "even cut"),
         ({"dp": 4, "ep": 3}, "layout.ep", "[1, 2, 4]"),
         ({"dp": 4, "tp": 2, "ep": 4, "expert_tp": 4}, "layout.ep", "[1, 2]"),
         ({"precision": "bf16", "reduce_dtype": "fp8"}, "layout.reduce_dtype", "bf16"),
@@ -82,7 +82,7 @@ def test_every_schedule_has_a_number_of_virtual_stages_that_suits_it(schedule):
         (LLAMA, {"tp": 3}, ["layout.tp", "layout.tp"], "[1, 2, 4, 8, 16, 32]"),
         (LLAMA, {"tp": 64}, ["layout.tp"], "[1, 2, 4, 8, 16, 32]"),
         (PRESETS["qwen2.5-7b"], {"tp": 14}, ["layout.tp", "layout.tp"], "[1, 2, 4]"),
-        (LLAMA, {"pp": 33}, ["layout.pp"], "pp = 32"),
+        (LLAMA, {"pp": 35}, ["layout.pp"], "pp = 34"),
         (LLAMA, {"pp": 8, "virtual_stages": 5, "schedule": "interleaved"}, ["layout.pp"], "pp = 6"),
         (LLAMA, {"pp": 2, "layers_per_stage": (16, 15)}, ["layout.layers_per_stage"], "even cut"),
         (LLAMA, {"dp": 2, "ep": 2}, ["layout.ep"], "use tp"),
@@ -118,3 +118,10 @@ def test_sequences_that_ranks_cannot_share_are_refused_with_the_nearest_lengths(
 def test_without_sequence_parallelism_tensor_ranks_take_any_length():
     assert cut_problems(LLAMA, Layout(tp=8, sequence_parallel=False), sequence_length=4100) == []
     assert cut_problems(LLAMA, Layout(dp=7), sequence_length=4099) == []
+
+
+def test_embedding_and_head_may_be_stages_of_their_own():
+    llama = PRESETS["llama-3.1-405b"]
+    cut = Layout(pp=16, virtual_stages=8, schedule="interleaved", layers_per_stage=(0, *[1] * 126, 0))
+    assert cut.problems() == []
+    assert cut_problems(llama, cut) == []

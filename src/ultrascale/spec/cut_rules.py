@@ -60,10 +60,11 @@ def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
     layers, stages, given = model.num_hidden_layers, layout.num_stages, layout.layers_per_stage
     if layout.pp == 1:
         return
-    if stages > layers:
+    most = layers + 2 if layout.pp > 1 else layers
+    if stages > most:  # embedding and head may be stages of their own, as in Llama 3 405B (section 3.3.2)
         rule = f"makes {layout.pp} x {layout.virtual_stages} = {stages} stages, but the model has {layers} layers"
-        fewer = layers // layout.virtual_stages
-        remedy = f"Use pp = {fewer} or less." if fewer else f"Use at most {layers // layout.pp or 1} virtual_stages."
+        fewer = most // layout.virtual_stages
+        remedy = f"Use pp = {fewer} or less." if fewer > 1 else f"Use at most {most // layout.pp or 1} virtual_stages."
         yield Problem("layout.pp", rule, remedy)
     elif given is not None and sum(given) != layers:
         rule = f"must sum to model.num_hidden_layers = {layers}, sums to {sum(given)}"

@@ -200,8 +200,9 @@ class Layout:
             rule = f"must be even for dualpipe, which pairs ranks from both ends, is {self.pp}"
             yield Problem("layout.pp", rule, f'Use {self.pp - 1} or {self.pp + 1}, or schedule = "dualpipe-v".')
         given = self.layers_per_stage
-        if given is not None and (len(given) != self.num_stages or min(given) < 1):
-            rule = f"must name a positive number for each of pp x virtual_stages = {self.num_stages} stages, is {list(given)}"
+        if given is not None and (len(given) != self.num_stages or min(given) < 0 or min(given[1:-1], default=1) < 1):
+            stages = f"pp x virtual_stages = {self.num_stages} stages"
+            rule = f"must name a number for each of {stages}, above 0 but at the ends, is {list(given)}"
             yield Problem("layout.layers_per_stage", rule, "Change it, or leave it out for an even cut.")
 
     def _chunk_rule(self) -> tuple[str, str] | None:
