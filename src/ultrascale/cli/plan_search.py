@@ -107,9 +107,11 @@ def _choices(settings: dict[str, str]) -> tuple[dict[str, tuple[Any, ...]], Layo
 
 def _range_problems(name: str, value: Any) -> list[Problem]:
     """What is wrong with one value whatever the others are."""
-    in_use = {"schedule": {"pp": 2, "virtual_stages": 2}}.get(name, {})
-    key = f"layout.{name}"
-    return [problem for problem in Layout(**{**in_use, name: value}).problems() if problem.key == key and name != "dp_shard"]
+    in_use = {
+        "schedule": {"pp": 2, "virtual_stages": 2}, "ep": {"dp": value}, "expert_tp": {"dp": value},
+        "dp_shard": {"dp": value or 1, "zero_stage": 1},
+    }.get(name, {})  # fmt: skip
+    return [problem for problem in Layout(**{**in_use, name: value}).problems() if problem.key == f"layout.{name}"]
 
 
 def _described(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.plan.asked import unmet
 from ultrascale.plan.bounds import memory_floor, time_floor
 from ultrascale.plan.footprint import Footprint
 from ultrascale.plan.layouts import LayoutTable
@@ -102,10 +103,13 @@ def search(
     """Rank all legal layouts of the workload's cluster.
 
     `base` gives the fields of a layout that are not searched, `asked` holds searched fields to given values. The best `exact`
-    layouts of each schedule are predicted one by one. `prunes` False prices every layout. Raises SpecError if none is legal.
+    layouts of each schedule are predicted one by one. `prunes` False prices every layout. Raises SpecError if none is legal, or
+    if a value that is asked for is in none.
     """
     started = time.perf_counter()
     space = legal_layouts(workload, base=base, asked=asked)
+    if problems := unmet(workload, asked or {}, space):
+        raise SpecError(problems)
     if not len(space.table):
         raise SpecError([_nothing_legal(workload, space)])
     priced = price_all(workload, space, kept=KEPT, prunes=prunes)

@@ -110,7 +110,6 @@ def legal_layouts(workload: Workload, *, base: Layout | None = None, asked: Aske
     `base` gives the fields that are not searched (precision, buckets, offload); `asked` holds searched fields to given values.
     """
     rules = _Rules(workload, base or Layout(precision="bf16"), asked or {})
-    _refuse_what_does_not_divide(rules)
     cuts = list(_cuts(rules))
     by_inside: dict[tuple[int, str, int], list[Cut]] = {}
     for cut in cuts:
@@ -134,21 +133,11 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
-def _refuse_what_does_not_divide(rules: _Rules) -> None:
-    """Notes what is asked for and cannot be: the walk over divisors never meets it."""
-    gpus = rules.workload.cluster.num_accelerators
-    for axis in ("tp", "cp", "pp", "dp"):
-        for ranks in rules.asked.get(axis, ()):
-            if gpus % ranks:
-                near = sorted(sorted(divisors(gpus), key=lambda n: abs(n - ranks))[:2])
-                rules.refuse(f"{axis} = {ranks}", f"does not divide {gpus} GPUs", f"Nearest: {' or '.join(map(str, near))}.")
-
-
 def _cuts(rules: _Rules) -> Iterator[Cut]:
     gpus = rules.workload.cluster.num_accelerators
     for tp, sequence_parallel in _tensor(rules, gpus):
         for cp, method in _context(rules, gpus // tp, Layout(tp=tp, sequence_parallel=sequence_parallel)):
-            for pp, virtual_stages, schedule in _pipeline(rules, gpus // (tp * cp)):
+            for pp, virtual_stages, schedule in _pipeline(rules, gpus // (tp * cp), cp):
                 dp = gpus // (tp * cp * pp)
                 if not rules.allows("dp", dp):
                     continue
@@ -199,6 +188,9 @@ def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, st
         if not methods:
             rules.refuse("cp", f"{stack.name} has no context parallelism")
             return
+        if layout.tp > 1 and abilities(stack).cp_alone:
+            rules.refuse("cp with tp", f"{stack.name} has context parallelism without tensor parallelism only")
+            return
         for method in rules.choose("cp_method", methods):
             if method not in methods:
                 rules.refuse(f"cp_method {method}", f"{stack.name} has {', '.join(methods)}")
@@ -206,17 +198,19 @@ def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, st
                 yield cp, method
 
 
-def _pipeline(rules: _Rules, gpus: int) -> Iterator[tuple[int, int, str]]:
+def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str]]:
     stack, layers = rules.workload.stack, rules.workload.model.num_hidden_layers
     can = abilities(stack).schedules
     for pp in divisors(gpus):
         if not rules.allows("pp", pp):
             continue
         if pp == 1:
-            if rules.allows("virtual_stages", 1):
+            if rules.allows("virtual_stages", 1) and ("schedule" not in rules.asked or "pp" in rules.asked):
                 yield 1, 1, "1f1b"
         elif not can:
             rules.refuse("pp", f"{stack.name} has no pipeline")
+        elif cp > 1 and abilities(stack).cp_alone:
+            rules.refuse("cp with pp", f"{stack.name} has context parallelism without a pipeline only")
         elif pp > layers:
             family = f"pp = {pp}" if "pp" in rules.asked else f"pp > {layers}"
             rules.refuse(family, f"more stages than the {layers} layers", f"Use pp = {layers} or less.")
@@ -232,9 +226,7 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
         elif schedule == "dualpipe" and pp % 2:
             rules.refuse(f"pp = {pp}, dualpipe", "needs an even number of stages")
         else:
-            for chunks in chunks_per_rank(schedule, pp, layers):
-                if not rules.allows("virtual_stages", chunks):
-                    continue
+            for chunks in _chunks(rules, schedule, pp):
                 if pp * chunks > layers:
                     rules.refuse(schedule, f"pp x {chunks} stages are more than the {layers} layers")
                 else:
@@ -243,6 +235,12 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
         for name in DOMINATED:
             if name in can:
                 rules.refuse(f"schedule {name}", DOMINATED[name])
+
+
+def _chunks(rules: _Rules, schedule: str, pp: int) -> list[int]:
+    """Stages of a rank to search: those asked for, which need not cut the layers evenly, else `chunks_per_rank`."""
+    usual = chunks_per_rank(schedule, pp, rules.workload.model.num_hidden_layers)
+    return [n for n in rules.choose("virtual_stages", usual) if n in usual or (CHUNKS[schedule] is None and n > 1)]
 
 
 def chunks_per_rank(schedule: str, pp: int, num_layers: int) -> tuple[int, ...]:
@@ -272,7 +270,11 @@ def _inside(rules: _Rules, dp: int, schedule: str, pp: int, share: int) -> NDArr
     states = [(stage, shard) for stage in _zero_stages(rules, dp, schedule) for shard in _shards(rules, stage, dp, share)]
     sizes = [size for size in _micro_batch_sizes(rules, dp) if _suits(rules, schedule, pp, dp, size)]
     ways = []
-    for way in rules.choose("recompute", abilities(rules.workload.stack).recompute):
+    can = abilities(rules.workload.stack).recompute
+    for way in rules.choose("recompute", can):
+        if way not in can:
+            rules.refuse(f"recompute {way}", f"{rules.workload.stack.name} has {', '.join(can)}")
+            continue
         every = rules.choose("recompute_every", (2,)) if way == "every-k" else (2,)
         ways += [(RECOMPUTE.index(way), each) for each in every]
     rows = [(*state, size, *way) for state in states for size in sizes for way in ways]
@@ -283,6 +285,10 @@ def _zero_stages(rules: _Rules, dp: int, schedule: str) -> list[int]:
     can = abilities(rules.workload.stack)
     stages = can.zero_stages_with_pipeline if schedule else can.zero_stages
     if "zero_stage" in rules.asked:
+        for stage in rules.asked["zero_stage"]:
+            if stage not in stages:
+                piped = " with a pipeline" if schedule else ""
+                rules.refuse(f"zero_stage = {stage}", f"{rules.workload.stack.name} has {', '.join(map(str, stages))}{piped}")
         return [stage for stage in rules.asked["zero_stage"] if stage in stages]
     return [min(stages)] if dp == 1 else list(stages)
 
@@ -291,9 +297,11 @@ def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
     """Sizes of the groups that hold one copy of the state: all of dp, or from a node's ranks upward by fours."""
     if stage == 0:
         return [1] if rules.allows("dp_shard", 1) else []
+    hybrid = stage in abilities(rules.workload.stack).hybrid_stages
     if "dp_shard" in rules.asked:
-        return [dp if shard is None else shard for shard in rules.asked["dp_shard"] if shard is None or dp % shard == 0]
-    if not abilities(rules.workload.stack).hybrid:
+        given = [dp if shard is None else shard for shard in rules.asked["dp_shard"]]
+        return [shard for shard in given if shard == dp or (hybrid and dp % shard == 0)]
+    if not hybrid:
         return [dp]
     size, sizes = max(2, rules.workload.cluster.node.num_accelerators // share), [dp]
     while size < dp:
@@ -306,7 +314,7 @@ def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
 def _micro_batch_sizes(rules: _Rules, dp: int) -> list[int]:
     per_rank = rules.workload.sequences_per_batch // dp
     limit = max(1, MAX_TOKENS_PER_MICRO_BATCH // rules.workload.sequence_length)
-    if "micro_batch_size" in rules.asked:
+    if "micro_batch_size" in rules.asked:  # what no share of the batch allows is told by `plan.asked`
         return [n for n in divisors(per_rank) if n in rules.asked["micro_batch_size"]]
     return [n for n in divisors(per_rank) if n <= limit]
 

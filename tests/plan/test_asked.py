@@ -1,0 +1,93 @@
+"""What is asked for and cannot be is refused for its own reason, with the nearest that would do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ultrascale.cli.main import main
+from ultrascale.plan.search import search
+from ultrascale.plan.space import legal_layouts
+from ultrascale.plan.trainers import stack_called
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.model_presets import preset
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.stack import STACKS
+
+SEARCH = ["plan", "--gpus", "64xh100", "--seq-len", "8192", "--top", "1"]
+
+
+def workload(stack: str = "ultrascale", *, model: str = "llama-3-8b", gpus: str = "64xh100", length: int = 8192) -> Workload:
+    return Workload(preset(model), parse_cluster(gpus), length, 512, STACKS[stack])
+
+
+@pytest.mark.parametrize(
+    ("stack", "asked", "rule", "remedy"),
+    [
+        ("ultrascale", {"dp_shard": (5,)}, "dp_shard = 5 does not divide 64 GPUs", "4 or 8"),
+        ("ultrascale", {"dp_shard": (128,)}, "dp_shard = 128 does not divide 64 GPUs", "Nearest: 64."),
+        ("ultrascale", {"dp_shard": (8,), "zero_stage": (0,)}, "ZeRO 0 cuts nothing", "--zero-stage 1, 2 or 3"),
+        ("ultrascale", {"dp_shard": (64,), "tp": (2,)}, "does not divide dp = 1 or 2 or 4 or 8 or 16 or 32", "Nearest: 32."),
+        ("megatron", {"zero_stage": (3,)}, "megatron has ZeRO 0, 1, not 3", "0, 1"),
+        ("megatron", {"recompute": ("every-k",)}, "megatron has recompute none, selective, full, not every-k", "none"),
+        ("deepspeed", {"zero_stage": (3,), "pp": (2,)}, "with a pipeline deepspeed has ZeRO 0, 1, not 3", "0, 1"),
+        ("deepspeed", {"schedule": ("zb-v",)}, "deepspeed has 1f1b, not zb-v", "1f1b"),
+        ("deepspeed", {"dp": (64,), "dp_shard": (8,), "zero_stage": (1,)}, "hybrid sharding with ZeRO 3 only", "Leave it out"),
+        ("deepspeed", {"cp": (2,), "tp": (2,)}, "without tp and pp only", "Drop the others"),
+        ("nanotron", {"dp": (32,), "dp_shard": (8,)}, "nanotron has no hybrid sharding", "Leave it out"),
+        ("llm-foundry", {"pp": (2,)}, "llm-foundry has no pipeline", "Use 1"),
+        ("ultrascale", {"tp": (8,), "pp": (64,)}, "tp 8 x pp 64 = 512 GPUs are more than 64", "Change one"),
+        ("ultrascale", {"tp": (4, 3)}, "tp = 3 does not divide 64 GPUs", "2 or 4"),
+        ("ultrascale", {"ep": (8,)}, "cuts experts, but the model has none", "use tp"),
+        ("ultrascale", {"micro_batch_size": (5000,)}, "5000 is more than the batch of 512 sequences", "512 or less"),
+        ("ultrascale", {"micro_batch_size": (3,)}, "no dp x 3 divides the batch of 512 sequences", "2 or 4"),
+        ("ultrascale", {"schedule": ("1f1b",), "pp": (1,)}, "1f1b is read only if pp > 1", "search pp > 1"),
+        ("ultrascale", {"virtual_stages": (16,), "pp": (4,)}, "pp 4 x 16 = 64 stages are more than the 32 layers", "8 or less"),
+        ("ultrascale", {"virtual_stages": (3,), "schedule": ("1f1b",)}, "3 stages a rank are not what 1f1b", "interleaved"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_told_for_its_own_reason(stack: str, asked: dict[str, Any], rule: str, remedy: str) -> None:
+    with pytest.raises(SpecError) as error:
+        search(workload(stack), asked=asked)
+    (problem,) = error.value.problems
+    assert rule in problem.rule and remedy in problem.remedy
+    assert problem.key.removeprefix("layout.") in asked
+
+
+def test_every_setting_that_cannot_be_is_told_at_once() -> None:
+    with pytest.raises(SpecError) as error:
+        search(workload("megatron"), asked={"zero_stage": (3,), "recompute": ("every-k",), "tp": (3,)})
+    assert {problem.key for problem in error.value.problems} == {"layout.zero_stage", "layout.recompute", "layout.tp"}
+
+
+def test_stages_that_are_asked_for_need_not_cut_the_layers_evenly() -> None:
+    table = legal_layouts(workload(), asked={"pp": (4,), "virtual_stages": (3,)}).table
+    assert len(table) and set(table.virtual_stages) == {3} and set(table.pp) == {4}
+
+
+def test_a_schedule_that_is_asked_for_leaves_no_layout_without_a_pipeline() -> None:
+    assert min(legal_layouts(workload(), asked={"schedule": ("zb-v",)}).table.pp) == 2
+    assert min(legal_layouts(workload(), asked={"schedule": ("zb-v",), "pp": (1, 2)}).table.pp) == 1
+
+
+def test_context_parallelism_of_deepspeed_stands_alone_and_its_hybrid_sharding_at_stage_three() -> None:
+    table = legal_layouts(workload("deepspeed", length=32768)).table
+    assert set(table.tp[table.cp > 1]) == set(table.pp[table.cp > 1]) == {1}
+    part = (table.zero_stage > 0) & (table.dp_shard < table.dp)
+    assert part.any() and set(table.zero_stage[part]) == {3}
+
+
+def test_only_trainers_whose_abilities_are_known_are_offered() -> None:
+    with pytest.raises(SpecError, match="deepspeed"):
+        stack_called("aleph-alpha")
+
+
+def test_experts_are_asked_for_by_their_own_flag(capsys) -> None:
+    assert main([*SEARCH, "--model", "mixtral-8x7b", "--ep", "8", "--json"]) == 0
+    assert '"ep": 8' in capsys.readouterr().out
+    assert main([*SEARCH, "--model", "llama-3-8b", "--ep", "8"]) == 2
+    assert "the model has none" in capsys.readouterr().err
+    assert main([*SEARCH, "--model", "llama-3-8b", "--dp-shard", "0"]) == 2
+    assert "must be from 1" in capsys.readouterr().err
