@@ -50,7 +50,6 @@ class Case:
     num_micro_batches: int = 1
     recompute: str = "none"
     compile: bool = True
-    zero_stage: int = 3
     document_mask: bool = False
 
 
@@ -60,7 +59,7 @@ CASES = [
     Case("1b selective", "llama-3.2-1b", None, 4096, 8, recompute="selective"),
     Case("1b full", "llama-3.2-1b", None, 4096, 8, recompute="full"),
     Case("1b documents", "llama-3.2-1b", None, 4096, 4, document_mask=True),
-    Case("1b accumulate 4", "llama-3.2-1b", None, 4096, 4, 4, zero_stage=0),
+    Case("1b accumulate 4", "llama-3.2-1b", None, 4096, 4, 4),
     Case("8b, 16 of 32 layers", "llama-3.1-8b", 16, 4096, 2),
     Case("8b, 16 of 32 layers, eager", "llama-3.1-8b", 16, 4096, 2, compile=False),
     Case("8b, 16 of 32 layers, full", "llama-3.1-8b", 16, 8192, 2, recompute="full"),
@@ -94,7 +93,6 @@ def build_run(case: Case) -> Run:
         model = replace(model, **small, head_dim=16, num_hidden_layers=2, vocab_size=512)
         length, device = 64, "cpu"
     layout = Layout(
-        zero_stage=case.zero_stage,  # pyright: ignore[reportArgumentType]
         micro_batch_size=case.micro_batch_size,
         recompute=case.recompute,  # pyright: ignore[reportArgumentType]
         precision="bf16",
