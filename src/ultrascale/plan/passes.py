@@ -91,7 +91,7 @@ def pass_seconds(
     forward = forward + np.maximum(launches - forward - tp_forward, 0.0)
     weight_gradient = weight_gradient + np.maximum(launches - inputs - weight_gradient - tp_backward, 0.0)
 
-    cp = _exposed_context_parallel(table, sum_of, again)
+    cp = _exposed_context_parallel(table, sum_of, again, constants)
     ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
     return Passes(forward, inputs, weight_gradient, recompute, tp, cp, ep)
 
@@ -109,11 +109,14 @@ def _recomputed_share(table: LayoutTable) -> Floats:
     return np.where(table.recompute == RECOMPUTE.index("full"), 1.0, every_k)
 
 
-def _exposed_context_parallel(table: LayoutTable, sum_of: Callable[[str], Floats], again: Floats) -> Floats:
+def _exposed_context_parallel(
+    table: LayoutTable, sum_of: Callable[[str], Floats], again: Floats, constants: Constants
+) -> Floats:
     """A ring sends the next keys and values while attention works on the last; the other two ways stand in front of it."""
     forward, backward = sum_of("cp_forward"), sum_of("cp_backward")
     attention = sum_of("attention")
     ring = table.cp_method == CP_METHODS.index("ring")
     beside = np.where(ring, attention * (table.cp - 1) / table.cp, 0.0)
     exposed = np.maximum(forward - beside, 0.0) * (1 + again) + np.maximum(backward - 2.5 * beside, 0.0)
-    return exposed
+    hidden = forward * (1 + again) + backward - exposed
+    return exposed + constants.overlap_slowdown * hidden

@@ -28,6 +28,7 @@ from ultrascale.plan.pipelined import (
     waiting_seconds,
     with_and_without_sends,
 )
+from ultrascale.plan.rank_activations import rank_activations
 from ultrascale.plan.rank_state import shards
 from ultrascale.plan.stages import Stages, cut_stages
 from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
@@ -39,7 +40,7 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 PARTS = (
     "compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_sends",
-    "bubble", "optimizer", "rest",
+    "bubble", "optimizer", "offload", "rest",
 )  # fmt: skip
 
 PAIRED = tuple(SCHEDULES.index(name) for name in ("dualpipe", "dualpipe-v"))
@@ -206,6 +207,7 @@ def _step(
         "pipeline_sends": sends,
         "bubble": bubble,
         "optimizer": _optimizer(workload, table, stages, constants),
+        "offload": of_slowest(_exposed_offload(workload, table, passes, micro_batches)),
     }
     parts["expert_parallel"] = parts["expert_parallel"] - _hidden_by_pairs(table, parts, micro_batches)
     running = sum(parts.values())
@@ -216,6 +218,18 @@ def _step(
         stops = np.where(table.pp > 1, micro_batches, 1)
         parts["rest"] += np.where(nodes >= overheads.stall_nodes, overheads.stall_seconds * stops, 0.0)
     return running + parts["rest"], parts
+
+
+def _exposed_offload(workload: Workload, table: LayoutTable, passes: Passes, micro_batches: Counts) -> Floats:
+    """Activations go to the host in the forward pass and come back in the backward pass, beside their computing."""
+    seconds = np.zeros((3, len(table)))
+    rows = np.flatnonzero(table.offload_activations)
+    if len(rows):
+        some = cut_stages(workload, table.take(rows))
+        saved = rank_activations(workload, table.take(rows), some, micro_batches[rows]).of_blocks
+        travel = 2 * saved / HOST_LINK_BYTES_PER_SECOND
+        seconds[:, rows] = micro_batches[rows] * np.maximum(travel - passes.compute[:, rows] - passes.recompute[:, rows], 0.0)
+    return seconds
 
 
 def _hidden_by_pairs(table: LayoutTable, parts: dict[str, Floats], micro_batches: Counts) -> Floats:
@@ -241,11 +255,11 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     if stack.optimizer == "muon":
         flops = NEWTON_SCHULZ_FLOPS * workload.model.hidden_size * own.max(axis=0)
         seconds = seconds + flops / (accelerator.peak_flops_per_second("bf16") * NEWTON_SCHULZ_EFFICIENCY)
-    return seconds + _offloaded_update(workload, table, own.max(axis=0))
+    return np.where(table.offload_optimizer > 0, _offloaded_update(workload, own.max(axis=0)), seconds)
 
 
-def _offloaded_update(workload: Workload, table: LayoutTable, own: Floats) -> Floats:
+def _offloaded_update(workload: Workload, own: Floats) -> Floats:
     """An update on the host: gradients go down, weights come up, and the host's memory is slower than the device's."""
     traffic = own * (workload.stack.gradient_bytes + 2) / HOST_LINK_BYTES_PER_SECOND
     state = 2 * own * (workload.stack.master_bytes + workload.stack.moment_bytes) / HOST_MEMORY_BYTES_PER_SECOND
-    return np.where(table.offload_optimizer > 0, traffic + state, 0.0)
+    return traffic + state

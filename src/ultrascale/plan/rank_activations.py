@@ -60,6 +60,8 @@ class RankActivations:
     head_backward: Floats
     embedding_saved: Floats
     embedding_backward: Floats
+    of_blocks: Floats
+    """What all blocks of a rank save of one micro-batch, wherever it is kept."""
     hidden: Floats
     """The residual stream, one tensor."""
     dummies: Floats
@@ -110,6 +112,7 @@ def rank_activations(
         head_backward=head[2] * stages.has_head,
         embedding_saved=before,
         embedding_backward=embedding[2] * stages.has_embedding,
+        of_blocks=of_blocks,
         hidden=hidden * np.ones((3, 1)),
         dummies=_dummies(workload, shapes)[:, shape_of],
     )
