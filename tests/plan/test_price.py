@@ -1,0 +1,170 @@
+"""Whole prices: what must hold for any layout, and what published runs took."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.price import PARTS, predict, price
+from ultrascale.plan.stages import cut_stages, split_layers
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import Cluster, Sourced, parse_cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model_presets import PRESETS
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.stack import STACKS, with_optimizer
+from ultrascale.spec.weights import num_parameters
+
+
+def on(
+    gpus: str, preset: str = "llama-3-70b", *, sequences: int = 512, length: int = 8192, stack: str = "megatron"
+) -> Workload:
+    return Workload(PRESETS[preset], parse_cluster(gpus), length, sequences, STACKS[stack])
+
+
+layouts = st.builds(
+    lambda tp, pp, mbs, way, zero, schedule: Layout(
+        dp=64 // (tp * pp), tp=tp, pp=pp, micro_batch_size=mbs, recompute=way, zero_stage=zero, precision="bf16",
+        schedule=schedule[0] if pp > 1 else "1f1b", virtual_stages=schedule[1] if pp > 1 else 1,
+    ),
+    st.sampled_from([1, 2, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]),
+    st.sampled_from(["none", "selective", "full"]),
+    st.sampled_from([0, 1]), st.sampled_from([("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]),
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts)
+def test_the_parts_of_a_step_sum_to_it_played_or_not(layout: Layout):
+    workload = on("64xh100", sequences=256)
+    for found in (predict(workload, layout), price(workload, LayoutTable.of([layout])).row(0)):
+        assert tuple(sorted(found.waterfall)) == tuple(sorted(PARTS))
+        assert sum(found.waterfall.values()) == pytest.approx(found.step_seconds, rel=1e-9)
+        assert min(found.waterfall.values()) >= 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts, st.sampled_from([0.1, 0.5, 0.9]))
+def test_a_slower_network_never_makes_a_step_faster(layout: Layout, factor: float):
+    workload = on("64xh100", sequences=256)
+    slow = replace(workload, cluster=slower(workload.cluster, factor))
+    assert predict(slow, layout).step_seconds >= predict(workload, layout).step_seconds * (1 - 1e-9)
+
+
+def slower(cluster: Cluster, factor: float) -> Cluster:
+    link = cluster.node.inter_link
+    assert link is not None
+    rate = replace(link.bytes_per_second, value=link.bytes_per_second.value * factor)
+    achieved = link.achieved_bytes_per_second
+    scaled = achieved and Sourced(achieved.value * factor, achieved.source, achieved.date)
+    node = replace(cluster.node, inter_link=replace(link, bytes_per_second=rate, achieved_bytes_per_second=scaled))
+    return replace(cluster, node=node)
+
+
+def test_a_row_costs_the_same_alone_and_among_others():
+    workload = on("64xh100", sequences=256)
+    rows = [
+        Layout(dp=64 // (tp * pp), tp=tp, pp=pp, zero_stage=1, precision="bf16") for tp, pp in product((1, 2, 8), (1, 2, 4))
+    ]
+    together = price(workload, LayoutTable.of(rows))
+    alone = [price(workload, LayoutTable.of([row])).step_seconds[0] for row in rows]
+    np.testing.assert_allclose(together.step_seconds, alone, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
+)
+def test_the_formula_of_a_schedule_is_close_to_the_schedule_played(schedule: str, virtual_stages: int):
+    workload = on("256xh100")
+    differences = []
+    for tp, pp in product((2, 4, 8), (2, 4, 8)):
+        layout = Layout(dp=256 // (tp * pp), tp=tp, pp=pp, zero_stage=1, precision="bf16", schedule=schedule,
+                        virtual_stages=virtual_stages)  # fmt: skip
+        formula = price(workload, LayoutTable.of([layout])).step_seconds[0]
+        differences.append(formula / predict(workload, layout).step_seconds - 1)
+    assert abs(np.median(differences)) < 0.03
+    assert max(map(abs, differences)) < 0.1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=16),
+        Layout(pp=16, virtual_stages=7, schedule="interleaved"),
+        Layout(pp=16, virtual_stages=2, schedule="dualpipe-v"),
+        Layout(pp=16, schedule="dualpipe"),
+    ],
+)
+def test_the_ranks_of_a_pipeline_hold_the_model_once(layout: Layout):
+    workload = on("64xh100", "llama-3.1-405b", stack="ultrascale")
+    stages = cut_stages(workload, LayoutTable.of([layout]))
+    # Ranks between are taken for as full as the fullest: 126 layers make ranks of 8 and 7.
+    most = num_parameters(workload.model) * (1 + 14 / 126)
+    assert num_parameters(workload.model) * 0.99 <= float((stages.dense_parameters * stages.exists).sum()) <= most
+
+
+def test_layers_left_over_go_to_the_middle_and_are_all_there():
+    workload = on("64xh100", "llama-3.1-405b")
+    for chunks in (1, 2, 7, 16, 128):
+        cut = split_layers(workload, chunks)
+        assert (sum(cut), len(cut)) == (126, chunks)
+        assert cut[-1] == min(cut)
+
+
+def test_a_cut_of_ones_own_is_priced_as_it_is():
+    workload = on("64xh100", sequences=256)
+    even = Layout(dp=4, tp=4, pp=4, zero_stage=1, precision="bf16")
+    lopsided = predict(workload, replace(even, layers_per_stage=(50, 10, 10, 10)))
+    assert lopsided.step_seconds > 1.8 * predict(workload, even).step_seconds
+    assert lopsided.memory.allocated > 1.5 * predict(workload, even).memory.allocated
+    assert lopsided.layout.layers_per_stage == (50, 10, 10, 10)
+
+
+def test_a_schedule_from_a_file_is_refused_and_not_taken_for_another():
+    with pytest.raises(SpecError, match="mine.csv is a schedule of its own"):
+        predict(on("64xh100"), Layout(dp=4, tp=4, pp=4, schedule="mine.csv"))
+
+
+def test_activations_on_the_host_take_the_time_of_the_way_there():
+    workload = on("64xh100", sequences=128)
+    layout = Layout(dp=4, tp=4, pp=4, zero_stage=1, precision="bf16")
+    here, there = predict(workload, layout), predict(workload, replace(layout, offload_activations=True))
+    assert there.memory.allocated < 0.6 * here.memory.allocated
+    assert there.waterfall["offload"] > 0 == here.waterfall["offload"]
+
+
+def test_optimizers_differ_in_memory_and_muon_in_time():
+    workload = on("8xh100", "llama-3-8b", sequences=16)
+    layout = Layout(dp=8, zero_stage=1, precision="bf16")
+    found = {
+        name: predict(replace(workload, stack=with_optimizer(workload.stack, name)), layout)
+        for name in ("adamw", "adamw-8bit", "muon")
+    }
+    share = num_parameters(workload.model) / 8
+    saved = found["adamw"].memory.allocated - found["adamw-8bit"].memory.allocated
+    assert saved == pytest.approx(share * (8 - 2.03125), rel=0.05)
+    assert found["muon"].waterfall["optimizer"] > found["adamw"].waterfall["optimizer"]
+    with pytest.raises(SpecError, match="adamw, adamw-bf16, adamw-8bit, muon"):
+        with_optimizer(workload.stack, "sgd")
+
+
+def test_published_runs_are_met_within_a_fifth():
+    """Korthikanti et al. 2022, table 5 (175B, selective: 13.75 s a step); DeepSeek-V3 report, table 1 (180,000 H800 hours for
+    1T tokens); Llama 3, table 4 (400 TFLOP/s a GPU on 16,384)."""
+    gpt = Workload(PRESETS["gpt-3-175b"], parse_cluster("64xa100"), 2048, 64, STACKS["megatron"])
+    korthikanti = Layout(tp=8, pp=8, virtual_stages=3, schedule="interleaved", precision="bf16", recompute="selective")
+    assert predict(gpt, korthikanti).step_seconds == pytest.approx(13.75, rel=0.2)
+
+    deepseek = on("2048xh800", "deepseek-v3", sequences=15360, length=4096)
+    two_ways = Layout(dp=128, pp=16, ep=64, zero_stage=1, precision="fp8", schedule="dualpipe")
+    hours = 2048 * predict(deepseek, two_ways).step_seconds / 3600 / deepseek.tokens_per_step * 1e12
+    assert hours == pytest.approx(180_000, rel=0.2)
+
+    llama = on("16384xh100", "llama-3.1-405b", sequences=2048)
+    own = Layout(dp=128, tp=8, pp=16, virtual_stages=8, schedule="interleaved", zero_stage=1, precision="bf16",
+                 layers_per_stage=(0, *[1] * 126, 0))  # fmt: skip
+    assert predict(llama, own).mfu(full_attention=True) * 989.4 == pytest.approx(400, rel=0.2)
