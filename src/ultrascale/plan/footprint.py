@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 CATEGORIES = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
 INDEX_BYTES = 8
 """Of a token or a target: int64."""
-MARGIN = 0.05
+MARGIN = 0.07
 """Of the device's memory, kept free: above it the allocator gives back and takes again what it caches. See docs/memory-model.md
 for how many published runs this judges rightly."""
 
