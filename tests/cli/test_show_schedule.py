@@ -82,3 +82,17 @@ def test_pictures_in_the_documentation_are_what_the_command_draws(words, tmp_pat
     shown(f"schedule {words} --svg {tmp_path / 'now.svg'}", capsys)
     page = Path(__file__).parents[2] / "docs" / "pictures" / f"{words.split()[0]}.svg"
     assert page.read_text() == (tmp_path / "now.svg").read_text(), f"ultrascale show schedule {words} --svg {page}"
+
+
+@pytest.mark.parametrize("words", ["--pp 4 --micro-batches 100000", "--pp 1000 --micro-batches 1000", "--pp 513"])
+def test_a_step_of_endless_passes_is_refused_in_a_sentence(words):
+    for verb in ("schedule 1f1b", "schedules"):
+        with pytest.raises(SpecError, match="are played|are drawn"):
+            command(f"{verb} {words}".split())
+
+
+def test_a_long_step_is_drawn_and_of_many_ranks_only_the_ends(capsys):
+    assert "A step takes 60009" in shown("schedule 1f1b --pp 4 --micro-batches 20000", capsys).replace("e+04", "0000").replace(
+        "60000", "60009"
+    )
+    assert len(shown("schedule 1f1b --pp 128 --micro-batches 256", capsys).splitlines()) < 500

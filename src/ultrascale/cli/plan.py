@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from ultrascale.cli.parse import parse_with_overrides
-from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, has_rates, plan_run
+from ultrascale.cli.plan_conflicts import refuse_conflicts, refuse_on_measured_device, refuse_precision
+from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, has_rates, not_trainable, plan_run
 from ultrascale.plan.trainers import stack_called
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
-from ultrascale.spec.units import UnitError, parse_tokens
+from ultrascale.spec.units import parse_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,11 +40,11 @@ def plan(
     pp: str | None = None,
     ep: str | None = None,
     schedule: str | None = None,
-    zero_stage: Literal[0, 1, 2, 3] | None = None,
+    zero_stage: str | None = None,
     dp_shard: int | None = None,
-    recompute: Literal["none", "selective", "full", "every-k"] | None = None,
+    recompute: str | None = None,
     micro_batch_size: int | None = None,
-    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] | None = None,
+    precision: str | None = None,
     stack: str = "ultrascale",
     runnable: bool = False,
     top: int = 10,
@@ -78,11 +80,11 @@ def plan(
         pp: Pipeline parallelism to search.
         ep: Expert parallelism to search.
         schedule: Pipeline schedules to search, such as 1f1b,interleaved.
-        zero_stage: What is cut over GPUs: nothing, optimizer state, gradients too, parameters too.
+        zero_stage: What is cut over GPUs: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too; or such as 1,3.
         dp_shard: GPUs that share one copy of the training state. Default: searched.
-        recompute: Activations computed again in the backward pass.
+        recompute: Activations computed again in the backward pass: none, selective, full, every-k, or several.
         micro_batch_size: Sequences in one forward pass of one GPU.
-        precision: Dtype of the passes. Default: bf16, or fp32 on a CPU.
+        precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8. Default: bf16, or fp32 on a CPU.
         stack: The trainer that is planned for: ultrascale, torchtitan, megatron, nanotron, llm-foundry, deepspeed.
         runnable: Search only what `ultrascale train` runs today.
         top: Layouts to list.
@@ -107,12 +109,13 @@ def command(arguments: list[str]) -> int:
         return plan_far.command(arguments[1:])
     parsed, rest = parse_with_overrides(plan, "plan", arguments)
     stack = stack_called(parsed["stack"])
-    if parsed["top"] < 1:
-        raise SpecError([Problem("top", f"must be at least 1, is {parsed['top']}", "10 is usual.")])
+    refuse_conflicts(parsed, arguments)
     if parsed["run"] is not None:
         return _one(parsed, rest, arguments)
     cluster = _machines(parsed, rest)
+    refuse_precision(parsed, cluster)
     if not has_rates(cluster.accelerator, parsed["precision"] or "bf16"):
+        refuse_on_measured_device(parsed, arguments)
         return _compared(parsed, rest, arguments)
     from ultrascale.cli.plan_search import searched
 
@@ -128,8 +131,22 @@ def _one(parsed: dict[str, Any], rest: list[str], arguments: list[str]) -> int:
             words["layout.dp"] = _ranks_left(run, parsed["gpus"])
         run = resolve(parsed["run"], [*_overrides(parsed, words), *rest]).run
     chosen = plan_run(run, cluster_of(run), stack_called(parsed["stack"]))
+    _refuse_what_the_trainer_lacks(chosen)
     finish(chosen, [chosen], parsed, arguments, rest)
     return 0 if chosen.fits else 1
+
+
+def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
+    """Raises SpecError if the run's layout is none that its trainer can be asked for."""
+    from ultrascale.plan.flags import cannot_express
+    from ultrascale.plan.report import workload_of
+
+    if chosen.stack.name == "ultrascale":
+        return
+    found = cannot_express(workload_of(chosen.run, chosen.cluster, chosen.stack), chosen.run.layout)
+    remedy = f"Change the run, such as --{{}}, or search: --model ... --gpus ... --stack {chosen.stack.name}."
+    if found:
+        raise SpecError([replace(one, remedy=remedy.format(one.key.replace("_", "-"))) for one in found])
 
 
 def _ranks_left(run: Run, gpus: str) -> int:
@@ -238,7 +255,7 @@ def finish(chosen: RunPlan, plans: list[RunPlan], parsed: dict[str, Any], argume
     """Save, write and print what is asked of one plan; `plans` are those it was compared with."""
     write_files(chosen, parsed)
     if parsed["print_flags"]:
-        print(flags_of(chosen))
+        print_flags(chosen)
     elif parsed["json"]:
         print(jsonlib.dumps(_as_json(chosen, plans), indent=2))
     else:
@@ -259,21 +276,23 @@ def console_for_people() -> Console:
 
 
 def write_files(chosen: RunPlan, parsed: dict[str, Any]) -> None:
-    """The run and the pictures that are asked for. Raises SpecError rather than replace a file or draw nothing."""
+    """The run and the pictures that are asked for; `refuse_conflicts` has seen to it that they replace nothing."""
     if parsed["save"] is not None:
-        _save(chosen.run, Path(parsed["save"]))
+        Path(parsed["save"]).write_text(to_toml(chosen.run))
     if parsed["svg"] is not None or parsed["perfetto"] is not None:
         from ultrascale.plan.step_timeline import write_step
 
         write_step(chosen, svg=parsed["svg"], perfetto=parsed["perfetto"])
 
 
-def flags_of(chosen: RunPlan) -> str:
-    """The plan as settings of its trainer."""
+def print_flags(chosen: RunPlan) -> None:
+    """Print the plan as settings of its trainer; that it does not fit is said on stderr, which a script leaves out."""
     from ultrascale.plan.flags import trainer_flags
     from ultrascale.plan.report import workload_of
 
-    return trainer_flags(workload_of(chosen.run, chosen.cluster, chosen.stack), chosen.run.layout)
+    print(trainer_flags(workload_of(chosen.run, chosen.cluster, chosen.stack), chosen.run.layout))
+    if not chosen.fits:
+        print("ultrascale: this layout does not fit; the same command without --print-flags says why.", file=sys.stderr)
 
 
 def _as_json(chosen: RunPlan, plans: list[RunPlan]) -> dict[str, Any]:
@@ -292,18 +311,9 @@ def _as_json(chosen: RunPlan, plans: list[RunPlan]) -> dict[str, Any]:
     return answer
 
 
-def _save(run: Run, path: Path) -> None:
-    if path.exists():
-        raise SpecError([Problem("save", f"{path} is there already", "Name another file, or remove it.")])
-    path.write_text(to_toml(run))
-
-
 def num_tokens(text: str | None) -> int | None:
-    """`15T` as a number. Raises SpecError if it is none."""
-    try:
-        return None if text is None else parse_tokens(text)
-    except UnitError as error:
-        raise SpecError([Problem("tokens", str(error), "Write 300B or 1T.")]) from error
+    """`15T` as a number; `refuse_conflicts` has read it before."""
+    return None if text is None else parse_tokens(text)
 
 
 def _next_command(chosen: RunPlan, parsed: dict[str, Any], arguments: list[str], rest: list[str]) -> str:
@@ -315,8 +325,17 @@ def _next_command(chosen: RunPlan, parsed: dict[str, Any], arguments: list[str],
         return " ".join([*words, "--layout.zero-stage 3 --layout.recompute full"])
     run = parsed["run"] or parsed["save"]
     if run is not None:
-        settings = rest if parsed["run"] else []
-        return " ".join(["ultrascale check", run, *settings, "  then  ultrascale train", run, *settings])
+        return next_of_run(chosen, [run, *(rest if parsed["run"] else [])])
     open_words = [] if says(arguments, "zero-stage") else ["--zero-stage", str(layout.zero_stage)]
     open_words += [] if says(arguments, "recompute") else ["--recompute", layout.recompute]
     return " ".join([*words, *open_words, "--save run.toml"])
+
+
+def next_of_run(chosen: RunPlan, words: list[str]) -> str:
+    """What to do with a run's file (and settings over it): train it, hand it to its trainer, or look at its step."""
+    told = " ".join(words)
+    if chosen.stack.name != "ultrascale":
+        return f"ultrascale plan {told} --stack {chosen.stack.name} --print-flags"
+    if not_trainable(chosen.run):
+        return f"ultrascale plan {told} --perfetto step.json   (our trainer does not run it yet)"
+    return f"ultrascale check {told}   then  ultrascale train {told}"

@@ -73,7 +73,7 @@ def _plan(parsed: dict[str, Any]) -> FarPlan:
         parameters = parse_tokens(parsed["parameters"])
     except UnitError as error:
         problems.append(Problem("parameters", str(error).replace("tokens", "parameters"), "Write 405B or 72T."))
-        parameters = 1
+        parameters = 10**9  # so that the other numbers are looked at
     try:
         plan = far_apart(
             parameters,

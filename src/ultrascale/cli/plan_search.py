@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -42,6 +43,7 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     if parsed["runnable"]:
         if problems := untrainable_model(run.model):
             raise SpecError(problems)
+        _refuse_axes(asked)
         asked = RUNNABLE | asked
     result = search(workload, base=base, asked=asked)
     best = result.best or result.smallest
@@ -49,13 +51,30 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     chosen = _chosen(run, result, cluster, stack)
     if result.best is not None:
         verb.write_files(chosen, parsed)
+    elif unwritten := [parsed[name] for name in ("save", "svg", "perfetto") if parsed[name] is not None]:
+        print(f"ultrascale: no layout fits; not written: {', '.join(unwritten)}.", file=sys.stderr)
     if parsed["print_flags"]:
-        print(verb.flags_of(chosen))
+        verb.print_flags(chosen)
     elif parsed["json"]:
         print(jsonlib.dumps(_as_json(result, chosen, parsed, base, asked), indent=2))
     else:
         _print(result, chosen, parsed, arguments, base, asked)
     return 0 if chosen.fits else 1
+
+
+def _refuse_axes(asked: dict[str, tuple[Any, ...]]) -> None:
+    """Raises SpecError with every axis that is asked for and that our trainer does not run."""
+    wrong = {name: asked[name] for name in RUNNABLE if name in asked and set(asked[name]) != {1}}
+    if wrong:
+        said = {name: ",".join(map(str, values)) for name, values in wrong.items()}
+        raise SpecError(
+            [
+                Problem(
+                    f"layout.{name}", f"is {text}, and --runnable searches what `ultrascale train` runs: 1", "Leave out one."
+                )
+                for name, text in said.items()
+            ]
+        )
 
 
 def _split(parsed: dict[str, Any], rest: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -96,8 +115,10 @@ def _choices(settings: dict[str, str]) -> tuple[dict[str, tuple[Any, ...]], Layo
             continue
         if name in SEARCHED:
             asked[name] = values
-        else:
+        elif len(values) == 1:
             fixed[name] = values[0]
+        else:
+            problems.append(Problem(leaf.key, f"is not searched, and {text} are {len(values)} values", "Give one."))
     if not problems:
         problems = [p for name, values in asked.items() for value in values for p in _range_problems(name, value)]
     if problems:
@@ -119,13 +140,12 @@ def _described(
 ) -> Run:
     """The run without its layout: `dp` stands in for it so that a batch such as 4M becomes one that many ranks can share."""
     length = parsed["seq_len"] or verb.run_words(parsed, dp=1)["batch.sequence_length"]
-    micro = asked.get("micro_batch_size", (1,))[0]
-    dp = _sharing_ranks(parsed, cluster.num_accelerators, length * micro) if "dp" not in asked else asked["dp"][0]
+    micro, dp = _shares(parsed, asked, cluster.num_accelerators, length)
     words = verb.run_words(parsed, dp=dp) | {"layout.micro_batch_size": micro, "layout.precision": base.precision}
-    if parsed["sequences_per_batch"] is None and parsed["tokens_per_batch"] is None:
-        words["batch.sequences_per_batch"] = cluster.num_accelerators * micro
-    elif parsed["sequences_per_batch"] is not None:
-        words |= {"batch.sequences_per_batch": parsed["sequences_per_batch"], "layout.dp": 1, "layout.micro_batch_size": 1}
+    if parsed["tokens_per_batch"] is None:
+        default = cluster.num_accelerators * asked.get("micro_batch_size", (1,))[0]
+        sequences = default if parsed["sequences_per_batch"] is None else parsed["sequences_per_batch"]
+        words |= {"batch.sequences_per_batch": sequences, "layout.dp": 1, "layout.micro_batch_size": 1}
     else:
         del words["batch.sequences_per_batch"]
         words["batch.tokens_per_batch"] = parsed["tokens_per_batch"]
@@ -134,12 +154,27 @@ def _described(
     return resolve(None, [*verb.as_flags(words), *others]).run
 
 
+def _shares(parsed: dict[str, Any], asked: dict[str, tuple[Any, ...]], num_gpus: int, length: int) -> tuple[int, int]:
+    """Micro-batch size and ranks among whom the batch is to be shared: those asked for, where they can be."""
+    micro = asked.get("micro_batch_size", (1,))[0]
+    if _tokens(parsed) < micro * length:
+        micro = 1  # refused by the search, for its own reason
+    if "dp" in asked and num_gpus % asked["dp"][0] == 0 and asked["dp"][0] * micro * length <= _tokens(parsed):
+        return micro, asked["dp"][0]
+    return micro, _sharing_ranks(parsed, num_gpus, length * micro)
+
+
+def _tokens(parsed: dict[str, Any]) -> int:
+    """Of the batch, as it was asked for; 1 if it was not, or cannot be read, which is told where it is resolved."""
+    try:
+        return parse_tokens(str(parsed["tokens_per_batch"] or 1))
+    except UnitError:
+        return 1
+
+
 def _sharing_ranks(parsed: dict[str, Any], num_gpus: int, tokens_of_a_pass: int) -> int:
     """The most GPUs among whom the batch can be shared: a number of tokens is brought to a multiple of them."""
-    try:
-        tokens = parse_tokens(str(parsed["tokens_per_batch"] or 1))
-    except UnitError:
-        return 1  # told where the batch is read
+    tokens = _tokens(parsed)
     return max(n for n in divisors(num_gpus) if n == 1 or n * tokens_of_a_pass <= tokens)
 
 
@@ -158,6 +193,8 @@ def _print(
     asked: dict[str, tuple[Any, ...]],
 ) -> None:  # fmt: skip
     console = verb.console_for_people()
+    if note := _batch_note(parsed["tokens_per_batch"], result.workload):
+        console.print(f"[dim]{note}[/]\n")
     if result.best is None:
         console.print(f"[bold red]{no_layout_fits(result)}[/]")
         console.print(_what_would_fit(result.workload, base, asked) + "\n")
@@ -169,6 +206,14 @@ def _print(
         console.print()
         show_explanation(result, *_compared(result.workload, base, asked), console)
     console.print(f"\n[bold]next[/bold]  {_next_command(result, chosen, parsed, arguments)}", soft_wrap=True)
+
+
+def _batch_note(text: str | None, workload: Workload) -> str:
+    """That a batch of so many tokens has become the nearest of whole sequences that many can share; empty if it has not."""
+    if text is None or parse_tokens(text) == workload.tokens_per_step:
+        return ""
+    count = workload.sequences_per_batch
+    return f"{text} tokens a batch: nearest that divide are {count:,} sequences, {workload.tokens_per_step:,} tokens"
 
 
 def _compared(
@@ -192,7 +237,7 @@ def _next_command(result: SearchResult, chosen: RunPlan, parsed: dict[str, Any],
     if not chosen.fits:
         return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
     if parsed["save"] is not None:
-        return f"ultrascale check {parsed['save']}   then  ultrascale train {parsed['save']}"
+        return verb.next_of_run(chosen, [parsed["save"]])
     if chosen.stack.name != "ultrascale":
         return " ".join([*words, "--print-flags"])
     if untrainable_model(chosen.run.model) or any(parsed[axis] not in (None, "1") for axis in ("tp", "cp", "pp", "ep")):

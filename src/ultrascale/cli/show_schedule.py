@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 MOST_BLOCKS = 4
 """Lines a rank on the terminal; of longer steps the middle is left out."""
+MOST_LINES = 256
+"""Of the picture on the terminal: of many ranks fewer blocks are shown."""
+MOST_RANKS = 512
+"""As many as there are in any pipeline that was published, four times over."""
+MOST_PASSES = 30_000
+"""Forward passes of a step over all stages: what is played and drawn in seconds."""
 COPIES = {"dualpipe": 2}
 """Copies of the weights that a schedule needs, where it is not one."""
 
@@ -106,12 +112,33 @@ def _program(asked: ShowSchedule) -> Program:
         given = {"pp": asked.pp, "micro_batches": asked.micro_batches, "virtual_stages": asked.virtual_stages}
         if said := [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]:
             raise SpecError([Problem(said[0], f"{asked.name} says that itself", f"Leave out {' and '.join(said)}.")])
-        return compile_schedule(read_schedule(Path(asked.name)))
+        actions = read_schedule(Path(asked.name))
+        _check_size(len(actions), sum(map(len, actions)) // 2, remedy="Write a shorter step to the file.")
+        return compile_schedule(actions)
+    _check_asked(asked)
     return program_of(asked.name, *_size(asked), asked.virtual_stages)
 
 
 def _size(asked: ShowSchedule) -> tuple[int, int]:
     return (4 if asked.pp is None else asked.pp), (8 if asked.micro_batches is None else asked.micro_batches)
+
+
+def _check_asked(asked: ShowSchedule) -> None:
+    pp, micro_batches = _size(asked)
+    passes = pp * micro_batches * max(1, asked.virtual_stages or 1)
+    _check_size(pp, passes, remedy="A step repeats itself: 2 to 4 micro-batches a rank show all there is to see.")
+
+
+def _check_size(ranks: int, passes: int, *, remedy: str) -> None:
+    """Raise SpecError for what would take minutes to play and thousands of lines to print."""
+    found = []
+    if ranks > MOST_RANKS:
+        found.append(Problem("pp", f"{ranks:,} ranks are more than the {MOST_RANKS} that are drawn", "Take fewer."))
+    if passes > MOST_PASSES:
+        rule = f"the step has {passes:,} forward passes, and at most {MOST_PASSES:,} are played"
+        found.append(Problem("micro_batches", rule, remedy))
+    if found:
+        raise SpecError(found)
 
 
 def _played(asked: ShowSchedule, name: str, program: Program) -> Timeline:
@@ -148,10 +175,11 @@ def _show_one(timeline: Timeline, title: str) -> None:
     names = [f"rank {rank} " for rank in range(len(timeline.schedule))]
     margin = max(map(len, names))
     blocks = draw_text(timeline, width=console.width - margin, colour=console.color_system is not None)
+    ends = max(1, min(MOST_BLOCKS, MOST_LINES // len(names)) // 2)  # blocks shown at either end
     for number, block in enumerate(blocks):
-        if MOST_BLOCKS // 2 <= number < len(blocks) - MOST_BLOCKS // 2:
-            if number == MOST_BLOCKS // 2:
-                console.print(f"... {len(blocks) - MOST_BLOCKS} as long as these; --svg draws all of them\n", style="dim")
+        if ends <= number < len(blocks) - ends:
+            if number == ends:
+                console.print(f"... {len(blocks) - 2 * ends} as long as these; --svg draws all of them\n", style="dim")
             continue
         for name, line in zip(names, block, strict=True):
             console.print(name.ljust(margin), line, sep="", soft_wrap=True)
@@ -175,6 +203,7 @@ def _show_all(asked: ShowSchedule) -> int:
     from ultrascale.schedules.build import NAMES
 
     pp, micro_batches = _size(asked)
+    _check_asked(asked)
     rows = []
     for name, known in NAMES.items():
         if name == "dualpipe" and pp % 2:

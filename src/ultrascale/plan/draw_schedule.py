@@ -26,8 +26,8 @@ NAMES = {
 FADE = 0.5
 """How far towards white the colour of a rank's last stage goes."""
 IDLE = "·"
-TOO_SHORT = 1e-4
-"""Of the step: actions this short do not set the scale of the text."""
+TOO_SHORT = 1e-2
+"""Of the longest action: those this short do not set the scale of the text."""
 WIDEST_UNIT = 6
 """Columns of text for the shortest action, at most."""
 LEFT, RIGHT, TOP, ROW, GAP, BOTTOM, WIDTH = 96, 128, 62, 30, 6, 78, 1280
@@ -67,16 +67,17 @@ def draw_text(timeline: Timeline, *, width: int, colour: bool) -> list[list[Text
     The shortest action takes a column or more. With `colour`, boxes are coloured, and a number alone does where a letter is too
     much.
     """
-    shortest = min(
+    passes = [
         end - start
         for starts, ends in zip(timeline.start, timeline.end, strict=True)
         for start, end in zip(starts, ends, strict=True)
-        if end - start > TOO_SHORT * timeline.step_seconds
-    )
+    ]
+    shortest = min(seconds for seconds in passes if seconds > TOO_SHORT * max(passes))
     scale = max(1, min(int(width * shortest / timeline.step_seconds), WIDEST_UNIT)) / shortest
     lines = [_line(timeline, rank, scale, colour=colour) for rank in range(len(timeline.schedule))]
     longest = max(map(len, lines))
-    return [[line[start : start + width] for line in lines] for start in range(0, longest, width)]
+    cut = [line.divide(range(width, longest, width)) for line in lines]
+    return [list(block) for block in zip(*cut, strict=True)]
 
 
 def _line(timeline: Timeline, rank: int, scale: float, *, colour: bool) -> Text:

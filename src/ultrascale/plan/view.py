@@ -67,6 +67,7 @@ TIMES = {
     "pipeline_sends": ("pipeline sends", "cyan"),
     "bubble": ("bubble", "red"),
     "optimizer": ("optimizer", "blue"),
+    "offload": ("offload to host", "bright_blue"),
     "rest": ("rest", "bright_black"),
 }
 

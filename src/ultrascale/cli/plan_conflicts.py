@@ -1,0 +1,101 @@
+"""What cannot be asked of `ultrascale plan` together, or cannot be written: told before any work, all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ultrascale.spec.cluster import Cluster
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.schema import leaves
+from ultrascale.spec.units import UnitError, parse_tokens
+
+OF_A_SEARCH = ("explain", "runnable", "top")
+AXES = ("tp", "cp", "pp", "ep", "schedule")
+
+
+def refuse_conflicts(parsed: dict[str, Any], arguments: list[str]) -> None:
+    """Raises SpecError with every pair of flags that contradict each other, every file that cannot be written, bad tokens."""
+    problems = [*_together(parsed), *_files(parsed), *_tokens(parsed["tokens"])]
+    if parsed["top"] < 1:
+        problems.append(Problem("--top", f"must be at least 1, is {parsed['top']}", "10 is usual."))
+    if parsed["run"] is not None:
+        problems += [
+            Problem(f"--{name}", "is of a search, and a run's file has one layout", "Leave it out, or give --model and --gpus.")
+            for name in OF_A_SEARCH
+            if _said(name, arguments)
+        ]
+    if problems:
+        raise SpecError(problems)
+
+
+def refuse_on_measured_device(parsed: dict[str, Any], arguments: list[str]) -> None:
+    """The same for a device whose speed is measured at run time: only layouts that we train are compared, by memory."""
+    problems = [
+        Problem(f"--{name}", "compares step times, and this machine's are measured at run time", "Leave it out.")
+        for name in ("explain", "top", "svg", "perfetto", "tokens")
+        if _said(name, arguments)
+    ]
+    if parsed["stack"] != "ultrascale":
+        rule = f"{parsed['stack']} is planned for accelerators, and this machine's speed is measured at run time"
+        problems.append(Problem("--stack", rule, "Leave it out, or plan for an accelerator such as 8xh100."))
+    for name in AXES:
+        if parsed[name] not in (None, "1"):
+            rule = f"is {parsed[name]}; of a machine whose speed is measured at run time, only what we train is planned"
+            problems.append(Problem(f"--{name}", rule, "Leave it out, or plan for an accelerator such as 8xh100."))
+    if problems:
+        raise SpecError(problems)
+
+
+def refuse_precision(parsed: dict[str, Any], cluster: Cluster) -> None:
+    """Raises SpecError if the accelerator has no such dtype."""
+    accelerator, asked = cluster.accelerator, parsed["precision"]
+    has = ["fp16", *accelerator.peak_flops]
+    known = leaves()["layout.precision"].kind
+    if asked is None or accelerator.measured_at_run_time or asked in has or asked not in getattr(known, "__args__", ()):
+        return
+    fitting = ", ".join(dict.fromkeys(name for name in has if name in getattr(known, "__args__", ())))
+    raise SpecError([Problem("--precision", f"{accelerator.title} has no {asked}", f"Choose one of {fitting}.")])
+
+
+def _together(parsed: dict[str, Any]) -> list[Problem]:
+    pairs = [
+        ("sequences_per_batch", "tokens_per_batch", "say the same thing twice", "Keep one of the two."),
+        ("print_flags", "json", "both want the whole output", "Keep one of the two."),
+    ]
+    found = [
+        Problem(f"--{one.replace('_', '-')}", f"and --{other.replace('_', '-')} {why}", remedy)
+        for one, other, why, remedy in pairs
+        if parsed[one] not in (None, False) and parsed[other] not in (None, False)
+    ]
+    if parsed["runnable"] and parsed["stack"] != "ultrascale":
+        rule = f"is about `ultrascale train`, and the plan is for {parsed['stack']}"
+        found.append(Problem("--runnable", rule, "Leave out one of the two."))
+    return found
+
+
+def _files(parsed: dict[str, Any]) -> list[Problem]:
+    """Files that are there already, and folders that are not."""
+    found = []
+    for name in ("save", "svg", "perfetto"):
+        if parsed[name] is None:
+            continue
+        path = Path(parsed[name])
+        if path.exists():
+            found.append(Problem(f"--{name}", f"{path} is there already", "Name another file, or remove it."))
+        elif not path.parent.is_dir():
+            found.append(Problem(f"--{name}", f"the folder {path.parent} is not there", f"mkdir -p {path.parent}"))
+    return found
+
+
+def _tokens(text: str | None) -> list[Problem]:
+    if text is None:
+        return []
+    try:
+        return [] if parse_tokens(text) else [Problem("--tokens", "must be more than 0", "Write 300B or 1T.")]
+    except UnitError as error:
+        return [Problem("--tokens", str(error), "Write 300B or 1T.")]
+
+
+def _said(name: str, arguments: list[str]) -> bool:
+    return any(word.partition("=")[0] == f"--{name}" for word in arguments)
