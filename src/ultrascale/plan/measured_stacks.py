@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.measured_rows import Asked
-from ultrascale.spec.stack import STACKS, Kernels, Overheads, Stack
+from ultrascale.spec.stack import STACKS, Kernels, Overheads, Stack, with_optimizer
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ _EAGER = {"norm": False, "rotary": False, "swiglu": False}
 """Norms, rotary positions and SwiGLU as torch's own operations, one kernel for each: neither compiled nor hand-written."""
 _NARROW_GRADIENTS = {"gradient_bytes": 2, "reduce_bytes": 2}
 """NeMo's and Megatron-Bridge's performance recipes sum and reduce gradients in bf16 (grad_reduce_in_fp32 = False)."""
+_NARROW_MOMENTS = r"megatron-bridge|hai-llm"
+"""Programs that keep both moments in bf16 for models of the DeepSeek family: as its report says (arXiv 2412.19437, section
+3.3.2), and as Megatron-Bridge's recipes for DeepSeek, Moonlight and Kimi do (exp_avg_dtype)."""
 _PLAIN_MEGATRON = {"overlaps_tensor_parallel": False}
 """Megatron-LM overlaps TP only through Transformer Engine's user buffers, which NeMo's recipes switch on."""
 _LIKENESSES = (
@@ -124,6 +127,8 @@ def _refined(stack: Stack, asked: Asked) -> Stack:
         stack = replace(stack, **_NO_OVERLAP)
     if stack.name == "nanotron" and (asked.year or 9999) <= LAST_YEAR_OF_WHOLE_INPUTS:
         stack = replace(stack, autograd_gradient_bytes=0)
+    if asked.attn_kind.lower().startswith("mla") and re.search(_NARROW_MOMENTS, asked.framework, re.IGNORECASE):
+        stack = with_optimizer(stack, "adamw-bf16")
     detail = asked.recompute_detail.lower()
     if re.search(r"layernorm|moe_act|mla_up_proj|rmsnorm|maxtext|save_dot", detail):
         return replace(stack, selective="elementwise")
