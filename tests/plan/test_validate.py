@@ -212,7 +212,7 @@ def test_links_inside_a_node_are_read_from_text():
 
 
 def test_moments_of_the_deepseek_family_are_narrow_where_its_recipes_say_so():
-    cells = {"attn_kind": "mla0", "experts": "64", "topk": "6", "expert_ffn": "1408"}
+    cells = {"attn_kind": "mla0", "kv_heads": "32", "experts": "64", "topk": "6", "expert_ffn": "1408"}
     frameworks = ("Megatron-Bridge / Megatron-Core", "HAI-LLM", "Megatron-LM", "torchtitan")
     stacks = [setup_of(asked(**cells, framework=framework)).workload.stack for framework in frameworks]
     assert [stack.moment_bytes for stack in stacks] == [4, 4, 8, 8]
