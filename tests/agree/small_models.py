@@ -47,7 +47,7 @@ def batch_of(model: Model, micro_batch_size: int, length: int, *, documents: boo
         ids = (torch.arange(length) >= length // 2).long().expand(micro_batch_size, length).contiguous()
         positions = (torch.arange(length) % (length // 2)).expand(micro_batch_size, length).contiguous()
         extra = {"document_ids": ids, "positions": positions}
-    return {"tokens": tokens, "targets": tokens.clone(), **extra}
+    return {"inputs": tokens, "targets": tokens.clone(), **extra}
 
 
 def measured_peak(

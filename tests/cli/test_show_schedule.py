@@ -87,7 +87,7 @@ def test_pictures_in_the_documentation_are_what_the_command_draws(words, tmp_pat
 @pytest.mark.parametrize("words", ["--pp 4 --micro-batches 100000", "--pp 1000 --micro-batches 1000", "--pp 513"])
 def test_a_step_of_endless_passes_is_refused_in_a_sentence(words):
     for verb in ("schedule 1f1b", "schedules"):
-        with pytest.raises(SpecError, match="are played|are drawn"):
+        with pytest.raises(SpecError, match=r"are played|are drawn"):
             command(f"{verb} {words}".split())
 
 

@@ -103,7 +103,7 @@ def test_recomputing_each_block_gives_the_same_bits(model):
     from torch.utils.checkpoint import checkpoint
 
     plain, recomputed, tokens = build(model), build(model), tokens_of(model)
-    for layer in recomputed.layers:
+    for layer in recomputed.layers.values():
         forward = layer.forward
         layer.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
     for decoder in (plain, recomputed):
@@ -117,7 +117,7 @@ def test_compiled_blocks_are_traced_whole_and_give_the_same_loss_and_gradients(f
     model = FAMILIES[family]
     tokens = tokens_of(model)
     plain, compiled = build(model, torch.float32), build(model, torch.float32)
-    for layer in compiled.layers:
+    for layer in compiled.layers.values():
         layer.compile(backend="aot_eager", fullgraph=True)
     losses = [decoder(tokens, targets=tokens) for decoder in (plain, compiled)]
     for loss in losses:

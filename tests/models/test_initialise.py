@@ -59,7 +59,7 @@ def initialise_sharded(rank: int, world_size: int, store: str, model: Model) -> 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     with torch.device("meta"):
         decoder = Decoder(model)
-    for layer in decoder.layers:
+    for layer in decoder.layers.values():
         fully_shard(layer)
     fully_shard(decoder)
     decoder.to_empty(device="cpu")

@@ -61,7 +61,7 @@ def test_two_micro_batches_on_one_rank_give_the_bits_of_one_on_each_of_two_ranks
 def test_parameters_and_gradients_are_fp32_and_what_computes_is_bf16():
     decoder = build_decoder(LLAMA, Layout(precision="bf16"), device=CPU, seed=0)
     seen = []
-    decoder.layers[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    decoder.layers["0"].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     tokens = torch.arange(8)[None]
     loss = decoder(tokens, targets=tokens)
     loss.backward()

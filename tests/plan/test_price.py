@@ -125,7 +125,7 @@ def test_a_cut_of_ones_own_is_priced_as_it_is():
 
 
 def test_a_schedule_from_a_file_is_refused_and_not_taken_for_another():
-    with pytest.raises(SpecError, match="mine.csv is a schedule of its own"):
+    with pytest.raises(SpecError, match=r"mine\.csv is a schedule of its own"):
         predict(on("64xh100"), Layout(dp=4, tp=4, pp=4, schedule="mine.csv"))
 
 

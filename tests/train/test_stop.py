@@ -65,7 +65,7 @@ def make_loss_nan(trainer: Trainer) -> None:
 
 def make_gradient_infinite(trainer: Trainer) -> None:
     """In the backward pass of the second block, from here on."""
-    projection = cast(Block, trainer.decoder.layers[1]).mlp.down_proj
+    projection = cast(Block, trainer.decoder.layers["1"]).mlp.down_proj
     projection.register_forward_hook(lambda module, inputs, output: output.register_hook(lambda g: g * float("inf")) and None)
 
 
@@ -95,7 +95,7 @@ def test_a_gradient_that_was_not_finite_once_points_at_the_machine(home):
             handle.remove()
             return gradient * float("nan")
 
-        handle = cast(torch.Tensor, trainer.decoder.norm.weight).register_hook(spoil)
+        handle = trainer.decoder.get_parameter("norm.weight").register_hook(spoil)
 
     with pytest.raises(NonFiniteError, match=r"gradient of norm\.weight; not so when .* suspect the machine"):
         train_here(small_run(home), before_step=at_step(1, once))

@@ -91,7 +91,7 @@ def generate(decoder: Decoder, prompt: Sequence[int], sampling: Sampling) -> Ite
     problems = sampling.problems() + prompt_problems(decoder.spec, prompt)
     if problems:
         raise SpecError(problems)
-    weight = decoder.embed_tokens.weight
+    weight = decoder.head_weight
     max_length = min(len(prompt) + sampling.max_new_tokens, decoder.spec.max_position_embeddings)
     cache = DecoderCache(decoder.spec, batch=1, max_length=max_length, dtype=weight.dtype, device=weight.device)
     generator = torch.Generator().manual_seed(sampling.seed)

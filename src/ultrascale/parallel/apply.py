@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
 
 import torch
-from torch import nn
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
@@ -35,7 +33,7 @@ def build_decoder(
     apply_recompute(decoder, layout)
     # 3. Compilation inside sharding: gathering parameters stays outside the compiled graph.
     if compile_blocks:
-        for block in cast(nn.ModuleList, decoder.layers):
+        for _, block in decoder.blocks():
             block.forward = torch.compile(block.forward)
         decoder.loss = partial(decoder.loss, compiled=True)
     # 4. Data parallelism, and with it mixed precision.

@@ -14,24 +14,23 @@ Gradients are *summed*, never averaged: the loss is already divided by the step'
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.collectives import DirectAllGather, DirectReduceScatter, NothingToScatter
 from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import Layout
 
 
-def apply_data_parallel(decoder: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
-    """Cut the parameters of `decoder` over `mesh`, in place. Its blocks must be in `decoder.layers`."""
+def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh) -> None:
+    """Cut the parameters of `decoder` over `mesh`, in place."""
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE[layout.precision], reduce_dtype=TORCH_DTYPE[layout.gradient_reduce_dtype]
     )
-    blocks = list(cast(nn.ModuleList, decoder.layers))
+    blocks: list[nn.Module] = [block for _, block in decoder.blocks()]
     for first in range(0, len(blocks), layout.layers_per_bucket):
         bucket = blocks[first : first + layout.layers_per_bucket]
         fully_shard(bucket, mesh=mesh, mp_policy=policy, reshard_after_forward=layout.zero_stage == 3)

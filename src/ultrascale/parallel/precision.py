@@ -17,22 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ultrascale.models.decoder import Decoder
 from ultrascale.spec.layout import Precision
 
 TORCH_DTYPE: dict[Precision, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def apply_mixed_precision(decoder: nn.Module, dtype: torch.dtype) -> None:
+def apply_mixed_precision(decoder: Decoder, dtype: torch.dtype) -> None:
     """Let the modules of `decoder` compute with copies of their parameters in `dtype`. Its parameters are where they stay."""
     copies = Copies([Place(m, name, p, torch.empty_like(p, dtype=dtype)) for m in decoder.modules() for name, p in _own(m)])
     decoder.register_forward_pre_hook(lambda module, inputs: copies.refresh())
     # Autograd does first what it recorded last, so casts recorded as a block begins follow all else of it on the way back.
-    blocks = {block: set(block.modules()) for block in cast(nn.ModuleList, decoder.layers)}
+    blocks = {block: set(block.modules()) for _, block in decoder.blocks()}
     outside = set(decoder.modules()).difference(*blocks.values())
     for owner, members in {decoder: outside, **blocks}.items():
         owner.register_forward_pre_hook(partial(_record, [place for place in copies.places if place.module in members]))

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ultrascale.models.decoder import Decoder
 from ultrascale.spec.layout import Layout
 
 _aten = torch.ops.aten
@@ -36,9 +36,9 @@ KEPT_OPS = {
 """Results worth their memory: computing them again costs matrix products."""
 
 
-def apply_recompute(decoder: nn.Module, layout: Layout) -> None:
-    """Wrap the forward passes of the blocks in `decoder.layers` as `layout.recompute` says, in place."""
-    for index, block in enumerate(cast(nn.ModuleList, decoder.layers)):
+def apply_recompute(decoder: Decoder, layout: Layout) -> None:
+    """Wrap the forward passes of the blocks as `layout.recompute` says, in place."""
+    for index, block in decoder.blocks():
         if layout.recomputes(index):
             block.forward = _recomputed(block.forward)
         elif layout.recompute == "selective":

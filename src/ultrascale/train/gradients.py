@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from ultrascale.models.decoder import Decoder
 from ultrascale.train.optimizer import local, local_gradients
 
 
@@ -42,7 +42,7 @@ def clip_gradients(decoder: nn.Module, norm: float, limit: float | None) -> None
 
 
 @contextmanager
-def watched_gradients(decoder: nn.Module, see: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+def watched_gradients(decoder: Decoder, see: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
     """While inside, `see` is told each parameter's name and gradient of each backward pass, whole and of this rank alone:
     before it is added to others or reduced."""
     hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -56,7 +56,7 @@ def watched_gradients(decoder: nn.Module, see: Callable[[str, torch.Tensor], Non
 
     # Gathered parameters exist only once the forward pass of their bucket has begun: a block's with it, the others' with the
     # decoder's (the head is never called by itself, its loss takes the weight).
-    places = {f"layers.{index}.": block for index, block in enumerate(cast(nn.ModuleList, decoder.layers))} | {"": decoder}
+    places = {f"layers.{number}.": block for number, block in decoder.blocks()} | {"": decoder}
     handles = [module.register_forward_pre_hook(partial(hook_parameters, prefix)) for prefix, module in places.items()]
     try:
         yield
