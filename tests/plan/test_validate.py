@@ -218,6 +218,16 @@ def test_moments_of_the_deepseek_family_are_narrow_where_its_recipes_say_so():
     assert [stack.moment_bytes for stack in stacks] == [4, 4, 8, 8]
 
 
+def test_steps_captured_as_one_graph_wait_for_no_launches():
+    moe = {"experts": "64", "topk": "6", "expert_ffn": "1408", "ep": "8", "dp": "64", "tp": "1", "framework": "Megatron-Bridge",
+           "gpu": "GB200"}  # fmt: skip
+    releases = {"26.04 NeMo container": 1.8e-4, "26.06 NeMo container": 0.0, "26.06.01 NeMo container, line 9": 0.0}
+    for source, launch in releases.items():
+        assert setup_of(asked(**moe, source=source, precision="mxfp8")).workload.stack.overheads.op_seconds == launch
+    in_bf16 = setup_of(asked(**moe, source="26.06 NeMo container"))
+    assert in_bf16.workload.stack.overheads.op_seconds == 1.8e-4
+
+
 def test_hybrid_sharding_is_read():
     layout = setup_of(asked(zero_stage="hsdp8")).layouts[0]
     assert (layout.zero_stage, layout.dp_shard) == (3, 8)

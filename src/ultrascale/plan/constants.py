@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 DEVICE_DERATES = {
     "h100-96": 1.12,  # 500 W instead of 700: clocks fall with about the third root of power
-    "b200": 1.2,  # 1,000 W, not a GB200's 1,200: NVIDIA's recipes run 1.15 slower, SimuMax's products 1.32
+    "b200": 1.26,  # 1,000 W, not a GB200's 1,200: NVIDIA's recipes run 1.15 slower, SimuMax's products 1.32
     "gb300": 0.85,  # 1,400 W: products that throttle a GB200 do not throttle it; NVIDIA's recipes, 2025 to 2026
 }
 """Time of products in training over what the law of `plan.compute` gives for a device, where its power says it must differ."""
@@ -27,12 +27,12 @@ class Constants:
     """The same for one kind of accelerator, on top; 1 for those not named."""
     compiled_host_fraction: float = 0.5
     """Of the time Python needs to launch a block's operations, when it is compiled."""
-    tensor_parallel_hidden: float = 0.35
+    tensor_parallel_hidden: float = 0.42
     """Share of tensor-parallel traffic hidden where the stack overlaps it (Megatron's user buffers)."""
     data_parallel_window: float = 0.9
     """Share of the compute of a pass that traffic can run beside: the rest has no traffic ready, or none left."""
-    overlap_slowdown: float = 0.1
-    """Compute beside a collective loses this share of the time of the collective: it shares SMs and memory (Calculon 0.15)."""
+    overlap_slowdown: float = 0.15
+    """Compute beside a collective loses this share of the time of the collective: it shares SMs and memory (as in Calculon)."""
     send_exposed: float = 1.0
     """Share of a pipeline send that a rank waits for where the stack does not overlap it; the warm-up waits always."""
     straggler_per_doubling: float = 0.006
