@@ -10,6 +10,7 @@ from typing import Any
 
 from ultrascale.cli import plan as verb
 from ultrascale.plan.explain import changes, marginals, rungs
+from ultrascale.plan.price import Prediction
 from ultrascale.plan.report import RunPlan, plan_run, prediction_json, workload_of
 from ultrascale.plan.scaling import Scaled, elsewhere, scaling, smallest_that_fits
 from ultrascale.plan.search import TIE, SearchResult, search
@@ -48,7 +49,7 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     result = search(workload, base=base, asked=asked)
     best = result.best or result.smallest
     assert best is not None
-    chosen = _chosen(run, result, cluster, stack)
+    chosen = plan_run(replace(run, layout=best.layout), cluster, stack)
     if result.best is not None:
         verb.write_files(chosen, parsed)
     elif unwritten := [parsed[name] for name in ("save", "svg", "perfetto") if parsed[name] is not None]:
@@ -178,16 +179,6 @@ def _sharing_ranks(parsed: dict[str, Any], num_gpus: int, tokens_of_a_pass: int)
     return max(n for n in divisors(num_gpus) if n == 1 or n * tokens_of_a_pass <= tokens)
 
 
-def _chosen(run: Run, result: SearchResult, cluster: Cluster, stack: Stack) -> RunPlan:
-    """The fastest layout whose memory, replayed where it can be, fits; or the one that needs least."""
-    for one in result.ranked:
-        plan = plan_run(replace(run, layout=one.layout), cluster, stack)
-        if plan.fits:
-            return plan
-    assert result.smallest is not None
-    return plan_run(replace(run, layout=result.smallest.layout), cluster, stack)
-
-
 def _print(
     result: SearchResult, chosen: RunPlan, parsed: dict[str, Any], arguments: list[str], base: Layout,
     asked: dict[str, tuple[Any, ...]],
@@ -204,7 +195,7 @@ def _print(
     show_plan(chosen, console, tokens=verb.num_tokens(parsed["tokens"]))
     if parsed["explain"]:
         console.print()
-        show_explanation(result, *_compared(result.workload, base, asked), console)
+        show_explanation(result, *_compared(result, base, asked), console)
     console.print(f"\n[bold]next[/bold]  {_next_command(result, chosen, parsed, arguments)}", soft_wrap=True)
 
 
@@ -217,10 +208,12 @@ def _batch_note(text: str | None, workload: Workload) -> str:
 
 
 def _compared(
-    workload: Workload, base: Layout, asked: dict[str, tuple[Any, ...]]
-) -> tuple[list[Scaled], list[tuple[Cluster, Any]]]:
+    result: SearchResult, base: Layout, asked: dict[str, tuple[Any, ...]]
+) -> tuple[list[Scaled], list[tuple[Cluster, Prediction]]]:
     """Other numbers of GPUs, and other GPUs."""
-    return scaling(workload, base=base, asked=asked), elsewhere(workload, base=base, asked=asked)
+    workload, best = result.workload, result.best
+    scan = scaling(workload, base=base, asked=asked, best=best)
+    return scan, elsewhere(workload, base=base, asked=asked, best=best)
 
 
 def _what_would_fit(workload: Workload, base: Layout, asked: dict[str, tuple[Any, ...]]) -> str:
@@ -264,11 +257,13 @@ def _as_json(
         "refused": [asdict(one) for one in result.refused],
     }
     if parsed["explain"]:
-        found["explanation"] = _explanation_json(result, *_compared(result.workload, base, asked))
+        found["explanation"] = _explanation_json(result, *_compared(result, base, asked))
     return chosen.to_json() | {"search": found}
 
 
-def _explanation_json(result: SearchResult, scan: Sequence[Scaled], others: Sequence[tuple[Cluster, Any]]) -> dict[str, Any]:
+def _explanation_json(
+    result: SearchResult, scan: Sequence[Scaled], others: Sequence[tuple[Cluster, Prediction]]
+) -> dict[str, Any]:
     return {
         "fit": [asdict(one) for one in rungs(result)],
         "changes": [asdict(one) for one in changes(result)],
@@ -277,5 +272,5 @@ def _explanation_json(result: SearchResult, scan: Sequence[Scaled], others: Sequ
             {"num_gpus": one.num_gpus, "brings": one.brings, "pays": one.pays, "best": one.best and prediction_json(one.best)}
             for one in scan
         ],
-        "elsewhere": {cluster.name: one and prediction_json(one) for cluster, one in others},
+        "elsewhere": {cluster.name: prediction_json(one) for cluster, one in others},
     }

@@ -20,6 +20,7 @@ from ultrascale.plan.price import Prediction, predict, price
 from ultrascale.plan.search import Priced, SearchResult, fastest_of_each_schedule, needed_bytes
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Cluster, Link
+from ultrascale.spec.layout import Layout
 
 MORE_MEMORY_BYTES = 10e9
 FASTER = 1.2
@@ -155,13 +156,13 @@ def marginals(result: SearchResult) -> list[Marginal]:
         return []
     pool = _pool(result.priced, result.workload.cluster.accelerator.memory_bytes.value)
     workload = result.workload
-    base = _fastest(workload, pool, CONSTANTS)
+    base, own = best.step_seconds, best.layout
     found = []
     for name, change, constants in _BETTER:
         changed = replace(workload, cluster=change(workload.cluster))
-        seconds = _fastest(changed, pool, constants)
+        seconds = _fastest(changed, pool, own, constants)
         found.append(Marginal(name, seconds, base / seconds - 1))
-    unlimited = min(base, _fastest(workload, pool, CONSTANTS, unlimited=True))
+    unlimited = _fastest(workload, pool, own, CONSTANTS, unlimited=True)
     found.append(Marginal("memory without end", unlimited, base / unlimited - 1))
     return sorted(found, key=lambda one: -one.gain)
 
@@ -187,11 +188,12 @@ def _pool(priced: Priced, capacity_bytes: float) -> LayoutTable:
     return priced.table.take(np.unique(np.concatenate(rows)))
 
 
-def _fastest(workload: Workload, pool: LayoutTable, constants: Constants, *, unlimited: bool = False) -> float:
-    """Seconds of the fastest step that fits, or of any with memory `unlimited`."""
+def _fastest(workload: Workload, pool: LayoutTable, own: Layout, constants: Constants, *, unlimited: bool = False) -> float:
+    """Seconds of the fastest step that fits, or of any with memory `unlimited`; the best layout of before is among them."""
     prices = price(workload, pool, constants)
     rows = fastest_of_each_schedule(pool, prices.step_seconds, prices.fits | np.full(len(pool), unlimited), PLAYED)
-    return min(predict(workload, pool.layout(int(row)), constants).step_seconds for row in rows)
+    layouts = [own, *(pool.layout(int(row)) for row in rows)]
+    return min(predict(workload, layout, constants).step_seconds for layout in layouts)
 
 
 def _with_memory(cluster: Cluster) -> Cluster:

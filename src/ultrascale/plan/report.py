@@ -1,7 +1,8 @@
 """Everything `ultrascale plan` says about one run, as data: memory, time, whether it fits, and the ways to make it fit.
 
-Memory of a layout that our trainer runs is an exact replay of its step (`plan.memory`); of any other layout, or trainer, it is
-put together from parts (`plan.footprint`). Time is `plan.price`'s where the device's rates are in the catalogue.
+What a device must hold is `plan.footprint`'s, for the layout that is told as for every row of a search, so that one layout has
+one number. What is alive at the peak of a layout that our trainer runs is an exact replay of its step (`plan.memory`); on a
+device whose rates are not in the catalogue that replay is all there is. Time is `plan.price`'s.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RunPlan:
     capacity_bytes: int
     """The device's memory."""
     headroom_bytes: int
-    """What is kept free for what the replay does not count."""
+    """What is kept free: a part of the device, and without a prediction what the replay does not count."""
     time: TimePlan | None = None
     """From a rate that somebody measured, in place of `prediction`."""
 
@@ -62,10 +63,17 @@ class RunPlan:
         return round(float(self.prediction.memory.allocated))
 
     @property
+    def needed_bytes(self) -> int:
+        """Of the device: with what the allocator keeps and what lies outside torch, where a prediction counts them."""
+        if self.prediction is None:
+            return self.peak_bytes
+        return round(float(self.prediction.memory.reserved + self.prediction.memory.outside))
+
+    @property
     def fits(self) -> bool:
-        if self.memory is not None:
-            return self.peak_bytes <= self.usable_bytes
-        return self.prediction is not None and bool(self.prediction.memory.fits)
+        if self.prediction is None:
+            return self.needed_bytes <= self.usable_bytes
+        return bool(self.prediction.memory.fits)
 
     @property
     def num_micro_batches(self) -> int:
@@ -93,7 +101,11 @@ class RunPlan:
         }
 
     def _memory_json(self) -> dict[str, Any]:
-        limits = {"capacity_bytes": self.capacity_bytes, "headroom_bytes": self.headroom_bytes}
+        limits = {
+            "needed_bytes": self.needed_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "headroom_bytes": self.headroom_bytes,
+        }
         memory = self.memory
         if memory is None:
             assert self.prediction is not None
@@ -195,6 +207,8 @@ def plan_run(run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"]) ->
         raise SpecError(untrainable_model(run.model) + untrainable_layout(run.layout))
     capacity = int(cluster.accelerator.memory_bytes.value)
     headroom = round(capacity * HEADROOM_FRACTION[device]) + HEADROOM_BYTES[device]
+    if prediction is not None:
+        headroom = round(capacity - float(prediction.memory.usable + prediction.memory.outside))
     return RunPlan(run, cluster, stack, memory, prediction, capacity, headroom)
 
 

@@ -44,20 +44,25 @@ class Scaled:
         return self.best is not None and (self.brings is None or self.brings >= PAYS)
 
 
-def scaling(workload: Workload, *, base: Layout | None = None, asked: Asked | None = None) -> list[Scaled]:
-    """The best layout for an eighth to eight times as many GPUs, the batch unchanged."""
+def scaling(
+    workload: Workload, *, base: Layout | None = None, asked: Asked | None = None, best: Prediction | None = None
+) -> list[Scaled]:
+    """The best layout for an eighth to eight times as many GPUs, the batch unchanged. `best`: that of the cluster, if known."""
     asked = {name: values for name, values in (asked or {}).items() if name != "dp"}
     found: list[Scaled] = []
-    bests = [(count, _best(workload, count, base, asked)) for count in counts(workload.cluster)]
-    per_gpu = max((best.tokens_per_second_per_gpu for _, best in bests if best), default=0.0)
+    own = workload.cluster.num_accelerators
+    bests = [
+        (count, best if best and count == own else _best(workload, count, base, asked)) for count in counts(workload.cluster)
+    ]
+    per_gpu = max((one.tokens_per_second_per_gpu for _, one in bests if one), default=0.0)
     before: Prediction | None = None
-    for count, best in bests:
+    for count, one in bests:
         brings = None
-        if best is not None and before is not None:
-            added = best.layout.world_size - before.layout.world_size
-            brings = (best.tokens_per_second - before.tokens_per_second) / added / per_gpu
-        found.append(Scaled(count, best, brings))
-        before = best or before
+        if one is not None and before is not None:
+            added = one.layout.world_size - before.layout.world_size
+            brings = (one.tokens_per_second - before.tokens_per_second) / added / per_gpu
+        found.append(Scaled(count, one, brings))
+        before = one or before
     return found
 
 
@@ -80,27 +85,36 @@ def counts(cluster: Cluster) -> list[int]:
 
 
 def elsewhere(
-    workload: Workload, *, base: Layout | None = None, asked: Asked | None = None
-) -> list[tuple[Cluster, Prediction | None]]:
-    """The best layout on as many of the nearest better accelerators: no slower and no smaller, in their usual nodes."""
-    own, count = workload.cluster.accelerator, workload.cluster.num_accelerators
-    better = []
+    workload: Workload, *, base: Layout | None = None, asked: Asked | None = None, best: Prediction | None = None
+) -> list[tuple[Cluster, Prediction]]:
+    """The best layout on as many of the nearest better accelerators, in their usual nodes: those whose step is shorter.
+
+    Better: no lower peak and no less memory. `best`: what must be beaten; None if nothing fits here.
+    """
+    found = []
+    for name in _better(workload.cluster):
+        try:
+            cluster = parse_cluster(f"{workload.cluster.num_accelerators}x{name}")
+        except SpecError:  # so many do not fill nodes of that kind
+            continue
+        one = _best(replace(workload, cluster=cluster), cluster.num_accelerators, base, asked)
+        if one is not None and (best is None or one.step_seconds < best.step_seconds):
+            found.append((cluster, one))
+        if len(found) == NEAREST:
+            break
+    return found
+
+
+def _better(cluster: Cluster) -> list[str]:
+    """Accelerators with no lower peak and no less memory, the nearest first."""
+    own, better = cluster.accelerator, []
     for name in USUAL_NODE:
         other = ACCELERATORS[name]
         peaks = [one.peak_flops[BF16].value if BF16 in one.peak_flops else 0.0 for one in (own, other)]
         sizes = [one.memory_bytes.value for one in (own, other)]
         if peaks[1] >= peaks[0] and sizes[1] >= sizes[0] and (peaks[1], sizes[1]) != (peaks[0], sizes[0]):
             better.append((peaks[1] / max(peaks[0], 1.0) * sizes[1] / sizes[0], name))
-    found = []
-    for _, name in sorted(better):
-        try:
-            cluster = parse_cluster(f"{count}x{name}")
-        except SpecError:  # so many do not fill nodes of that kind
-            continue
-        found.append((cluster, _best(replace(workload, cluster=cluster), count, base, asked)))
-        if len(found) == NEAREST:
-            break
-    return found
+    return [name for _, name in sorted(better)]
 
 
 def _best(workload: Workload, count: int, base: Layout | None, asked: Asked | None) -> Prediction | None:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from math import gcd
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ultrascale.plan.explain import Change, Marginal, Rung, binding, changes, marginals, rungs
+from ultrascale.plan.footprint import MARGIN
 from ultrascale.plan.price import Prediction
 from ultrascale.plan.scaling import PAYS, Scaled, most_that_pay
 from ultrascale.plan.search import TIE, SearchResult, needed_bytes
@@ -18,6 +20,7 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.units import format_bytes, format_count, format_seconds
 
+INDENT = (0, 0, 0, 3)
 MAX_REFUSED = 12
 """Families left out that are told one by one; the rest is counted."""
 
@@ -52,17 +55,22 @@ def distinct(ranked: Iterable[Prediction]) -> list[Prediction]:
 
 
 def _summary(result: SearchResult) -> str:
-    priced = result.priced
-    count, fitting = len(priced.fits), int(priced.fits.sum())
-    tied = result.num_tied
-    together = (
-        f"  = within {TIE:.0%} of the first, {tied} in all: only a measurement can tell them apart.\n" if tied > 1 else ""
-    )
-    runs = "  runs: `ultrascale train` runs it today; --runnable searches only that.\n"
+    """What the columns mean, and what was searched: lines of at most 80 columns."""
+    priced, tied = result.priced, result.num_tied
+    capacity = format_bytes(result.workload.cluster.accelerator.memory_bytes.value)
     dropped = int(priced.too_large.sum() + priced.too_slow.sum())
-    searched = f"  {count:,} legal layouts: {fitting:,} fit, {dropped:,} dropped by bounds."
-    searched = f"  2 x 8: micro-batch size x number of them. {searched.strip()}{_batch_note(result)}"
-    return together + (runs if result.workload.stack.name == "ultrascale" else "") + searched
+    lines = [
+        f"  = within {TIE:.0%} of the first, {tied} with those that differ only in details: only a" if tied > 1 else "",
+        "    measurement can tell them apart." if tied > 1 else "",
+        f"  memory: of a GPU's {capacity}, allocator and NCCL included; {MARGIN:.0%} must stay free.",
+        "  runs: `ultrascale train` runs it today; --runnable searches only that."
+        if result.workload.stack.name == "ultrascale"
+        else "",
+        "  2 x 8: micro-batch size x number of them.",
+        f"  {len(priced.fits):,} legal layouts: {int(priced.fits.sum()):,} fit, {dropped:,} dropped by bounds.",
+        _batch_note(result),
+    ]
+    return "\n".join(line for line in lines if line)
 
 
 def _batch_note(result: SearchResult) -> str:
@@ -72,7 +80,7 @@ def _batch_note(result: SearchResult) -> str:
     if batch < gpus or shared * 2 > gpus:
         return ""
     near = round(batch / gpus) * gpus
-    return f"\n  At most {shared} of {gpus} GPUs can share {batch} sequences; all could share {near}."
+    return f"  At most {shared} of {gpus} GPUs can share {batch} sequences; all could share {near}."
 
 
 def _runs(one: Prediction) -> str:
@@ -99,7 +107,7 @@ def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
 
 
 def show_explanation(
-    result: SearchResult, scan: Sequence[Scaled], others: Sequence[tuple[Cluster, Prediction | None]], console: Console
+    result: SearchResult, scan: Sequence[Scaled], others: Sequence[tuple[Cluster, Prediction]], console: Console
 ) -> None:
     """Print the three steps, the marginal prices, better clusters, and what was left out."""
     console.print(Text("1  What makes it fit, and what that costs", style="bold"))
@@ -107,18 +115,19 @@ def show_explanation(
     best = result.best
     if best is not None:
         console.print(Text("\n2  How the batch is reached", style="bold"))
-        console.print(Text(f"   {batch_words(best)}"))
+        console.print(Padding(Text(batch_words(best)), INDENT))
         console.print(Text("\n3  What makes it fast: one choice changed, the rest kept", style="bold"))
         console.print(_changes_table(changes(result), best))
         found = marginals(result)
         console.print(Text("\nWhat binds", style="bold"))
-        console.print(Text(f"   {binding(best, found)}"))
+        console.print(Padding(Text(binding(best, found)), INDENT))
         console.print(_marginals_table(found))
     console.print(Text("\nMore GPUs, fewer GPUs, the same batch", style="bold"))
     console.print(_scaling_table(scan, result.workload.cluster.num_accelerators))
-    if others:
-        console.print(Text("\nThe same number of other GPUs", style="bold"))
-        console.print(_others_table(others, best))
+    if said := paying_words(scan):
+        console.print(Padding(Text(said), INDENT))
+    console.print(Text("\nThe nearest better cluster: as many other GPUs", style="bold"))
+    console.print(_others_table(others, best) if others else Padding(Text("None of the catalogue is faster."), INDENT))
     console.print(Text("\nLeft out", style="bold"))
     console.print(_refused_table(result))
 
@@ -150,7 +159,7 @@ def _rungs_table(found: Sequence[Rung], result: SearchResult) -> Table:
         style = "" if rung.fits else "red dim"
         table.add_row(rung.name, f"{rung.num_layouts:,}", format_bytes(rung.least_bytes), fastest, style=style)
     capacity = result.workload.cluster.accelerator.memory_bytes.value
-    table.add_row("of one GPU", "", format_bytes(capacity), "", style="dim")
+    table.add_row(f"a GPU, {MARGIN:.0%} of it free", "", format_bytes(capacity * (1 - MARGIN)), "", style="dim")
     return table
 
 
@@ -186,19 +195,23 @@ def _scaling_table(scan: Sequence[Scaled], own: int) -> Table:
             f"{one.num_gpus:,}", format_seconds(one.best.step_seconds), f"{one.best.tokens_per_second:,.0f}",
             f"{one.best.mfu():.1%}", brings, style=style,
         )  # fmt: skip
-    most = most_that_pay(scan)
-    if most is not None:
-        table.caption = f"Up to {most.num_gpus:,} an added GPU brings at least {PAYS:.0%} of what one brings at best."
-        table.caption_justify = "left"
     return table
 
 
-def _others_table(others: Sequence[tuple[Cluster, Prediction | None]], best: Prediction | None) -> Table:
+def paying_words(scan: Sequence[Scaled]) -> str:
+    """Up to how many GPUs an added one pays, or that the scan ended before; empty if nothing fits."""
+    most = most_that_pay(scan)
+    if most is None:
+        return ""
+    enough = f"an added GPU brings at least {PAYS:.0%} of what one brings at best"
+    if most is scan[-1]:
+        return f"Up to {most.num_gpus:,}, where this scan ends, {enough}: more may still pay."
+    return f"Up to {most.num_gpus:,} {enough}; beyond, less, or nothing."
+
+
+def _others_table(others: Sequence[tuple[Cluster, Prediction]], best: Prediction | None) -> Table:
     table = _table("cluster", "step", "against this", "memory", "layout")
     for cluster, one in others:
-        if one is None:
-            table.add_row(cluster.name, "does not fit", "", "", "", style="red dim")
-            continue
         against = "" if best is None else f"{best.step_seconds / one.step_seconds:.2f} x"
         memory = format_bytes(float(needed_bytes(one.memory)))
         words = layout_words(one.layout, one.num_micro_batches)
@@ -228,4 +241,5 @@ def no_layout_fits(result: SearchResult) -> str:
     assert smallest is not None
     need, have = float(needed_bytes(smallest.memory)), result.workload.cluster.accelerator.memory_bytes.value
     words = layout_words(smallest.layout, smallest.num_micro_batches)
-    return f"Nothing fits: the smallest layout ({words}) needs {format_bytes(need)} of {format_bytes(have)} a GPU."
+    free = f"{format_bytes(have)} a GPU, of which {MARGIN:.0%} must stay free"
+    return f"Nothing fits: the smallest layout ({words}) needs {format_bytes(need)} of {free}."

@@ -260,7 +260,7 @@ def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
             if not rules.allows("ep", ep) or (ep > 1 and not can.experts):
                 continue
             if ranks % (ep * expert_tp):
-                rules.refuse(f"ep = {ep}, expert_tp = {expert_tp}", "do not divide tp x cp x dp")
+                rules.refuse("ep x expert_tp", "does not divide tp x cp x dp")
             elif not rules.breaks(f"expert_tp = {expert_tp}", Layout(ep=ep, expert_tp=expert_tp)):
                 yield ep, expert_tp
 

@@ -44,6 +44,8 @@ KINDS = {
     "gradients of weights": "of weights",
 }
 BAR_WIDTH = 72
+PART_WIDTH = 16
+MEMORY_LABEL_WIDTH = 18
 WATERFALL_WIDTH = 40
 SHOWN_SHARE = 0.0005
 """Parts of a step below this share are not drawn."""
@@ -52,11 +54,13 @@ FOOTPRINT = {
     "gathered": ("gathered copies", "cyan", "whole, while in use"),
     "gradients": ("gradients", "yellow", ""),
     "optimizer": ("optimizer state", "magenta", ""),
-    "activations": ("activations", "green", "of all micro-batches in flight"),
-    "buffers": ("buffers", "bright_cyan", "of collectives, loss and batch"),
+    "activations": ("activations", "green", "micro-batches in flight"),
+    "buffers": ("buffers", "bright_cyan", "collectives, loss, batch"),
     "reserve": ("reserved", "white", "by the allocator, unused"),
     "outside": ("outside torch", "bright_black", "CUDA, NCCL, workspaces"),
 }
+BESIDE = {name: FOOTPRINT[name] for name in ("reserve", "outside")}
+"""What is held beside live tensors."""
 TIMES = {
     "compute": ("compute", "green"),
     "recompute": ("recomputation", "bright_green"),
@@ -76,48 +80,67 @@ def show_plan(plan: RunPlan, console: Console, *, tokens: int | None = None) -> 
     """Print one run's plan; `tokens` adds the time to train on so many."""
     console.print(_headline(plan))
     console.print()
-    if plan.memory is not None:
-        console.print(_bar(plan, plan.memory.by_category, plan.headroom_bytes))
-        console.print(_verdict(plan))
-        console.print()
-        console.print(_parts(plan, plan.memory))
-        console.print(_per_block(plan.memory))
-    elif plan.prediction is not None:
-        show_footprint(plan, plan.prediction, console)
+    console.print(_memory(plan))
     console.print()
     if plan.prediction is not None:
         console.print(waterfall(plan.prediction))
         console.print()
         console.print(_speed(plan, plan.prediction, tokens))
+        if plan.run.model.num_experts:
+            from ultrascale.plan.recomputation import recomputation_statement  # here: a CPU is planned without NumPy
+
+            console.print()
+            console.print(Text(recomputation_statement(plan.prediction.workload, plan.run.layout), style="dim"))
     else:
         console.print(_time(plan, tokens))
 
 
-def show_footprint(plan: RunPlan, prediction: Prediction, console: Console) -> None:
-    """Print memory that was put together from parts: a bar, the verdict, and the parts."""
+def _memory(plan: RunPlan) -> RenderableType:
+    """A bar, the verdict, and what is alive at the peak."""
+    parts = _device_parts(plan)
+    told = [_bar(plan, parts), _verdict(plan), Text()]
+    if plan.memory is not None:
+        return Group(*told, _parts(plan, plan.memory, parts), _per_block(plan.memory))
+    return Group(*told, _footprint(plan, parts))
+
+
+def _device_parts(plan: RunPlan) -> dict[str, int]:
+    """Bytes by category, from the replay where there is one, and what the allocator and others hold beside it."""
+    prediction = plan.prediction
+    if plan.memory is not None and prediction is None:
+        return dict(plan.memory.by_category)
+    assert prediction is not None
     memory = prediction.memory
-    kept = {**memory.categories, "reserve": memory.reserved - memory.allocated, "outside": memory.outside}
-    parts = {name: round(float(value)) for name, value in kept.items()}
-    console.print(_bar(plan, parts, 0))
-    spare = float(memory.capacity - memory.reserved - memory.outside)
-    text = Text("fits" if prediction.memory.fits else "does not fit", style="bold green" if memory.fits else "bold red")
-    rest = f"{format_bytes(spare)} to spare" if spare >= 0 else f"{format_bytes(-spare)} too much"
-    text.append(f"  {format_bytes(sum(parts.values()))} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold")
-    text.append("put together from parts: our trainer does not run this layout yet, or it is another's", style="not bold dim")
-    console.print(text)
-    console.print()
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("at the peak", no_wrap=True, min_width=18)
-    table.add_column(memory.phase, justify="right", no_wrap=True, min_width=max(len("1023 MiB"), len(memory.phase)))
-    table.add_column("", no_wrap=True, min_width=20)
-    table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
+    parts = plan.memory.by_category if plan.memory is not None else memory.categories
+    found = {name: round(float(value)) for name, value in parts.items()}
+    outside = round(float(memory.outside))
+    return found | {"reserve": max(0, plan.needed_bytes - outside - sum(found.values())), "outside": outside}
+
+
+def _footprint(plan: RunPlan, parts: Mapping[str, int]) -> Table:
+    """Memory that was put together from parts."""
+    assert plan.prediction is not None
+    table = _parts_table(plan.prediction.memory.phase, MEMORY_LABEL_WIDTH)
     largest = max(parts.values())
     for name, num_bytes in parts.items():
         if num_bytes:
             label, color, note = FOOTPRINT[name]
-            table.add_row(label, format_bytes(num_bytes), Text("█" * round(20 * num_bytes / largest) or "▏", style=color), note)
+            table.add_row(label, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), note)
     table.add_row("total", format_bytes(sum(parts.values())), style="bold")
-    console.print(table)
+    return table
+
+
+def _parts_table(phase: str, label_width: int) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("at the peak", no_wrap=True, min_width=label_width)
+    table.add_column(phase, justify="right", no_wrap=True, min_width=len("1023 MiB"))
+    table.add_column("", no_wrap=True, min_width=PART_WIDTH)
+    table.add_column("", style="dim")
+    return table
+
+
+def _part_bar(num_bytes: int, largest: int, color: str) -> Text:
+    return Text("█" * round(PART_WIDTH * num_bytes / largest) or "▏", style=color)
 
 
 def waterfall(prediction: Prediction) -> Table:
@@ -209,56 +232,57 @@ def _again(layout: Layout) -> str:
     return f"recompute {layout.recompute}{every}"
 
 
-def _bar(plan: RunPlan, parts: Mapping[str, int], headroom_bytes: int) -> Text:
+def _bar(plan: RunPlan, parts: Mapping[str, int]) -> Text:
     """The device's memory as one line: parts, what is free, what is kept free."""
-    whole = max(plan.capacity_bytes, sum(parts.values()) + headroom_bytes)
+    whole = max(plan.capacity_bytes, sum(parts.values()) + plan.headroom_bytes)
     bar, used = Text(), 0
     for category, num_bytes in parts.items():
         width = round((used + num_bytes) / whole * BAR_WIDTH) - round(used / whole * BAR_WIDTH)
         used += num_bytes
         bar.append("█" * width, style=(PARTS | FOOTPRINT)[category][1])
-    kept_free = round(headroom_bytes / whole * BAR_WIDTH)
+    kept_free = round(plan.headroom_bytes / whole * BAR_WIDTH)
     bar.append("·" * max(0, BAR_WIDTH - len(bar) - kept_free), style="dim")
     bar.append("░" * (BAR_WIDTH - len(bar)), style="dim")
     return bar
 
 
 def _verdict(plan: RunPlan) -> Text:
-    spare = plan.usable_bytes - plan.peak_bytes
-    text = Text("fits" if spare >= 0 else "does not fit", style="bold green" if spare >= 0 else "bold red")
+    spare = plan.usable_bytes - plan.needed_bytes
+    text = Text("fits" if plan.fits else "does not fit", style="bold green" if plan.fits else "bold red")
     rest = f"{format_bytes(spare)} to spare" if spare >= 0 else f"{format_bytes(-spare)} too much"
-    text.append(f"  peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold")
+    text.append(f"  {format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold")
     text.append(_kept_free(plan), style="not bold dim")
+    if plan.memory is None:
+        how = "as our trainer, which does not run this yet, would keep them" if plan.stack.name == "ultrascale" else ""
+        text.append(f"\nput together from parts, {how or f'as {plan.stack.name} keeps them'}", style="not bold dim")
     return text
 
 
 def _kept_free(plan: RunPlan) -> str:
+    free = format_bytes(plan.headroom_bytes)
+    if plan.prediction is not None:
+        return f"{free} more stay free: a fuller device stalls in its allocator, or fails"
     on_cpu, count = plan.cluster.accelerator.name == "cpu", plan.cluster.num_accelerators
     uncounted = "Python and torch" if on_cpu else "allocator, contexts, NCCL"
     shared = f"\n{count} processes share this machine's memory" if on_cpu and count > 1 else ""
-    return f"{format_bytes(plan.headroom_bytes)} stay free for what a plan cannot count: {uncounted}{shared}"
+    return f"{free} stay free for what a plan cannot count: {uncounted}{shared}"
 
 
-def _parts(plan: RunPlan, memory: MemoryPlan) -> Table:
+def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table:
+    """What the replay found alive at the peak, what each category is made of, and what is held beside it."""
     layout, peak = plan.run.layout, memory.peak
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("at the peak", no_wrap=True, min_width=max(map(len, KINDS.values())) + 2)
-    table.add_column(peak.phase, justify="right", no_wrap=True, min_width=len("1023 MiB"))
-    table.add_column("", no_wrap=True, min_width=20)
-    table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
+    table = _parts_table(peak.phase, max(map(len, KINDS.values())) + 2)
     share = "whole" if layout.shard_size == 1 else f"1/{layout.shard_size} of them"
-    largest = max(peak.by_category.values())
-    for category, (name, color, note) in PARTS.items():
-        num_bytes = peak.by_category[category]
+    largest = max(parts.values())
+    for category, num_bytes in parts.items():
         if not num_bytes:
             continue
-        bar = Text("█" * round(20 * num_bytes / largest) or "▏", style=color)
-        table.add_row(
-            name, format_bytes(num_bytes), bar, note.format(master=layout.master_dtype, precision=layout.precision, share=share)
-        )
+        name, color, note = (PARTS | BESIDE)[category]
+        words = note.format(master=layout.master_dtype, precision=layout.precision, share=share)
+        table.add_row(name, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), words)
         for label, part in _inside(memory, category):
             table.add_row(f"  {KINDS.get(label, label)}", format_bytes(part), style="dim")
-    table.add_row("total", format_bytes(peak.total), style="bold")
+    table.add_row("total", format_bytes(sum(parts.values())), style="bold")
     return table
 
 
