@@ -14,6 +14,8 @@ from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.plan.memory import plan_memory
 from ultrascale.plan.pipeline_activations import in_flight as count_in_flight
 from ultrascale.plan.rank_activations import in_flight
+from ultrascale.plan.rank_state import rank_state
+from ultrascale.plan.stages import cut_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
@@ -186,3 +188,27 @@ def test_a_layout_that_needs_more_than_the_device_has_does_not_fit() -> None:
     layout = Layout(dp=8, zero_stage=1, precision="bf16")
     assert not footprint(LLAMA, layout, stack="megatron", gpus="8xa100-40").fits
     assert footprint(LLAMA, replace(layout, recompute="full"), stack="megatron", gpus="8xh200").fits
+
+
+def test_multi_token_prediction_keeps_a_projection_a_second_loss_and_in_a_pipeline_an_embedding() -> None:
+    """DeepSeek-V3's one block more (section 2.2) beside a model whose last block is an ordinary one."""
+    with_it = preset("deepseek-v3")
+    one_more = replace(with_it, num_nextn_predict_layers=0, num_hidden_layers=with_it.num_hidden_layers + 1)
+    stack = replace(MEGATRON, pads_vocab_to=1)
+    whole = Layout(dp=64, ep=64, zero_stage=1, precision="bf16")
+    d, vocab = with_it.hidden_size, with_it.vocab_size
+    for layout, shared in ((whole, 0), (replace(whole, pp=2), vocab * d)):
+        workloads = [Workload(model, parse_cluster("128xh100"), 4096, 256, stack) for model in (with_it, one_more)]
+        weights = [rank_weights(workload, layout) for workload in workloads]
+        assert weights[0] - weights[1] == 2 * (2 * d * d + 3 * d + shared)  # in bf16
+    logits = 4096 * vocab * 2
+    peaks = [footprint(model, whole, stack=stack).by_rank[0] for model in (with_it, one_more)]
+    state = (2 + 4 + 12 / 64) * (2 * d * d + 3 * d)
+    assert peaks[0] - peaks[1] - state == pytest.approx(logits, rel=0.2)
+
+
+def rank_weights(workload: Workload, layout: Layout) -> float:
+    """Bytes of weights on the last rank of the pipeline."""
+    table = LayoutTable.of([layout])
+    state = rank_state(workload, table, cut_stages(workload, table), np.array([4]))
+    return float(state.weights[-1 if layout.pp > 1 else 0, 0])

@@ -86,9 +86,10 @@ def rank_activations(
     v = table.virtual_stages
     of_blocks = (stages.layers * saved).sum(axis=1)
     flight = in_flight(table, micro_batches)
-    head_saved = (
-        head[0] * stages.has_head * np.where(np.isin(table.schedule, FORWARD_FIRST) & (table.pp > 1), micro_batches - 1, 0)
-    )
+    # Multi-token prediction goes through the same head, and its loss comes first: what it saves is there beside the other's.
+    heads = workload.model.num_nextn_predict_layers
+    earlier = np.where(np.isin(table.schedule, FORWARD_FIRST) & (table.pp > 1), micro_batches - 1, 0)
+    head_saved = (1 + heads) * head[0] * stages.has_head * earlier
     before = embedding[0] * stages.has_embedding
     waiting = np.maximum(flight - 1 / v, 0) * of_blocks + (flight - 1) * before + head_saved
 
@@ -108,8 +109,8 @@ def rank_activations(
         last_excess=largest(last[2] - last[0]),
         next_excess=largest(following[2] - following[0]),
         first_backward=largest(first[2]) + before,
-        head_forward=head[1] * stages.has_head,
-        head_backward=head[2] * stages.has_head,
+        head_forward=(head[1] + heads * head[0]) * stages.has_head,
+        head_backward=(head[2] + heads * head[0]) * stages.has_head,
         embedding_saved=before,
         embedding_backward=embedding[2] * stages.has_embedding,
         of_blocks=of_blocks,

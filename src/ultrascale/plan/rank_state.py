@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
-from ultrascale.plan.stages import Stages, parameters_by_kind
+from ultrascale.plan.stages import FIRST, Stages, parameters_by_kind
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import DTYPE_BYTES
+from ultrascale.spec.weights import layer_weights
 
 Floats = NDArray[np.float64]
 MASTER_BYTES = {"fp64": 8}
@@ -66,7 +67,12 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     dense, expert, shard, expert_shard = shards(table, stages)
     # DualPipe runs two pipelines towards each other: a rank holds a stage of either.
     both_ways = np.where(table.schedule == SCHEDULES.index("dualpipe"), 2.0, 1.0)
-    dense, expert, root = dense * both_ways, expert * both_ways, stages.root_parameters * both_ways
+    joins, embedding = _prediction_parameters(workload, table, stages)
+    dense, expert, root = (
+        dense * both_ways + joins + embedding,
+        expert * both_ways,
+        stages.root_parameters * both_ways + embedding,
+    )
     total, cut = dense + expert, dense / shard + expert / expert_shard
     gathers = np.full(len(table), stack.gathers == "buckets") | (table.zero_stage == 3)
     alone = table.dp * table.cp == 1
@@ -101,6 +107,23 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
         alone=alone,
         reduce_itemsize=np.where(wide, compute, np.minimum(table.reduce_itemsize, stack.reduce_bytes)).astype(float),
     )
+
+
+def _prediction_parameters(workload: Workload, table: LayoutTable, stages: Stages) -> tuple[Floats, Floats]:
+    """Of multi-token prediction, on the rank with the head: what its blocks have beyond others, and a copy of the embedding if
+    that is on another rank (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
+    model, last = workload.model, workload.model.num_hidden_layers
+    if not model.num_nextn_predict_layers:
+        return np.zeros((3, 1)), np.zeros((3, 1))
+    ways, which = np.unique(table.tp, return_inverse=True)
+    more = [
+        sum(w.local_numel(tp=int(tp)) for w in layer_weights(model, last) if not w.is_expert)
+        - sum(w.local_numel(tp=int(tp)) for w in layer_weights(model, last - 1) if not w.is_expert)
+        for tp in ways
+    ]
+    has_head, elsewhere = stages.has_head > 0, stages.has_embedding == 0
+    joins = model.num_nextn_predict_layers * np.array(more, dtype=float)[which] * has_head
+    return joins, np.where(has_head & elsewhere, stages.root_parameters[FIRST], 0.0)
 
 
 def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, Floats]:
