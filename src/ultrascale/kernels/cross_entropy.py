@@ -108,7 +108,10 @@ def _compiled_sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden
     for start in range(0, hidden.shape[0], rows):
         part = hidden[start : start + rows]
         logits = torch.mm(part, weight.t(), out=room[: len(part)])
-        loss += to_gradient(logits, targets[start : start + rows].unsqueeze(1)).sum()
+        wanted = targets[start : start + rows].unsqueeze(1)
+        # Taken before the pass: inside, what torch 2.11 compiles (CPU; not 2.12, 2.13) reads them after they are overwritten.
+        target_logits = logits.gather(1, wanted.masked_fill(wanted == IGNORED, 0))
+        loss += to_gradient(logits, wanted, target_logits).sum()
         torch.mm(logits, weight, out=grad_hidden[start : start + rows])
         if product is None:
             grad_weight.addmm_(logits.t(), part)
@@ -123,14 +126,13 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def _to_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+def _to_gradient(logits: Tensor, targets: Tensor, target_logits: Tensor) -> Tensor:
     """-log softmax(logits)[target] [rows, 1]; `logits` become its gradient. Both are zero where ignored."""
     wide, is_valid = logits.to(_wide(logits)), targets != IGNORED
     normalizer = torch.logsumexp(wide, dim=-1, keepdim=True)
-    row_losses = normalizer - wide.gather(1, targets.masked_fill(~is_valid, 0))
     is_target = torch.arange(wide.shape[1], device=wide.device) == targets
     logits.copy_((torch.exp(wide - normalizer) - is_target.to(wide.dtype)) * is_valid)
-    return row_losses * is_valid
+    return (normalizer - target_logits) * is_valid
 
 
 def _add(total: Tensor, narrow: Tensor) -> None:
