@@ -63,6 +63,7 @@ def test_numbers_no_run_can_have_make_a_reason_of_that_row_alone(cells: dict[str
         ({"offload": "the moon"}, "offload 'the moon' is not read"),
         ({"flops_def": "guessed"}, "flops_def 'guessed' is not read"),
         ({"zero_stage": "hsdp0"}, "'hsdp0' is read as shards of 64"),
+        ({"grad_accum": "4"}, "grad_accum = 4 is not read: global_batch = 64 over dp x micro_batch is 1"),
     ],
 )
 def test_words_that_are_read_otherwise_are_told(cells: dict[str, str], reason: str):
@@ -114,3 +115,50 @@ def test_a_narrow_terminal_cuts_no_number(tmp_path: Path, capsys: pytest.Capture
     assert max(len(line.rstrip()) for line in shown[80].splitlines() if "%" in line) <= 80
     assert shown[80].count("%") > 10
     assert [word for word in shown[80].split() if "%" in word] == [word for word in shown[200].split() if "%" in word]
+
+
+def test_the_same_rows_however_a_program_writes_them(tmp_path: Path):
+    """With a byte-order mark, CRLF, thousands in quotes, empty lines, columns of its own, and without those of results."""
+    rows = write(tmp_path / "rows.csv", LLAMA | RESULTS)
+    header, cells = rows.read_text().splitlines()
+    plain, here = read_rows(rows)[0].asked, tmp_path / "same.csv"
+    for text in (
+        f"\n\n{header}\n\n{cells}\n\n",
+        f"{header},color\r\n{cells},red\r\n",
+        f"{header}\n{cells}\n".replace(",128256,", ',"128,256",'),
+    ):
+        here.write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert read_rows(here)[0].asked == plain
+    without = write(tmp_path / "without.csv", {name: cell for name, cell in LLAMA.items() if name not in RESULTS})
+    assert predict_rows([read_rows(without)[0].asked]) == predict_rows([plain])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("n_gpus,tp\n", "has a header but no rows"),
+        ("", r"its first line \(empty\)"),
+        ("model;n_gpus;tp\na;8;1\n", "is separated by semicolons"),
+        ("model\tn_gpus\ttp\na\t8\t1\n", "is separated by tabs"),
+        ("x" * 5000, "has the columns of no known form"),
+    ],
+)
+def test_files_without_runs_are_told_in_a_sentence(tmp_path: Path, text: str, told: str):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(SpecError, match=told) as caught:
+        read_rows(tmp_path / "rows.csv")
+    assert len(caught.value.problems) == 1 and len(str(caught.value)) < 500
+
+
+def test_lines_are_counted_as_an_editor_does(tmp_path: Path):
+    (tmp_path / "rows.csv").write_text("\n\nn_gpus,tp\n8,1\n8,wide\n")
+    with pytest.raises(SpecError, match=r"rows\.csv:5"):
+        read_rows(tmp_path / "rows.csv")
+
+
+def test_rows_without_a_prediction_are_told_by_their_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    odd = [LLAMA | {"id": f"odd-{i}", "gpu": "abacus"} for i in range(14)]
+    assert main(["validate", str(write(tmp_path / "rows.csv", LLAMA, *odd))]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("is not in the catalogue") == 1
+    assert "odd-0, odd-1," in printed and "odd-11 and 2 more: gpu 'abacus'" in printed

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 NAMES = 24
 """Columns for the names of groups: on a narrow terminal they and the headers wrap, and numbers are never cut."""
-MOST_LISTED = 40
-"""Rows without a prediction that are printed; --out and --json have them all."""
+MOST_REASONS, MOST_NAMED = 20, 12
+"""Reasons why rows have no prediction, and rows of each, that are printed; --out and --json have them all."""
 Files = Annotated[tuple[Path, ...], tyro.conf.Positional]
 
 
@@ -86,14 +86,24 @@ def _show(report: Report, out: Path | None) -> None:
     _print(console, _errors("peak memory, by instrument", report.memory))
     _print(console, _picks(report.picks))
     _print(console, _verdicts(report.verdicts))
-    if report.unrepresentable:
-        console.print(f"\n[bold]{len(report.unrepresentable)} rows without a time[/bold]")
-    for identity, reason in report.unrepresentable[:MOST_LISTED]:
-        console.print(f"  {identity}: {reason}", soft_wrap=True)
-    if len(report.unrepresentable) > MOST_LISTED:
-        console.print(f"  and {len(report.unrepresentable) - MOST_LISTED} more: --out FILE lists all")
+    _print_rows_without(console, report.unrepresentable)
     if out is not None:
         console.print(f"\npredictions: {out}", soft_wrap=True)
+
+
+def _print_rows_without(console, rows: list[tuple[str, str]]) -> None:
+    """Rows without a prediction, by reason."""
+    if not rows:
+        return
+    console.print(f"\n[bold]{len(rows):,} rows without a time[/bold]; --out FILE and --json name each")
+    reasons: dict[str, list[str]] = {}
+    for identity, reason in rows:
+        reasons.setdefault(reason, []).append(identity)
+    for reason, names in list(reasons.items())[:MOST_REASONS]:
+        more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+        console.print(f"  {', '.join(names[:MOST_NAMED])}{more}: {reason}", soft_wrap=True, markup=False)
+    if len(reasons) > MOST_REASONS:
+        console.print(f"  and {len(reasons) - MOST_REASONS:,} more reasons")
 
 
 def _print(console, table: Table | None) -> None:

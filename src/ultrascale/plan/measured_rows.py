@@ -21,6 +21,7 @@ BLANK = frozenset(("", "nan", "na", "n/a", "null", "-", "?"))
 """What people and their tools write for an empty cell, in lower case; `none` too where it is no answer (recompute)."""
 MOST_PROBLEMS = 20
 """Wrong cells told at once; a file of another kind has thousands."""
+LONGEST_SHOWN = 40
 PLAYBOOK_NAMES = {
     "nodes": "nodes", "mbs": "micro_batch", "ga": "grad_accum", "gbs": "global_batch", "zero": "zero_stage",
     "tok_s_gpu": "tokens_per_s_per_gpu", "mfu_pct": "mfu_percent", "mem_gb": "peak_mem_gib", "status": "outcome",
@@ -132,10 +133,12 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
     except OSError as error:
         rule = f"cannot be read: {(error.strerror or str(error)).lower()}"
         raise SpecError([Problem(str(file), rule, "Name a CSV file of measured runs.")]) from None
-    reader = csv.DictReader(io.StringIO(text, newline=""))
+    blank = len(text) - len(text.lstrip())
+    reader = csv.DictReader(io.StringIO(text[blank:], newline=""))
     try:
         is_playbook = _is_playbook(file, [name.strip() for name in reader.fieldnames or []])
-        cells = [(reader.line_num, row) for row in reader]
+        above = text[:blank].count("\n")
+        cells = [(reader.line_num + above, row) for row in reader]
     except csv.Error as error:
         raise SpecError([Problem(f"{file}:{reader.line_num}", f"is not CSV: {error}", "Repair the line.")]) from None
     problems: list[Problem] = []
@@ -149,11 +152,15 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
 
 def _is_playbook(file: Path, header: list[str]) -> bool:
     """Which of the two forms a header is. Raises SpecError when it is neither."""
-    if {"n_gpus", "dp", "tp", "pp"} & set(header) and "nodes" not in header:
-        return False
     if {"model", "nodes", "mbs", "tp"} <= set(header):
         return True
-    shown = ", ".join(name for name in header[:6] if name) or "empty"
+    if {"n_gpus", "dp", "tp", "pp"} & set(header):
+        return False
+    whole = "".join(header)
+    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
+        if len(header) == 1 and whole.count(separator) > 1:
+            raise SpecError([Problem(str(file), f"is separated by {name}", "Save it separated by commas.")])
+    shown = ", ".join(name[:LONGEST_SHOWN] for name in header[:6] if name) or "empty"
     rule = f"its first line ({shown}) has the columns of no known form"
     remedy = "It needs model, n_gpus, tp, pp, dp, ... (published runs), or model, nodes, mbs, tp, ... (the playbook's scan)."
     raise SpecError([Problem(f"{file}:1", rule, remedy)])

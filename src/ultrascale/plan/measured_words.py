@@ -51,6 +51,11 @@ def read_otherwise(asked: Asked, model: Model, layout: Layout) -> Iterator[str]:
         yield f"ep = {asked.ep} is not read: the model has no experts"
     if (asked.vpp or 1) > 1 and layout.pp == 1:
         yield f"vpp = {asked.vpp} is not read: there is no pipeline"
+    if asked.grad_accum and asked.micro_batch and asked.global_batch:
+        rounds = asked.global_batch / (layout.dp * asked.micro_batch)
+        if rounds != asked.grad_accum:
+            told = f"global_batch = {asked.global_batch} over dp x micro_batch is {rounds:g}"
+            yield f"grad_accum = {asked.grad_accum} is not read: {told}"
     if asked.recompute and asked.recompute.lower() not in RECOMPUTE_WORDS:
         yield f"recompute {asked.recompute!r} is read as {layout.recompute}"
     if asked.pp_schedule and not re.search("1f1b|interleav|dualpipe|zb|zero.?bubble|gpipe|afab", asked.pp_schedule.lower()):
