@@ -270,3 +270,52 @@ def test_a_batch_that_few_can_share_is_noted_with_the_nearest_that_all_can(capsy
     assert "At most 1 of 64 GPUs can share 509 sequences; all could share 512." in " ".join(capsys.readouterr().out.split())
     main([*ISSUE, "--top", "1"])
     assert "can share" not in capsys.readouterr().out
+
+
+def test_what_a_device_must_hold_is_one_number_in_the_ranking_in_the_plan_and_in_the_scan(capsys) -> None:
+    plan = answer(capsys, "--explain", "--top", "1")
+    (first,) = plan["search"]["ranked"]
+    row = next(one["best"] for one in plan["search"]["explanation"]["scaling"] if one["num_gpus"] == 64)
+    needed = plan["memory"]["needed_bytes"]
+    for one in (first, row):
+        assert one["layout"] == plan["layout"]
+        assert one["memory"]["peak_reserved_bytes"] + one["memory"]["outside_torch_bytes"] == pytest.approx(needed, abs=1)
+        assert one["time"]["seconds_per_step"] == plan["time"]["seconds_per_step"]
+    assert plan["memory"]["peak_bytes"] < needed <= plan["memory"]["capacity_bytes"] - plan["memory"]["headroom_bytes"]
+    assert all(one["gain"] >= 0 for one in plan["search"]["explanation"]["worth"])
+    better = plan["search"]["explanation"]["elsewhere"].values()
+    assert better and all(one["time"]["seconds_per_step"] < plan["time"]["seconds_per_step"] for one in better)
+
+
+def test_waiting_for_checkpoints_is_a_part_of_the_step(capsys) -> None:
+    words = ("--runnable", "--checkpoint-minutes", "10", "--storage-gbytes", "2")
+    time = answer(capsys, *words)["time"]
+    parts = time["waterfall_seconds"]
+    training = time["seconds_per_step"] - parts["checkpoints"]
+    assert parts["checkpoints"] / training == pytest.approx(8.03e9 * 12 / 2e9 / 600, rel=1e-3)  # 12 bytes a parameter
+    assert parts["data"] == 0 and sum(parts.values()) == pytest.approx(time["seconds_per_step"])
+    slow = answer(capsys, "--runnable", "--storage-gbytes", "0.001")["time"]["waterfall_seconds"]
+    assert slow["data"] > 0 and sum(slow.values()) == pytest.approx(512 * 8192 * 4 / 1e6)
+
+
+def test_another_optimizer_and_uneven_experts_change_memory_and_time(capsys) -> None:
+    words = ("--tp", "1", "--pp", "1", "--cp", "1", "--zero-stage", "1", "--layout.dp-shard", "64", "--micro-batch-size", "1")
+    plain, muon = (answer(capsys, *words, "--recompute", "full", "--optimizer", name) for name in ("adamw", "muon"))
+    fewer = plain["memory"]["needed_bytes"] - muon["memory"]["needed_bytes"]
+    assert fewer == pytest.approx(8.03e9 * 4 / 64 * 1.03, rel=0.02)  # one moment in fp32 less, of a 64th
+    assert (plain["trainable"], muon["trainable"], muon["optimizer"]) == (True, False, "muon")
+    moe = ("--model", "mixtral-8x7b", "--stack", "megatron", "--ep", "8", "--pp", "1", "--cp", "1", "--tp", "4")
+    even, uneven = (answer(capsys, *moe, "--expert-imbalance", value) for value in ("1", "1.5"))
+    assert uneven["time"]["seconds_per_step"] > 1.1 * even["time"]["seconds_per_step"]
+
+
+def test_a_mixture_of_experts_is_told_what_recomputation_saves_and_costs(capsys) -> None:
+    main(["plan", "--model", "mixtral-8x7b", "--gpus", "64xh100", "--top", "1"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "recomputation here: selective" in said and "full (whole blocks again) saves" in said
+
+
+def test_devices_from_before_bf16_are_planned_in_fp16(capsys) -> None:
+    assert main(["plan", "--model", "gpt2-xl", "--gpus", "8xv100", "--json", "--top", "1"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["layout"]["precision"] == "fp16" and plan["time"]["peak_flops_per_second"] == 125e12 and not plan["trainable"]

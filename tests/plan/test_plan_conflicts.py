@@ -39,6 +39,13 @@ def run_file(tmp_path) -> Path:
         (["--svg", "/nowhere/a.svg", "--perfetto", "/nowhere/a.json"], "2 mistakes"),
         (["--micro-batch-size", "5000", "--tokens-per-batch", "4M"], "5000 is more than the batch of 512 sequences"),
         (["--layout.dp", "7"], "dp = 7 does not divide 64 GPUs"),
+        (["--optimizer", "sgd"], "no optimizer called 'sgd'"),
+        (["--optimizer", "muon", "--runnable"], "--runnable searches what"),
+        (["--expert-imbalance", "1.5"], "the model has no experts"),
+        (["--expert-imbalance", "0.5"], "at least 1, is 0.5"),
+        (["--expert-imbalance", "nan"], "at least 1, is nan"),
+        (["--checkpoint-minutes", "30"], "nothing says how fast the storage is"),
+        (["--checkpoint-minutes", "0", "--storage-gbytes", "inf"], "2 mistakes"),
     ],
 )
 def test_flags_that_cannot_both_hold_are_refused(capsys, words: list[str], said: str) -> None:

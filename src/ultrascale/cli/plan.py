@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ultrascale.cli.parse import parse_with_overrides
-from ultrascale.cli.plan_conflicts import refuse_conflicts, refuse_on_measured_device, refuse_precision
-from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, has_rates, not_trainable, plan_run
+from ultrascale.cli.plan_conflicts import refuse_conflicts, refuse_imbalance, refuse_on_measured_device, refuse_precision
+from ultrascale.plan.report import TRAINED_OPTIMIZER, RunPlan, alternatives, first_that_fits, has_rates, not_trainable, plan_run
+from ultrascale.plan.storage import Storage
 from ultrascale.plan.trainers import stack_called
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
+from ultrascale.spec.stack import Stack, with_optimizer
 from ultrascale.spec.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -46,6 +48,10 @@ def plan(
     micro_batch_size: int | None = None,
     precision: str | None = None,
     stack: str = "ultrascale",
+    optimizer: str | None = None,
+    expert_imbalance: float = 1.0,
+    checkpoint_minutes: float | None = None,
+    storage_gbytes: float | None = None,
     runnable: bool = False,
     top: int = 10,
     explain: bool = False,
@@ -84,8 +90,12 @@ def plan(
         dp_shard: GPUs that share one copy of the training state. Default: searched.
         recompute: Activations computed again in the backward pass: none, selective, full, every-k, or several.
         micro_batch_size: Sequences in one forward pass of one GPU.
-        precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8. Default: bf16, or fp32 on a CPU.
+        precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8. Default: bf16, fp16 where there is none, fp32 on a CPU.
         stack: The trainer that is planned for: ultrascale, torchtitan, megatron, nanotron, llm-foundry, deepspeed.
+        optimizer: Its optimizer: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw.
+        expert_imbalance: Tokens of the busiest rank's experts over the mean, such as 1.3.
+        checkpoint_minutes: Of training between two checkpoints that the step waits for; needs --storage-gbytes.
+        storage_gbytes: What the storage of all nodes together takes or gives, in GB/s. Default: storage costs nothing.
         runnable: Search only what `ultrascale train` runs today.
         top: Layouts to list.
         explain: Say what makes it fit and fast, what binds, what other machines would be worth, and what was left out.
@@ -109,11 +119,16 @@ def command(arguments: list[str]) -> int:
         return plan_far.command(arguments[1:])
     parsed, rest = parse_with_overrides(plan, "plan", arguments)
     stack = stack_called(parsed["stack"])
+    if parsed["optimizer"] is not None:
+        stack = with_optimizer(stack, parsed["optimizer"])
     refuse_conflicts(parsed, arguments)
     if parsed["run"] is not None:
-        return _one(parsed, rest, arguments)
+        return _one(parsed, rest, arguments, stack)
     cluster = _machines(parsed, rest)
     refuse_precision(parsed, cluster)
+    has = cluster.accelerator.peak_flops
+    if parsed["precision"] is None and "fp16" in has and "bf16" not in has:
+        parsed["precision"] = "fp16"
     if not has_rates(cluster.accelerator, parsed["precision"] or "bf16"):
         refuse_on_measured_device(parsed, arguments)
         return _compared(parsed, rest, arguments)
@@ -122,7 +137,7 @@ def command(arguments: list[str]) -> int:
     return searched(parsed, rest, arguments, cluster, stack)
 
 
-def _one(parsed: dict[str, Any], rest: list[str], arguments: list[str]) -> int:
+def _one(parsed: dict[str, Any], rest: list[str], arguments: list[str], stack: Stack) -> int:
     """Plan the layout of a run's file."""
     run = resolve(parsed["run"], [*_overrides(parsed, {}), *rest]).run
     if parsed["gpus"] is not None:
@@ -130,10 +145,21 @@ def _one(parsed: dict[str, Any], rest: list[str], arguments: list[str]) -> int:
         if "layout.dp" not in _given(rest):
             words["layout.dp"] = _ranks_left(run, parsed["gpus"])
         run = resolve(parsed["run"], [*_overrides(parsed, words), *rest]).run
-    chosen = plan_run(run, cluster_of(run), stack_called(parsed["stack"]))
+    cluster = cluster_of(run)
+    refuse_imbalance(parsed, run.model)
+    if cluster.accelerator.measured_at_run_time:
+        refuse_on_measured_device(parsed, arguments)
+    chosen = plan_run(run, cluster, stack, **conditions(parsed))
     _refuse_what_the_trainer_lacks(chosen)
     finish(chosen, [chosen], parsed, arguments, rest)
     return 0 if chosen.fits else 1
+
+
+def conditions(parsed: dict[str, Any]) -> dict[str, Any]:
+    """What of the circumstances is said: how uneven experts are, and the storage."""
+    gbytes, minutes = parsed["storage_gbytes"], parsed["checkpoint_minutes"]
+    storage = None if gbytes is None else Storage(gbytes * 1e9, None if minutes is None else minutes * 60)
+    return {"expert_imbalance": parsed["expert_imbalance"], "storage": storage}
 
 
 def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
@@ -333,9 +359,10 @@ def _next_command(chosen: RunPlan, parsed: dict[str, Any], arguments: list[str],
 
 def next_of_run(chosen: RunPlan, words: list[str]) -> str:
     """What to do with a run's file (and settings over it): train it, hand it to its trainer, or look at its step."""
-    told = " ".join(words)
+    optimizer = chosen.stack.optimizer
+    told = " ".join([*words, *([] if optimizer == TRAINED_OPTIMIZER else ["--optimizer", optimizer])])
     if chosen.stack.name != "ultrascale":
         return f"ultrascale plan {told} --stack {chosen.stack.name} --print-flags"
-    if not_trainable(chosen.run):
+    if not_trainable(chosen.run, chosen.stack):
         return f"ultrascale plan {told} --perfetto step.json   (our trainer does not run it yet)"
     return f"ultrascale check {told}   then  ultrascale train {told}"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from ultrascale.spec.cluster import Cluster
+from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.schema import leaves
 from ultrascale.spec.units import UnitError, parse_tokens
 
 OF_A_SEARCH = ("explain", "runnable", "top")
+OF_TIMES = (
+    "explain", "top", "svg", "perfetto", "tokens", "optimizer", "expert-imbalance", "checkpoint-minutes", "storage-gbytes",
+)  # fmt: skip
 AXES = ("tp", "cp", "pp", "ep", "schedule")
 
 
 def refuse_conflicts(parsed: dict[str, Any], arguments: list[str]) -> None:
     """Raises SpecError with every pair of flags that contradict each other, every file that cannot be written, bad tokens."""
-    problems = [*_together(parsed), *_files(parsed), *_tokens(parsed["tokens"])]
+    problems = [*_together(parsed), *_files(parsed), *_tokens(parsed["tokens"]), *_conditions(parsed)]
     if parsed["top"] < 1:
         problems.append(Problem("--top", f"must be at least 1, is {parsed['top']}", "10 is usual."))
     if parsed["run"] is not None:
@@ -32,8 +37,8 @@ def refuse_conflicts(parsed: dict[str, Any], arguments: list[str]) -> None:
 def refuse_on_measured_device(parsed: dict[str, Any], arguments: list[str]) -> None:
     """The same for a device whose speed is measured at run time: only layouts that we train are compared, by memory."""
     problems = [
-        Problem(f"--{name}", "compares step times, and this machine's are measured at run time", "Leave it out.")
-        for name in ("explain", "top", "svg", "perfetto", "tokens")
+        Problem(f"--{name}", "is of step times, and this machine's are measured at run time", "Leave it out.")
+        for name in OF_TIMES
         if _said(name, arguments)
     ]
     if parsed["stack"] != "ultrascale":
@@ -45,6 +50,20 @@ def refuse_on_measured_device(parsed: dict[str, Any], arguments: list[str]) -> N
             problems.append(Problem(f"--{name}", rule, "Leave it out, or plan for an accelerator such as 8xh100."))
     if problems:
         raise SpecError(problems)
+
+
+def refuse_imbalance(parsed: dict[str, Any], model: Model) -> None:
+    """Raises SpecError if the model has no experts that tokens could be spread over unevenly, or not so unevenly."""
+    value, experts = parsed["expert_imbalance"], model.num_experts
+    if value == 1.0:
+        return
+    if not experts:
+        raise SpecError([Problem("--expert-imbalance", f"is {value:g}, and the model has no experts", "Leave it out.")])
+    most = experts / model.num_experts_per_tok
+    if value > most:
+        top_k = model.num_experts_per_tok
+        rule = f"is {value:g}; with {experts} experts, {top_k} a token, one gets at most {most:g} times the mean"
+        raise SpecError([Problem("--expert-imbalance", rule, "1.1 to 1.5 is usual.")])
 
 
 def refuse_precision(parsed: dict[str, Any], cluster: Cluster) -> None:
@@ -74,6 +93,25 @@ def _together(parsed: dict[str, Any]) -> list[Problem]:
     return found
 
 
+def _conditions(parsed: dict[str, Any]) -> list[Problem]:
+    """Numbers that say how uneven experts are and how fast the storage is."""
+    found = [
+        Problem(f"--{name.replace('_', '-')}", f"must be a positive number, is {parsed[name]:g}", f"{usual} is usual.")
+        for name, usual in (("checkpoint_minutes", 30), ("storage_gbytes", 100))
+        if parsed[name] is not None and not 0 < parsed[name] < inf
+    ]
+    if parsed["checkpoint_minutes"] is not None and parsed["storage_gbytes"] is None:
+        rule = "says how often, and nothing says how fast the storage is"
+        found.append(Problem("--checkpoint-minutes", rule, "Give --storage-gbytes 100 too."))
+    if not 1 <= parsed["expert_imbalance"] < inf:
+        rule = f"is the busiest rank over the mean: at least 1, is {parsed['expert_imbalance']:g}"
+        found.append(Problem("--expert-imbalance", rule, "1.1 to 1.5 is usual."))
+    if parsed["runnable"] and parsed["optimizer"] not in (None, "adamw"):
+        rule = f"is {parsed['optimizer']}, and --runnable searches what `ultrascale train` runs: adamw"
+        found.append(Problem("--optimizer", rule, "Leave out one."))
+    return found
+
+
 def _files(parsed: dict[str, Any]) -> list[Problem]:
     """Files that are there already, and folders that are not."""
     found = []
@@ -98,4 +136,4 @@ def _tokens(text: str | None) -> list[Problem]:
 
 
 def _said(name: str, arguments: list[str]) -> bool:
-    return any(word.partition("=")[0] == f"--{name}" for word in arguments)
+    return any(word.partition("=")[0].replace("_", "-") == f"--{name}" for word in arguments)

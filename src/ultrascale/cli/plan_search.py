@@ -11,7 +11,7 @@ from typing import Any
 from ultrascale.cli import plan as verb
 from ultrascale.plan.explain import changes, marginals, rungs
 from ultrascale.plan.price import Prediction
-from ultrascale.plan.report import RunPlan, plan_run, prediction_json, workload_of
+from ultrascale.plan.report import TRAINED_OPTIMIZER, RunPlan, plan_run, prediction_json, workload_of
 from ultrascale.plan.scaling import Scaled, elsewhere, scaling, smallest_that_fits
 from ultrascale.plan.search import TIE, SearchResult, search
 from ultrascale.plan.search_view import distinct, layout_words, no_layout_fits, show_explanation, show_ranking
@@ -40,16 +40,19 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     settings, others = _split(parsed, rest)
     asked, base = _choices(settings)
     run = _described(parsed, others, asked, base, cluster)
-    workload = workload_of(run, cluster, stack)
+    verb.refuse_imbalance(parsed, run.model)
+    workload = workload_of(run, cluster, stack, **verb.conditions(parsed))
     if parsed["runnable"]:
         if problems := untrainable_model(run.model):
             raise SpecError(problems)
         _refuse_axes(asked)
+        if problems := untrainable_layout(base):
+            raise SpecError(problems)
         asked = RUNNABLE | asked
     result = search(workload, base=base, asked=asked)
     best = result.best or result.smallest
     assert best is not None
-    chosen = plan_run(replace(run, layout=best.layout), cluster, stack)
+    chosen = plan_run(replace(run, layout=best.layout), cluster, stack, **verb.conditions(parsed))
     if result.best is not None:
         verb.write_files(chosen, parsed)
     elif unwritten := [parsed[name] for name in ("save", "svg", "perfetto") if parsed[name] is not None]:
@@ -196,7 +199,7 @@ def _print(
     if parsed["explain"]:
         console.print()
         show_explanation(result, *_compared(result, base, asked), console)
-    console.print(f"\n[bold]next[/bold]  {_next_command(result, chosen, parsed, arguments)}", soft_wrap=True)
+    console.print(f"\n[bold]next[/bold]  {_next_command(chosen, base, parsed, arguments)}", soft_wrap=True)
 
 
 def _batch_note(text: str | None, workload: Workload) -> str:
@@ -225,7 +228,7 @@ def _what_would_fit(workload: Workload, base: Layout, asked: dict[str, tuple[Any
     return f"{one.layout.world_size} GPUs would do: {words}."
 
 
-def _next_command(result: SearchResult, chosen: RunPlan, parsed: dict[str, Any], arguments: list[str]) -> str:
+def _next_command(chosen: RunPlan, base: Layout, parsed: dict[str, Any], arguments: list[str]) -> str:
     words = ["ultrascale plan", *arguments]
     if not chosen.fits:
         return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
@@ -233,7 +236,8 @@ def _next_command(result: SearchResult, chosen: RunPlan, parsed: dict[str, Any],
         return verb.next_of_run(chosen, [parsed["save"]])
     if chosen.stack.name != "ultrascale":
         return " ".join([*words, "--print-flags"])
-    if untrainable_model(chosen.run.model) or any(parsed[axis] not in (None, "1") for axis in ("tp", "cp", "pp", "ep")):
+    ours_never = untrainable_model(chosen.run.model) or untrainable_layout(base) or chosen.stack.optimizer != TRAINED_OPTIMIZER
+    if ours_never or any(parsed[axis] not in (None, "1") for axis in ("tp", "cp", "pp", "ep")):
         return " ".join([*words, "" if parsed["explain"] else "--explain"]).rstrip()
     if untrainable_layout(chosen.run.layout):
         words.append("--runnable")

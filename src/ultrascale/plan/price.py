@@ -31,8 +31,10 @@ from ultrascale.plan.pipelined import (
 from ultrascale.plan.rank_activations import rank_activations
 from ultrascale.plan.rank_state import shards
 from ultrascale.plan.stages import Stages, cut_stages
+from ultrascale.plan.storage import checkpoint_share, read_seconds
 from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import Accelerator
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 
@@ -40,7 +42,7 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 PARTS = (
     "compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_sends",
-    "bubble", "optimizer", "offload", "rest",
+    "bubble", "optimizer", "offload", "rest", "data", "checkpoints",
 )  # fmt: skip
 
 PAIRED = tuple(SCHEDULES.index(name) for name in ("dualpipe", "dualpipe-v"))
@@ -79,7 +81,7 @@ class PriceTable:
     def mfu(self, *, full_attention: bool = False, peak: float | None = None) -> Floats:
         """Model FLOPs over the dense bf16 peak (or `peak`, FLOPs per second), attention causal or as the full square."""
         flops = model_flops_per_token(self.workload.model, self.workload.sequence_length, full_attention=full_attention)
-        peak = peak or self.workload.cluster.accelerator.peak_flops_per_second("bf16")
+        peak = peak or half_precision_peak(self.workload.cluster.accelerator)
         return flops * self.tokens_per_second / self.table.world_size / peak
 
     def row(self, index: int) -> Prediction:
@@ -114,14 +116,19 @@ class Prediction:
     def mfu(self, *, full_attention: bool = False, peak: float | None = None) -> float:
         """Model FLOPs over the dense bf16 peak (or `peak`, FLOPs per second), attention causal or as the full square."""
         flops = model_flops_per_token(self.workload.model, self.workload.sequence_length, full_attention=full_attention)
-        peak = peak or self.workload.cluster.accelerator.peak_flops_per_second("bf16")
+        peak = peak or half_precision_peak(self.workload.cluster.accelerator)
         return flops * self.tokens_per_second_per_gpu / peak
 
     def hfu(self) -> float:
         """Hardware FLOPs over the dense bf16 peak."""
         masks = self.workload.documents and not self.workload.stack.kernels.masks_in_kernel
         flops = hardware_flops_per_token(self.workload.model, self.layout, self.workload.sequence_length, documents=masks)
-        return flops * self.tokens_per_second_per_gpu / self.workload.cluster.accelerator.peak_flops_per_second("bf16")
+        return flops * self.tokens_per_second_per_gpu / half_precision_peak(self.workload.cluster.accelerator)
+
+
+def half_precision_peak(accelerator: Accelerator) -> float:
+    """FLOPs per second that MFU is a share of: dense bf16, or fp16 on devices from before there was bf16."""
+    return accelerator.peak_flops_per_second("bf16" if "bf16" in accelerator.peak_flops else "fp16")
 
 
 def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> Prediction:
@@ -157,8 +164,8 @@ def _played(found: Prediction, constants: Constants) -> Prediction:
         gone = min(hidden, parts["expert_parallel"])
         parts["expert_parallel"] -= gone
         parts["compute"] -= hidden - gone
-    total = sum(parts.values())
-    return replace(found, step_seconds=total, waterfall=parts)
+    total, whole = _with_storage(found.workload, {name: np.asarray(part) for name, part in parts.items()})
+    return replace(found, step_seconds=float(total), waterfall={name: float(part) for name, part in whole.items()})
 
 
 def price(
@@ -220,7 +227,15 @@ def _step(
     if overheads.stall_nodes:
         stops = np.where(table.pp > 1, micro_batches, 1)
         parts["rest"] += np.where(nodes >= overheads.stall_nodes, overheads.stall_seconds * stops, 0.0)
-    return running + parts["rest"], parts
+    return _with_storage(workload, parts)
+
+
+def _with_storage(workload: Workload, parts: dict[str, Floats]) -> tuple[Floats, dict[str, Floats]]:
+    """Seconds of the step and its parts, with what storage adds to them."""
+    running = np.asarray(sum(seconds for name, seconds in parts.items() if name not in ("data", "checkpoints")))
+    parts["data"] = np.maximum(read_seconds(workload) - running, 0.0)
+    parts["checkpoints"] = checkpoint_share(workload) * (running + parts["data"])
+    return running + parts["data"] + parts["checkpoints"], parts
 
 
 def _exposed_offload(workload: Workload, table: LayoutTable, passes: Passes, micro_batches: Counts) -> Floats:
@@ -257,7 +272,7 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     seconds = optimizer_seconds(accelerator, num_bytes * constants.optimizer_passes)
     if stack.optimizer == "muon":
         flops = NEWTON_SCHULZ_FLOPS * workload.model.hidden_size * own.max(axis=0)
-        seconds = seconds + flops / (accelerator.peak_flops_per_second("bf16") * NEWTON_SCHULZ_EFFICIENCY)
+        seconds = seconds + flops / (half_precision_peak(accelerator) * NEWTON_SCHULZ_EFFICIENCY)
     return np.where(table.offload_optimizer > 0, _offloaded_update(workload, own.max(axis=0)), seconds)
 
 

@@ -23,11 +23,14 @@ from ultrascale.spec.weights import num_parameters
 if TYPE_CHECKING:
     from ultrascale.plan.footprint import Footprint
     from ultrascale.plan.price import Prediction
+    from ultrascale.plan.storage import Storage
 
 HEADROOM_FRACTION = {"cuda": 0.06, "cpu": 0.0}
 """Of the device's memory: what the allocator reserves and does not use. SimuMax takes 6 percent, others 10."""
 HEADROOM_BYTES = {"cuda": 3 * 2**30, "cpu": 2**29}
 """CUDA's context and kernels 0.5 to 0.9 GiB, NCCL 1 to 2 GiB; on a CPU the interpreter and torch, about 0.4 GiB a process."""
+TRAINED_OPTIMIZER = "adamw"
+"""What our trainer runs, and the replay counts."""
 RECOMPUTE_FROM_CHEAP = ("none", "selective", "full")
 Device = Literal["cpu", "cuda"]
 
@@ -93,7 +96,8 @@ class RunPlan:
             "sequences_per_batch": run.batch.sequences_per_batch,
             "num_micro_batches": self.num_micro_batches,
             "document_mask": run.data.document_mask,
-            "trainable": not not_trainable(run),
+            "optimizer": self.stack.optimizer,
+            "trainable": not not_trainable(run, self.stack),
             "fits": self.fits,
             "memory": self._memory_json(),
             "time": self._time_json(),
@@ -128,9 +132,11 @@ class RunPlan:
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
     """A layout's price as a JSON-able dictionary: bytes, seconds, FLOPs, tokens."""
+    from ultrascale.plan.price import half_precision_peak  # here, so that a CPU is planned without NumPy
+
     workload = prediction.workload
-    accelerator = workload.cluster.accelerator
-    hardware = prediction.hfu() * accelerator.peak_flops_per_second("bf16") / prediction.tokens_per_second_per_gpu
+    peak = half_precision_peak(workload.cluster.accelerator)
+    hardware = prediction.hfu() * peak / prediction.tokens_per_second_per_gpu
     return {
         "layout": asdict(prediction.layout),
         "num_micro_batches": prediction.num_micro_batches,
@@ -148,7 +154,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
             "hfu": prediction.hfu(),
             "model_flops_per_token": model_flops_per_token(workload.model, workload.sequence_length),
             "hardware_flops_per_token": hardware,
-            "peak_flops_per_second": accelerator.peak_flops_per_second("bf16"),
+            "peak_flops_per_second": peak,
         },
     }
 
@@ -174,22 +180,33 @@ def _footprint_json(memory: Footprint) -> dict[str, Any]:
     }
 
 
-def workload_of(run: Run, cluster: Cluster, stack: Stack) -> Workload:
+def workload_of(
+    run: Run, cluster: Cluster, stack: Stack, *, expert_imbalance: float = 1.0, storage: Storage | None = None
+) -> Workload:
     """What `run` asks for, without its layout."""
     batch = run.batch
-    return Workload(run.model, cluster, batch.sequence_length, batch.sequences_per_batch, stack, run.data.document_mask)
+    length, sequences, documents = batch.sequence_length, batch.sequences_per_batch, run.data.document_mask
+    return Workload(run.model, cluster, length, sequences, stack, documents, expert_imbalance, storage)
 
 
-def not_trainable(run: Run) -> list[str]:
-    """What of `run` our trainer does not run yet, as dotted keys."""
-    return [problem.key for problem in (*untrainable_model(run.model), *untrainable_layout(run.layout))]
+def not_trainable(run: Run, stack: Stack = STACKS["ultrascale"]) -> list[str]:
+    """What of `run` and of how `stack` trains it our trainer does not run yet, as dotted keys."""
+    found = [problem.key for problem in (*untrainable_model(run.model), *untrainable_layout(run.layout))]
+    return [*found, "optimizer"] if stack.optimizer != TRAINED_OPTIMIZER else found
 
 
-def plan_run(run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"]) -> RunPlan:
+def plan_run(
+    run: Run,
+    cluster: Cluster,
+    stack: Stack = STACKS["ultrascale"],
+    *,
+    expert_imbalance: float = 1.0,
+    storage: Storage | None = None,
+) -> RunPlan:
     """Memory and time of `run` on `cluster`. Raises SpecError if the batch or the device does not suit the layout."""
     device = device_of(cluster.accelerator)
     memory = None
-    if stack.name == "ultrascale" and not not_trainable(run):
+    if stack.name == "ultrascale" and not not_trainable(run, stack):
         memory = plan_memory(
             run.model,
             run.layout,
@@ -202,7 +219,8 @@ def plan_run(run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"]) ->
     if has_rates(cluster.accelerator, run.layout.precision):
         from ultrascale.plan.price import predict  # here, so that a CPU is planned without NumPy
 
-        prediction = predict(workload_of(run, cluster, stack), run.layout)
+        workload = workload_of(run, cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
+        prediction = predict(workload, run.layout)
     elif memory is None:
         raise SpecError(untrainable_model(run.model) + untrainable_layout(run.layout))
     capacity = int(cluster.accelerator.memory_bytes.value)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ultrascale.plan.cost import cost
 from ultrascale.plan.memory import MemoryPlan
-from ultrascale.plan.report import RunPlan, first_that_fits, step_interval
+from ultrascale.plan.report import TRAINED_OPTIMIZER, RunPlan, first_that_fits, step_interval
 from ultrascale.plan.time import NOT_IN_IT
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.units import format_bytes, format_count, format_flops_per_second, format_seconds
@@ -73,6 +73,8 @@ TIMES = {
     "optimizer": ("optimizer", "blue"),
     "offload": ("offload to host", "bright_blue"),
     "rest": ("rest", "bright_black"),
+    "data": ("reading data", "white"),
+    "checkpoints": ("checkpoints", "bright_red"),
 }
 
 
@@ -202,6 +204,7 @@ def _headline(plan: RunPlan) -> Text:
     count = plan.num_micro_batches
     micro_batches = f"{count} micro-batch{'' if count == 1 else 'es'}"
     trainer = "" if plan.stack.name == "ultrascale" else f", trained by {plan.stack.name}"
+    trainer += "" if plan.stack.optimizer == TRAINED_OPTIMIZER else f", {plan.stack.optimizer}"
     title.append(
         f"{_cut(layout)}{layout.precision}, {_state(layout)}, {_again(layout)}{trainer}\n"
         f"a step is {format_count(tokens)} tokens: {layout.dp} {'ranks' if layout.world_size == layout.dp else 'replicas'} "
@@ -253,8 +256,9 @@ def _verdict(plan: RunPlan) -> Text:
     text.append(f"  {format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold")
     text.append(_kept_free(plan), style="not bold dim")
     if plan.memory is None:
-        how = "as our trainer, which does not run this yet, would keep them" if plan.stack.name == "ultrascale" else ""
-        text.append(f"\nput together from parts, {how or f'as {plan.stack.name} keeps them'}", style="not bold dim")
+        ours = plan.stack.name == "ultrascale"
+        how = ": our trainer does not run this yet" if ours else f", as {plan.stack.name} keeps them"
+        text.append(f"\nput together from parts{how}", style="not bold dim")
     return text
 
 
@@ -309,7 +313,9 @@ def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None) -> Table:
     table.add_row("step", format_seconds(prediction.step_seconds), f"{low} to {high} for four runs in five")
     table.add_row("tokens/s", f"{prediction.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU")
     full = prediction.mfu(full_attention=True)
-    rate = format_flops_per_second(plan.cluster.accelerator.peak_flops_per_second("bf16"))
+    from ultrascale.plan.price import half_precision_peak  # here: a CPU is planned without NumPy
+
+    rate = format_flops_per_second(half_precision_peak(plan.cluster.accelerator))
     table.add_row("MFU", f"{prediction.mfu():.1%}", f"of {rate}, causal attention; {full:.1%} if the full square is counted")
     table.add_row("HFU", f"{prediction.hfu():.1%}", "with what is computed twice, or only to be masked")
     goal, why = _goal(plan, tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ultrascale.plan.storage import Storage
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.model import Model
 from ultrascale.spec.stack import STACKS, Stack
@@ -22,6 +23,8 @@ class Workload:
     """Packed documents with masks."""
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
+    storage: Storage | None = None
+    """None: what reading and writing cost is left out."""
 
     @property
     def tokens_per_step(self) -> int:
