@@ -1,0 +1,179 @@
+"""Rows sent between the ranks of a group, as many from each to each as it takes, none included; with gradients.
+
+    exchange   rows for rank 0, 1, ... go there; what arrives lies in order of the ranks it came from
+               backward: the same with sent and received swapped, for the derivative of moving rows is moving them back
+    gather     rows of all ranks, in their order, on every rank          backward: sum_scatter
+    sum_scatter the sum over ranks of such a whole; each keeps its rows  backward: gather
+    cut        of rows that all ranks have: this rank's                  backward: rows of all ranks
+    whole      rows of all ranks, which all go on with in the same way   backward: this rank's rows
+
+An exchange can be left under way while something else computes, on the way there and, for its gradient, on the way back:
+
+    depart ---- something else ---- arrive          forward: sent at depart, awaited at arrive
+    <- awaited at depart ---- sent at arrive        backward: the engine runs the newest first, so something else is between
+
+Cost on each rank: of P elements there P (n-1)/n are sent, and as many on the way back. Everything is one `all_to_all_single`,
+which NCCL and gloo both have with uneven parts (gloo's all-gather and reduce-scatter want equal ones); the sum is taken here,
+in order of ranks, so that it is the same bits every time. Price: `gather` copies its rows n times before they leave.
+Not torch's own functional collectives: they go through the dispatcher, allocate wrappers, and wait where autograd wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def gather(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """[own, D] of every rank to [sum(lengths), D]; the gradient sums what all ranks made of a row."""
+    return _Gather.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+
+
+def sum_scatter(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """[sum(lengths), D] on every rank to this rank's rows of their sum, [own, D]."""
+    return _SumScatter.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+
+
+def cut(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """This rank's [own, D] of [sum(lengths), D], the same on all ranks; so is the gradient."""
+    return _Cut.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+
+
+def whole(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """[own, D] of every rank to [sum(lengths), D], whose gradient must be the same on all ranks: each takes its rows of it."""
+    return _Whole.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+
+
+class Exchange:
+    """An exchange of `sent[rank]` rows to each rank of `group` for `received[rank]` rows from it."""
+
+    def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup):
+        self.sent, self.received, self.group = list(sent), list(received), group
+        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None
+        """Also what is sent and what fills: their memory must outlast the messages."""
+
+    def depart(self, rows: Tensor) -> Tensor:
+        """Begin to send [sum(sent), D]. The result must be read by nobody but `arrive`."""
+        return _Depart.apply(rows, self)  # pyright: ignore[reportReturnType]
+
+    def arrive(self, under_way: Tensor) -> Tensor:
+        """[sum(received), D], once it is there."""
+        return _Arrive.apply(under_way, self)  # pyright: ignore[reportReturnType]
+
+    def begin(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        """Memory that fills with rows, sent there or, with `back`, returned."""
+        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
+        rows = rows.contiguous()
+        filling = rows.new_empty(sum(received), *rows.shape[1:])
+        work = dist.all_to_all_single(filling, rows, received, sent, group=self.group, async_op=True)
+        assert work is not None, "this rank is not in the group"
+        self._under_way = work, rows, filling
+        return filling
+
+    def wait(self) -> Tensor:
+        """What `begin` gave, full (on CUDA: when the current stream comes to it)."""
+        assert self._under_way is not None, "nothing is under way"
+        (work, _, filling), self._under_way = self._under_way, None
+        work.wait()
+        return filling
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, under_way: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait().view_as(under_way)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.begin(grad, back=True)
+        return grad, None  # autograd wants a gradient as long as what arrived; what comes back lies in the exchange
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.lengths, ctx.group = lengths, group
+        return _gathered(rows, lengths, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _summed(grad, ctx.lengths, ctx.group), None, None
+
+
+class _SumScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.lengths, ctx.group = lengths, group
+        return _summed(rows, lengths, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(grad, ctx.lengths, ctx.group), None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.lengths, ctx.group = lengths, group
+        return _own(rows, lengths, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(grad, ctx.lengths, ctx.group), None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.lengths, ctx.group = lengths, group
+        return _gathered(rows, lengths, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own(grad, ctx.lengths, ctx.group), None, None
+
+
+def _own(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    first = sum(lengths[: group.rank()])
+    return rows[first : first + lengths[group.rank()]].contiguous()
+
+
+def _gathered(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    copies = rows.repeat(group.size(), *(1 for _ in rows.shape[1:]))
+    gathered = rows.new_empty(sum(lengths), *rows.shape[1:])
+    dist.all_to_all_single(gathered, copies, list(lengths), [len(rows)] * group.size(), group=group)
+    return gathered
+
+
+def _summed(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Narrow dtypes are added up in fp32 and rounded once."""
+    own = lengths[group.rank()]
+    parts = rows.new_empty(group.size(), own, *rows.shape[1:])
+    dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), [own] * group.size(), list(lengths), group=group)
+    total = parts[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(rows.dtype)
