@@ -6,6 +6,7 @@ hold one copy of the training state together (dense weights: dp_shard x cp; expe
     stack     weights        gradients                    master and moments
     buckets   -              4 P/n, 4 P if accumulated    12 P/n
     whole     2 P            4 P                          12 P/n           (ZeRO 1, "distributed optimizer")
+    whole     2 P/n          2 P/n (DeepSpeed's are bf16) 12 P/n           (ZeRO 3; gathered block by block)
 
 Rajbhandari et al. 2020; playbook, "ZeRO".
 """
@@ -74,7 +75,8 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
         stages.root_parameters * both_ways + embedding,
     )
     total, cut = dense + expert, dense / shard + expert / expert_shard
-    gathers = np.full(len(table), stack.gathers == "buckets") | (table.zero_stage == 3)
+    in_buckets = stack.gathers == "buckets"
+    gathers = np.full(len(table), in_buckets) | ((table.zero_stage == 3) & (shard > 1))
     alone = table.dp * table.cp == 1
     moments = stack.moment_bytes / 4 * master * cut
 
@@ -83,19 +85,20 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     cut_gradients = np.where(grows & ~gathers, total, cut)
     whole_gradients = np.where(table.zero_stage >= stack.shards_gradients_from, cut, total)
     summed = np.where(wide, compute, stack.gradient_bytes)
+    cut_itemsize = master if in_buckets else summed
     autograd = np.where(wide, 0.0, stack.autograd_gradient_bytes) * total
     weights = np.where(
         gathers,
-        np.where(stack.gathers == "buckets", master, 0.0) * cut,
+        np.where(in_buckets | wide, master, stack.weight_bytes) * cut,
         np.where(wide, compute, stack.weight_bytes) * total,
     )
     masters = np.where(wide, 0.0, stack.master_bytes) * cut
     in_host = table.offload_optimizer > 0
-    optimizer = np.where(in_host, 0.0, moments + np.where(gathers & (stack.gathers == "buckets"), 0.0, masters))
+    optimizer = np.where(in_host, 0.0, moments + np.where(gathers & in_buckets, 0.0, masters))
     return RankState(
         weights=np.where(in_host & gathers, 0.0, weights),
-        gradients=np.where(gathers, master * accumulated, summed * whole_gradients + autograd),
-        late_gradients=np.where(gathers, master * cut_gradients, summed * whole_gradients + autograd),
+        gradients=np.where(gathers, cut_itemsize * accumulated, summed * whole_gradients + autograd),
+        late_gradients=np.where(gathers, cut_itemsize * cut_gradients, summed * whole_gradients + autograd),
         optimizer=optimizer,
         compute_itemsize=compute,
         block=_largest_block(workload, table) * np.ones((3, 1)),
