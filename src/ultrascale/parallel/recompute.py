@@ -20,6 +20,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ultrascale.models.decoder import Decoder
+from ultrascale.parallel import tensor_ops
 from ultrascale.spec.layout import Layout
 
 _aten = torch.ops.aten
@@ -32,8 +33,9 @@ KEPT_OPS = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
+    *tensor_ops.PRODUCTS,
 }
-"""Results worth their memory: computing them again costs matrix products."""
+"""Results worth their memory: computing them again costs matrix products, or messages."""
 
 
 def apply_recompute(decoder: Decoder, layout: Layout) -> None:

@@ -1,0 +1,87 @@
+"""Tensor parallelism put on a decoder: every rank holds its slice of the cut weights, and `tensor_ops` fill the model's seams.
+
+    weight                            cut                        seam
+    q k v, gate and up, MLA's b       rows: heads, features      fan_out
+    o, down                           columns                    fan_in
+    embedding, head                   rows: the vocabulary       look_up, loss
+    norms, positions, narrow ones     not                        with sequence parallelism each rank its own positions
+
+Slices are plain tensors of the sizes in `spec.places`; FSDP2 cuts them further. DTensor would do the same sums, but dispatches
+every operation of a block anew, which on CPU costs a third of a small model's speed.
+
+Gradients of weights that are not cut are shares of a sum, one on each rank, wherever `spec.places.place` says `is_partial`:
+whoever applies this sums them over tp, once a step.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.tensor_loss import look_up, vocabulary_cross_entropy
+from ultrascale.parallel.tensor_ops import Cut
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.places import Coordinates, place
+from ultrascale.spec.weights import weights
+
+
+class Groups(Protocol):
+    """What is asked of `parallel.mesh.Mesh`."""
+
+    @property
+    def at(self) -> Coordinates: ...
+
+    def group(self, axis: Any, /) -> dist.ProcessGroup | None: ...
+
+
+def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> None:
+    """Cut `decoder`, whose weights are still on the meta device, over tp, in place. Does nothing if that is one rank.
+
+    Weights of experts are left to `expert_tp`. The forward pass then raises ValueError if it is to give logits, and of a stage
+    that is not the first without positions: with sequence parallelism it could not know how long its sequences are.
+    """
+    group = mesh.group("tp")
+    if group is None:
+        return
+    cut = Cut(group, layout.sequence_parallel)
+    cut_parameters(decoder, layout, mesh.at)
+    for module in decoder.modules():
+        for seam in ("fan_out", "fan_in", "whole"):
+            if hasattr(module, seam):
+                setattr(module, seam, getattr(cut, seam))
+    vocab_size = decoder.spec.vocab_size
+    decoder.look_up = partial(look_up, vocab_size=vocab_size, cut=cut)  # pyright: ignore[reportAttributeAccessIssue]
+    decoder.loss = partial(vocabulary_cross_entropy, vocab_size=vocab_size, cut=cut)
+    decoder.own_share = cut.own_share
+    decoder.register_forward_pre_hook(partial(_measure, cut), with_kwargs=True)
+
+
+def cut_parameters(decoder: nn.Module, layout: Layout, at: Coordinates) -> None:
+    """Replace every weight that tp cuts by an empty one of this rank's shape."""
+    table = {weight.name: weight for weight in weights(decoder.spec)}  # pyright: ignore
+    for name, parameter in list(decoder.named_parameters()):
+        weight = table[name]
+        if weight.tp_dim is None or weight.is_expert:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        shape = place(weight, layout, at).shape
+        setattr(decoder.get_submodule(owner), leaf, nn.Parameter(parameter.new_empty(shape)))
+
+
+def _measure(cut: Cut, decoder: Decoder, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+    """Note how long the sequences are that come now."""
+    if decoder.is_last and options.get("targets") is None:
+        raise ValueError("over several ranks of tp a decoder computes losses; give it targets, or generate in one process")
+    if not cut.sequence_parallel:
+        return
+    if decoder.is_first:
+        cut.length = inputs[0].shape[1]
+        return
+    positions = options.get("positions")
+    if positions is None:
+        raise ValueError("with sequence parallelism a stage that is not the first must be given positions")
+    cut.length = positions.shape[-1]

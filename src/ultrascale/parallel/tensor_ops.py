@@ -1,0 +1,256 @@
+"""Tensor parallelism of a block: several projections cut by columns, then one cut by rows (Shoeybi et al. 2019; with sequence
+parallelism Korthikanti et al. 2022).
+
+                          forward                                 backward
+    column products   x   gather [B, S/tp, D] -> [B, S, D]        dx = sum of g W, summed over ranks to [B, S/tp, D]
+    (q k v, gate up)  y   x W^T, F/tp columns of each             dW = g^T x, with x gathered once more meanwhile
+    row product       z   y W^T, summed over ranks to             dy = g W and dW = g^T y, with
+                          [B, S/tp, D]                            g [B, S, D] gathered from [B, S/tp, D]
+
+Without sequence parallelism both gathers fall away, and the two sums leave [B, S, D] on every rank. Sums are sums, never means:
+the transpose of a gather is a sum, and no factor appears anywhere.
+
+Kept for the backward pass: x as it came, D S/tp wide (gathering again costs (tp-1)/tp of B S D elements and hides behind dx;
+keeping x whole would cost tp times the memory), the weights, and y.
+What is sent while what is computed: in the backward pass of column products x travels during dx, and dx during dW.
+
+Each direction is one operation of torch's (`ultrascale::...`), so that selective recomputation keeps its result and sends
+nothing twice, and the compiler sees one node and need not look inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.library import custom_op
+from torch.nn import functional as F
+
+from ultrascale.parallel.tensor_traffic import gather_parts, sum_parts, sum_whole
+from ultrascale.spec.places import even_part
+
+
+@custom_op("ultrascale::column_products", mutates_args=())
+def column_products(hidden: Tensor, weights: list[Tensor], biases: list[Tensor], group: str, length: int) -> list[Tensor]:
+    """[B, S/tp, D] and weights [F, D] to [B, S, F] each; `length` S, or 0 where `hidden` is [B, S, D] already."""
+    whole = _whole(hidden, group, length)
+    return [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)]
+
+
+@custom_op("ultrascale::column_products_backward", mutates_args=())
+def column_products_backward(
+    grads: list[Tensor], hidden: Tensor, weights: list[Tensor], group: str, length: int, want_input: bool, want_weights: bool
+) -> list[Tensor]:
+    """dx, if wanted, and dW of each weight, if wanted."""
+    ranks, found = group_named(group), []
+    gathered = gather_parts(hidden, length, ranks) if length and want_weights else None
+    summed = None
+    if want_input:
+        grad = _sum_of_products(grads, weights)
+        summed = sum_parts(grad, ranks) if length else sum_whole(grad, ranks)
+    if want_weights:
+        rows = (hidden if gathered is None else gathered()).flatten(0, 1)
+        found = [torch.mm(grad.flatten(0, 1).t(), rows) for grad in grads]
+    return found if summed is None else [summed(), *found]
+
+
+@custom_op("ultrascale::row_product", mutates_args=())
+def row_product(inner: Tensor, weight: Tensor, group: str, length: int) -> Tensor:
+    """[B, S, F] and weight [D, F] to the sum over ranks of their products, [B, S/tp, D], or [B, S, D] where `length` is 0."""
+    product, ranks = F.linear(inner, weight), group_named(group)
+    return (sum_parts(product, ranks) if length else sum_whole(product, ranks))()
+
+
+@custom_op("ultrascale::row_product_backward", mutates_args=())
+def row_product_backward(
+    grad: Tensor, inner: Tensor, weight: Tensor, group: str, length: int, want_input: bool, want_weight: bool
+) -> list[Tensor]:
+    """d inner, if wanted, and dW, if wanted."""
+    whole = _whole(grad, group, length)
+    found = [torch.matmul(whole, weight)] if want_input else []
+    return [*found, torch.mm(whole.flatten(0, 1).t(), inner.flatten(0, 1))] if want_weight else found
+
+
+@custom_op("ultrascale::gathered_sequence", mutates_args=())
+def gathered_sequence(part: Tensor, group: str, length: int) -> Tensor:
+    """[B, S/tp, ...] of every rank to [B, S, ...]."""
+    return gather_parts(part, length, group_named(group))()
+
+
+@custom_op("ultrascale::summed", mutates_args=())
+def summed(whole: Tensor, group: str, length: int) -> Tensor:
+    """The sum over ranks of [B, S, ...]: this rank's part [B, S/tp, ...], or all of it where `length` is 0."""
+    ranks = group_named(group)
+    return (sum_parts(whole, ranks) if length else sum_whole(whole.clone(), ranks))()
+
+
+@column_products.register_fake
+def _(hidden: Tensor, weights: list[Tensor], biases: list[Tensor], group: str, length: int) -> list[Tensor]:
+    return [hidden.new_empty(hidden.shape[0], length or hidden.shape[1], len(weight)) for weight in weights]
+
+
+@column_products_backward.register_fake
+def _(
+    grads: list[Tensor], hidden: Tensor, weights: list[Tensor], group: str, length: int, want_input: bool, want_weights: bool
+) -> list[Tensor]:
+    found = [torch.empty_like(weight) for weight in weights] if want_weights else []
+    return [torch.empty_like(hidden, memory_format=torch.contiguous_format), *found] if want_input else found
+
+
+@row_product.register_fake
+def _(inner: Tensor, weight: Tensor, group: str, length: int) -> Tensor:
+    return inner.new_empty(inner.shape[0], own_length(inner.shape[1], group, length), len(weight))
+
+
+@row_product_backward.register_fake
+def _(
+    grad: Tensor, inner: Tensor, weight: Tensor, group: str, length: int, want_input: bool, want_weight: bool
+) -> list[Tensor]:
+    found = [torch.empty_like(inner, memory_format=torch.contiguous_format)] if want_input else []
+    return [*found, torch.empty_like(weight)] if want_weight else found
+
+
+@gathered_sequence.register_fake
+def _(part: Tensor, group: str, length: int) -> Tensor:
+    return part.new_empty(part.shape[0], length, *part.shape[2:])
+
+
+@summed.register_fake
+def _(whole: Tensor, group: str, length: int) -> Tensor:
+    return whole.new_empty(whole.shape[0], own_length(whole.shape[1], group, length), *whole.shape[2:])
+
+
+_ops = torch.ops.ultrascale
+PRODUCTS = (_ops.column_products.default, _ops.row_product.default, _ops.gathered_sequence.default)
+"""What selective recomputation keeps: computing these again would send messages again."""
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of this name: operations of torch's take no other thing for it."""
+    return distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+def own_length(length: int, group: str, is_cut: int) -> int:
+    """Positions of a sequence of `length` that this rank has outside the products."""
+    ranks = group_named(group)
+    return even_part(length, ranks.size(), ranks.rank())[1] if is_cut else length
+
+
+def _whole(part: Tensor, group: str, length: int) -> Tensor:
+    return gather_parts(part, length, group_named(group))() if length else part
+
+
+def _sum_of_products(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """Sum of g W, [B, S, D]."""
+    first, *others = (grad.flatten(0, 1) for grad in grads)
+    total = torch.mm(first, weights[0])
+    for grad, weight in zip(others, weights[1:], strict=True):
+        total.addmm_(grad, weight)
+    return total.view(*grads[0].shape[:2], -1)
+
+
+@dataclass
+class Cut:
+    """The ranks of tp, and how long the sequences are that they cut. Its methods are what the model's seams call."""
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+    length: int = 0
+    """Positions of the sequences now passing through; 0 without sequence parallelism, where none is cut."""
+
+    def fan_out(self, hidden: Tensor, *projections: torch.nn.Linear) -> tuple[Tensor, ...]:
+        """Several projections, cut by columns, of one input: of [B, S/tp, D], [B, S, F/tp] each."""
+        weights = [projection.weight for projection in projections]
+        biases = [projection.bias for projection in projections if projection.bias is not None]
+        assert len(biases) in (0, len(weights)), "projections of one input all have a bias, or none"
+        return _Columns.apply(self.group.group_name, self.length, len(weights), hidden, *weights, *biases)  # pyright: ignore
+
+    def fan_in(self, inner: Tensor, projection: torch.nn.Linear) -> Tensor:
+        """A projection cut by rows: [B, S, F/tp] to [B, S/tp, D]. The bias, whole on every rank, is added once, to the sum."""
+        out: Tensor = _Row.apply(self.group.group_name, self.length, inner, projection.weight)  # pyright: ignore
+        return out if projection.bias is None else out + projection.bias
+
+    def whole(self, part: Tensor) -> Tensor:
+        """[B, S/tp, ...] to [B, S, ...], of which every rank then uses its own heads: gradients are summed over ranks."""
+        return _Whole.apply(self.group.group_name, self.length, part)  # pyright: ignore
+
+    def sum(self, whole: Tensor) -> Tensor:
+        """The sum over ranks of [B, S, D]: [B, S/tp, D]."""
+        return _Summed.apply(self.group.group_name, self.length, whole)  # pyright: ignore
+
+    def own_share(self, hidden: Tensor) -> Tensor:
+        """This rank's positions of [B, S, ...]."""
+        if not self.length:
+            return hidden
+        first, count = even_part(hidden.shape[1], self.group.size(), self.group.rank())
+        return hidden[:, first : first + count]
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: str, length: int, count: int, hidden: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        weights, biases = list(parameters[:count]), list(parameters[count:])
+        ctx.save_for_backward(hidden, *weights)
+        ctx.group, ctx.length, ctx.has_bias = group, length, bool(biases)
+        return tuple(column_products(hidden, weights, biases, group, length))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, *weights = ctx.saved_tensors
+        want_input, want_weights = _wanted(ctx, 0), any(_wanted(ctx, 1 + index) for index in range(len(weights)))
+        found = column_products_backward(list(grads), hidden, weights, ctx.group, ctx.length, want_input, want_weights)
+        of_input = found.pop(0) if want_input else None
+        of_weights = found if want_weights else [None] * len(weights)
+        of_biases = [grad.flatten(0, 1).sum(0) for grad in grads] if ctx.has_bias else []
+        return None, None, None, of_input, *of_weights, *of_biases
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: str, length: int, inner: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inner, weight)
+        ctx.group, ctx.length = group, length
+        return row_product(inner, weight, group, length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        want_input, want_weight = _wanted(ctx, 0), _wanted(ctx, 1)
+        found = row_product_backward(grads[0], *ctx.saved_tensors, ctx.group, ctx.length, want_input, want_weight)
+        return None, None, found.pop(0) if want_input else None, found.pop(0) if want_weight else None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: str, length: int, part: Tensor) -> Tensor:
+        ctx.group, ctx.length = group, length
+        return gathered_sequence(part, group, length) if length else part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, summed(grads[0], ctx.group, ctx.length)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: str, length: int, whole: Tensor) -> Tensor:
+        ctx.group, ctx.length = group, length
+        return summed(whole, group, length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, gathered_sequence(grads[0], ctx.group, ctx.length) if ctx.length else grads[0]
+
+
+def _wanted(ctx: Any, index: int) -> bool:
+    """Whether this backward pass goes on to tensor `index`: a zero-bubble schedule asks for inputs and for weights apart."""
+    node = ctx.next_functions[index][0]
+    if node is None or torch.compiler.is_compiling():
+        return node is not None
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a parameter asked for by name
+        return True

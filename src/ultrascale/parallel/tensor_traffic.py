@@ -1,0 +1,105 @@
+"""What ranks of tensor parallelism send one another: parts of sequences, and sums.
+
+    gather_parts    [B, S/tp, D] of every rank -> [B, S, D] on every rank             a rank sends (tp-1)/tp of B S D
+    sum_parts       [B, S, D] of every rank -> of their sum [B, S/tp, D] for each     the same
+    sum_whole       [B, S, D] of every rank -> their sum on every rank                twice that
+
+Parts are those of `torch.tensor_split`: as even as can be, longer ones first, so a sequence need not divide. Each function only
+starts its messages and returns a function that waits for them, so that matrix products go on meanwhile. On CPU every rank
+writes to every other (`parallel.collectives`): two ranks add each other's tensors after one message, where gloo's ring takes
+two; on CUDA NCCL does it. Sums are taken in the order of ranks, so that every rank has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ultrascale.parallel.collectives import Exchange
+from ultrascale.spec.places import even_part
+
+PART_TAG, SUM_TAG = 3, 4
+"""A gather and a sum are under way at once in a backward pass. 1 and 2 are those of `parallel.collectives`."""
+_PAIR = 2
+"""Ranks that add each other's whole tensors: with more, parts are less to send."""
+
+Finish = Callable[[], Tensor]
+"""Waits for the messages, and returns what they made."""
+
+
+def part_lengths(length: int, group: dist.ProcessGroup) -> list[int]:
+    """Positions of a sequence of `length` on each rank."""
+    return [even_part(length, group.size(), rank)[1] for rank in range(group.size())]
+
+
+def gather_parts(part: Tensor, length: int, group: dist.ProcessGroup) -> Finish:
+    """Start to gather [B, S/tp, ...] of every rank to [B, S, ...], S = `length`.
+
+    Raises ValueError if this rank's part is not the one of a sequence of that length.
+    """
+    lengths, own = part_lengths(length, group), group.rank()
+    if part.shape[1] != lengths[own]:
+        rule = f"rank {own} of {len(lengths)} has {part.shape[1]} positions of a sequence"
+        raise ValueError(f"{rule} of {length}, which gives it {lengths[own]}")
+    part = part.contiguous()
+    pieces = [part if rank == own else part.new_empty(part.shape[0], n, *part.shape[2:]) for rank, n in enumerate(lengths)]
+    if part.is_cuda:
+        pieces[own] = torch.empty_like(part)
+    return _then(lambda: torch.cat(pieces, dim=1), _all_gather(pieces, part, group))
+
+
+def sum_parts(whole: Tensor, group: dist.ProcessGroup) -> Finish:
+    """Start to sum [B, S, ...] over the ranks, each keeping its part of the sequence."""
+    pieces, own = list(whole.split(part_lengths(whole.shape[1], group), dim=1)), group.rank()
+    if whole.is_cuda:
+        total = torch.empty_like(pieces[own], memory_format=torch.contiguous_format)
+        sent = [piece.contiguous() for piece in pieces]
+        return _then(lambda: total, dist.reduce_scatter(total, sent, group=group, async_op=True))
+    sent = [piece if rank == own else piece.contiguous() for rank, piece in enumerate(pieces)]
+    received = [pieces[own] if rank == own else _like(pieces[own]) for rank in range(len(pieces))]
+    return _then(lambda: _add(received), Exchange(sent, received, group, SUM_TAG))
+
+
+def sum_whole(whole: Tensor, group: dist.ProcessGroup) -> Finish:
+    """Start to sum a tensor over the ranks. It may be overwritten."""
+    whole = whole.contiguous()
+    if whole.is_cuda or group.size() > _PAIR:
+        return _then(lambda: whole, dist.all_reduce(whole, group=group, async_op=True))
+    received = [whole if rank == group.rank() else torch.empty_like(whole) for rank in range(_PAIR)]
+    return _then(lambda: _add(received), Exchange([whole] * _PAIR, received, group, SUM_TAG))
+
+
+def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A small tensor of every rank, one after the other: [...] to [tp, ...]. Waits for it."""
+    pieces = [own if rank == group.rank() and not own.is_cuda else torch.empty_like(own) for rank in range(group.size())]
+    return _then(lambda: torch.stack(pieces), _all_gather(pieces, own, group))()
+
+
+def _all_gather(pieces: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    if own.is_cuda:
+        return dist.all_gather(list(pieces), own, group=group, async_op=True)
+    return Exchange([own] * len(pieces), list(pieces), group, PART_TAG)
+
+
+def _then(result: Finish, work: dist.Work | None) -> Finish:
+    def finish() -> Tensor:
+        assert work is not None
+        work.wait()
+        return result()
+
+    return finish
+
+
+def _like(piece: Tensor) -> Tensor:
+    return torch.empty_like(piece, memory_format=torch.contiguous_format)
+
+
+def _add(parts: Sequence[Tensor]) -> Tensor:
+    """The sum, in memory of its own."""
+    total = torch.add(parts[0], parts[1])
+    for part in parts[2:]:
+        total += part
+    return total

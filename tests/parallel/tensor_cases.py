@@ -1,0 +1,141 @@
+"""One model on several ranks of tensor parallelism and on one: how far apart loss and gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.initialise import initial_value
+from ultrascale.parallel.recompute import apply_recompute
+from ultrascale.parallel.tensor import apply_tensor_parallel
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.places import Coordinates, Place, place
+from ultrascale.spec.weights import weights
+
+BATCH = 2
+ROUNDING_SCALE = 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Model
+    sequence_parallel: bool = True
+    length: int = 20
+    recompute: str = "none"
+    documents: bool = False
+    compiled: bool = False
+    fault: Callable[[], None] | None = None
+    """Breaks this rank before it computes."""
+    sum_copies: bool = True
+
+
+class WholeWorld(NamedTuple):
+    """In place of a mesh: all ranks are one group of tp."""
+
+    at: Coordinates
+
+    def group(self, axis: str, /) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if axis == "tp" and dist.get_world_size() > 1 else None
+
+
+def divisible(model: Model, tp: int) -> Model:
+    """`model` with heads and widths that `tp` divides."""
+    if tp != 3:
+        return model
+    heads = replace(model, num_attention_heads=6, intermediate_size=model.intermediate_size // 16 * 15)
+    return replace(heads, num_key_value_heads={1: 1, 2: 3, 4: 6}[model.num_key_value_heads])
+
+
+def errors_of(rank: int, cases: dict[str, Case]) -> dict[str, dict[str, float]]:
+    """Of every case, the error of the loss and of each gradient of this rank, relative to the whole's largest element."""
+    return {name: errors(rank, case) for name, case in cases.items()}
+
+
+def errors(rank: int, case: Case) -> dict[str, float]:
+    layout = Layout(tp=dist.get_world_size(), sequence_parallel=case.sequence_parallel, recompute=case.recompute)  # pyright: ignore
+    expected_loss, expected = computed(decoder_of(case.model), case)
+    decoder = tensor_parallel_decoder(case.model, layout, rank)
+    if case.fault is not None:
+        case.fault()
+    loss, found = computed(decoder, case)
+    # The gradient of a key's bias is zero but for rounding, so no gradient is measured by less than this.
+    least = ROUNDING_SCALE * max(float(gradient.abs().max()) for gradient in expected.values())
+    result = {"loss": float((loss - expected_loss).abs() / expected_loss)}
+    for name, (gradient, part) in finished(found, case.model, layout, rank, case.sum_copies).items():
+        error = (gradient - slice_of(expected[name], part)).abs()
+        result[name] = float(error.max() / expected[name].abs().max().clamp(min=least)) if error.numel() else 0.0
+    return result
+
+
+def decoder_of(model: Model) -> Decoder:
+    decoder = Decoder(model).double()
+    fill(decoder, {weight.name: Place((0,) * len(weight.shape), weight.shape) for weight in weights(model)})
+    return decoder
+
+
+def tensor_parallel_decoder(model: Model, layout: Layout, rank: int) -> Decoder:
+    at = Coordinates.of(layout, rank)
+    with torch.device("meta"):
+        decoder = Decoder(model).double()
+    apply_tensor_parallel(decoder, layout, WholeWorld(at))
+    apply_recompute(decoder, layout)
+    decoder.to_empty(device="cpu")
+    fill(decoder, {weight.name: place(weight, layout, at) for weight in weights(model)})
+    return decoder
+
+
+@torch.no_grad()
+def fill(decoder: Decoder, places: dict[str, Place]) -> None:
+    """Random values for every weight, biases and norms too: zeros and ones would hide much."""
+    parameters = dict(decoder.named_parameters())
+    for weight in weights(decoder.spec):
+        drawn = replace(weight, init_std=weight.init_std or 0.3)
+        parameters[weight.name].copy_(slice_of(initial_value(drawn, 1) + weight.init_fill, places[weight.name]))
+
+
+def computed(decoder: Decoder, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a batch, and gradients of a multiple of it."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(case.model.vocab_size, (BATCH, case.length + 1), generator=generator)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, 2:5] = -100
+    options: dict[str, Any] = {"targets": targets}
+    if case.documents:
+        options["document_ids"] = (torch.arange(case.length) > case.length // 3).long().expand(BATCH, -1)
+        options["positions"] = torch.where(options["document_ids"] == 0, 0, -(case.length // 3) - 1) + torch.arange(case.length)
+    if case.compiled:
+        for _, block in decoder.blocks():
+            block.forward = torch.compile(block.forward)
+    loss = decoder(inputs, **options)
+    (loss / 7).backward()
+    return loss.detach(), {name: grad_of(parameter) for name, parameter in decoder.named_parameters()}
+
+
+def grad_of(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def finished(
+    found: dict[str, Tensor], model: Model, layout: Layout, rank: int, sum_copies: bool
+) -> dict[str, tuple[Tensor, Place]]:
+    """Gradients summed over the ranks that each have a share of them, and where they lie in the whole."""
+    table, result = {weight.name: weight for weight in weights(model)}, {}
+    for name, gradient in found.items():
+        part = place(table[name], layout, Coordinates.of(layout, rank))
+        if part.is_partial and sum_copies:
+            every = [torch.empty_like(gradient) for _ in range(layout.tp)]
+            dist.all_gather(every, gradient)
+            gradient = sum(every[rank - part.copy : rank - part.copy + part.copies], torch.zeros_like(gradient))
+        result[name] = (gradient, part)
+    return result
+
+
+def slice_of(whole: Tensor, part: Place) -> Tensor:
+    return whole[tuple(slice(first, first + count) for first, count in zip(part.offsets, part.shape, strict=True))]
