@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ultrascale.measure.memory import LiveMemory
-from ultrascale.parallel.apply import build_decoder
+from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.data import prepare_action
+from ultrascale.parallel.mesh import Ranks
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Kind
 from ultrascale.spec.layout import Layout
@@ -54,8 +55,8 @@ def measured_peak(
     rank: int, model: Model, layout: Layout, length: int, num_micro_batches: int, documents: bool
 ) -> dict[str, int]:
     """Bytes by category at the peak of the second step of a rank."""
-    decoder = build_decoder(model, layout, device=torch.device("cpu"), seed=0)
-    optimizer = build_optimizer(decoder, model, Optimizer())
+    share = build_share(model, layout, Ranks(rank, layout.world_size, torch.device("cpu")), seed=0)
+    decoder, optimizer = share.decoder, build_optimizer(share, Optimizer())
     create_state(optimizer, 0)
     memory = LiveMemory(decoder, optimizer)
     with memory:

@@ -11,9 +11,10 @@ from models.families import FAMILIES
 from ranks import run_ranks
 
 from ultrascale.check.prove import made_small
-from ultrascale.parallel.apply import build_decoder
+from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.collectives import DirectAllGather, DirectReduceScatter
 from ultrascale.parallel.data import sharded_modules
+from ultrascale.parallel.mesh import Ranks
 from ultrascale.spec.layout import Layout
 
 SIZE = 5
@@ -61,7 +62,8 @@ def test_every_rank_gets_the_sum_of_its_part_added_in_order_of_ranks_and_its_inp
 
 
 def collectives_of(rank: int, layout: Layout) -> set[tuple[str, str]]:
-    decoder = build_decoder(made_small(FAMILIES["llama"]), layout, device=torch.device("cpu"), seed=0)
+    ranks = Ranks(rank, layout.dp, torch.device("cpu"))
+    decoder = build_share(made_small(FAMILIES["llama"]), layout, ranks, seed=0).decoder
     groups: list[Any] = [module._get_fsdp_state()._fsdp_param_group for module in sharded_modules(decoder)]
     return {(type(group._all_gather_comm).__name__, type(group._reduce_scatter_comm).__name__) for group in groups}
 

@@ -11,12 +11,13 @@ from ranks import run_ranks
 from ultrascale.check.documents import RandomDocuments
 from ultrascale.check.prove import made_small
 from ultrascale.models.decoder import Decoder
-from ultrascale.parallel.apply import build_decoder
+from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.parallel.precision import computing_copies
-from ultrascale.spec.layout import Layout
+from ultrascale.parallel.share import Share, local, local_gradient
+from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.run import Batch, Optimizer, Run
-from ultrascale.train.optimizer import build_optimizer, local, local_gradients
+from ultrascale.train.optimizer import build_optimizer
 from ultrascale.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -33,6 +34,10 @@ def run_of(model, dp: int = 1, **layout) -> Run:
     )
 
 
+def share_of(precision: Precision, *, seed: int = 0) -> Share:
+    return build_share(LLAMA, Layout(precision=precision), Ranks(0, 1, CPU), seed=seed)
+
+
 def gradients_and_weights(rank: int, run: Run) -> list[torch.Tensor]:
     """Of two steps, on this rank."""
     group = dist.group.WORLD if run.layout.dp > 1 else None
@@ -42,7 +47,7 @@ def gradients_and_weights(rank: int, run: Run) -> list[torch.Tensor]:
     found = []
     for _ in range(2):
         norm = trainer.compute_gradients().norm
-        found += [gradient.clone() for gradient in local_gradients(trainer.decoder.parameters())]
+        found += [gradient.clone() for gradient in map(local_gradient, trainer.share.parameters())]
         trainer.update(norm)
     return found + [local(parameter).detach() for parameter in trainer.decoder.parameters()]
 
@@ -59,7 +64,7 @@ def test_two_micro_batches_on_one_rank_give_the_bits_of_one_on_each_of_two_ranks
 
 
 def test_parameters_and_gradients_are_fp32_and_what_computes_is_bf16():
-    decoder = build_decoder(LLAMA, Layout(precision="bf16"), device=CPU, seed=0)
+    decoder = share_of("bf16").decoder
     seen = []
     decoder.layers["0"].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     tokens = torch.arange(8)[None]
@@ -74,7 +79,8 @@ def test_parameters_and_gradients_are_fp32_and_what_computes_is_bf16():
 
 
 def test_the_copies_follow_every_change_of_the_parameters():
-    decoder, other = (build_decoder(LLAMA, Layout(precision="bf16"), device=CPU, seed=seed) for seed in (0, 1))
+    share, other = share_of("bf16"), share_of("bf16", seed=1).decoder
+    decoder = share.decoder
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         before = decoder(tokens, targets=tokens)
@@ -82,7 +88,7 @@ def test_the_copies_follow_every_change_of_the_parameters():
             parameter.detach().copy_(value)  # as a checkpoint is loaded
         assert before != decoder(tokens, targets=tokens) == other(tokens, targets=tokens)
     decoder(tokens, targets=tokens).backward()
-    build_optimizer(decoder, LLAMA, Optimizer(learning_rate=0.1)).step()
+    build_optimizer(share, Optimizer(learning_rate=0.1)).step()
     decoder(tokens, targets=tokens)
     copies = computing_copies(decoder)
     assert all(torch.equal(p.bfloat16(), copy) for p, copy in zip(decoder.parameters(), copies, strict=True))
@@ -90,7 +96,7 @@ def test_the_copies_follow_every_change_of_the_parameters():
 
 def test_fp32_and_fp64_compute_with_the_parameters_themselves():
     for precision in ("fp32", "fp64"):
-        assert computing_copies(build_decoder(LLAMA, Layout(precision=precision), device=CPU, seed=0)) == []
+        assert computing_copies(share_of(precision).decoder) == []
 
 
 def test_one_rank_joins_no_group_in_bf16():

@@ -79,11 +79,12 @@ def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
 
     from ultrascale.models.decoder import Decoder
     from ultrascale.models.huggingface import export_folder
-    from ultrascale.parallel.apply import build_decoder
+    from ultrascale.parallel.apply import build_share
+    from ultrascale.parallel.mesh import Ranks
 
     with pytest.raises(SpecError, match="brings experts"):
         Decoder(PRESETS["tiny-mixtral"])
     with pytest.raises(SpecError, match=r"layout\.tp"):
-        build_decoder(PRESETS["tiny-llama"], Layout(tp=2), device=torch.device("cpu"), seed=0)
+        build_share(PRESETS["tiny-llama"], Layout(tp=2), Ranks(0, 1, torch.device("cpu")), seed=0)
     with pytest.raises(SpecError, match="brings experts"):
         export_folder({}, PRESETS["tiny-mixtral"], tmp_path / "out")

@@ -9,31 +9,39 @@ import torch
 from models.families import FAMILIES
 
 from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.apply import build_share
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.share import Share
+from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Optimizer
 from ultrascale.spec.weights import weights
-from ultrascale.train.gradients import clip_gradients, gradient_norm, watched_gradients
+from ultrascale.train.gradients import clip_gradients, watched_gradients
 from ultrascale.train.optimizer import build_optimizer
 
 
-def decoder_with_gradients(family: str, scale: float = 1.0) -> Decoder:
+def share_of(family: str) -> Share:
+    return build_share(FAMILIES[family], Layout(), Ranks(0, 1, torch.device("cpu")), seed=0)
+
+
+def share_with_gradients(family: str) -> Share:
     torch.manual_seed(0)
-    decoder = Decoder(FAMILIES[family])
-    for parameter in decoder.parameters():
-        parameter.grad = torch.randn_like(parameter) * scale
-    return decoder
+    share = share_of(family)
+    for parameter in share.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return share
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_gradient_norm_on_one_process_is_torchs(family):
-    decoder = decoder_with_gradients(family)
-    expected = torch.nn.utils.clip_grad_norm_(decoder.parameters(), float("inf"))
-    assert float(gradient_norm(decoder)) == pytest.approx(float(expected), rel=1e-6)
+    share = share_with_gradients(family)
+    expected = torch.nn.utils.clip_grad_norm_(share.parameters(), float("inf"))
+    assert float(share.gradient_norm()) == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6, None])
 def test_clipping_is_torchs(limit):
-    ours, theirs = decoder_with_gradients("llama"), decoder_with_gradients("llama")
-    clip_gradients(ours, float(gradient_norm(ours)), limit)
+    ours, theirs = share_with_gradients("llama"), share_with_gradients("llama")
+    clip_gradients(ours.parameters(), float(ours.gradient_norm()), limit)
     if limit is not None:
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -43,16 +51,15 @@ def test_clipping_is_torchs(limit):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_matrices_decay_and_norms_and_biases_do_not(family):
     model = FAMILIES[family]
-    decoder = Decoder(model)
-    optimizer = build_optimizer(decoder, model, Optimizer(weight_decay=0.2))
-    name_of = {parameter: name for name, parameter in decoder.named_parameters()}
+    share = share_of(family)
+    optimizer = build_optimizer(share, Optimizer(weight_decay=0.2))
+    name_of = {parameter: name for name, parameter in share.named()}
     decays = {name_of[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {weight.name: 0.2 if len(weight.shape) == 2 else 0.0 for weight in weights(model)}
 
 
 def test_adamw_is_fused_and_has_its_moments_before_the_first_step():
-    decoder = decoder_with_gradients("llama")
-    optimizer = build_optimizer(decoder, FAMILIES["llama"], Optimizer())
+    optimizer = build_optimizer(share_with_gradients("llama"), Optimizer())
     assert all(group["fused"] for group in optimizer.param_groups)
     assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.95)] * 2
 
@@ -62,7 +69,7 @@ def test_each_gradient_is_seen_once_a_backward_pass_before_it_is_added_to_others
     decoder = Decoder(FAMILIES[family])
     tokens = torch.randint(0, 97, (2, 8))
     seen: list[tuple[str, torch.Tensor]] = []
-    with watched_gradients(decoder, lambda name, gradient: seen.append((name, gradient.clone()))):
+    with watched_gradients([decoder], lambda name, gradient: seen.append((name, gradient.clone()))):
         for _ in range(2):
             decoder(tokens, targets=tokens).backward()
     decoder(tokens, targets=tokens).backward()  # no longer watched

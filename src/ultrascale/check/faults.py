@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ultrascale.parallel.share import local
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.progress import StepSpan
-from ultrascale.train.optimizer import local
 from ultrascale.train.trainer import Trainer
 
 FAULTS = ("missing-reduce", "mean-of-means", "counted-twice", "shifted-batch")
@@ -83,7 +83,7 @@ def _counted_twice(trainer: Trainer) -> Callable[[], None]:
 
     def doubled(*arguments: Any) -> torch.Tensor:
         sums = forward_backward(*arguments)
-        for name, parameter in trainer.decoder.named_parameters():
+        for name, parameter in trainer.share.named():
             if name == "embed_tokens.weight" and parameter.grad is not None:
                 local(parameter.grad).mul_(2)
         return sums

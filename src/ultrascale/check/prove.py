@@ -140,7 +140,7 @@ def _prove_on_rank(case: Case, ranks: Ranks, steps: int) -> Verdict | None:
 
 def _trainer_step(trainer: Trainer) -> StepFacts:
     result = trainer.compute_gradients()
-    named = list(trainer.decoder.named_parameters())
+    named = list(trainer.share.named())
     gradients = {name: _whole(p.grad) if p.grad is not None else torch.zeros(p.shape, dtype=p.dtype) for name, p in named}
     trainer.update(result.norm)
     weights = {name: _whole(p.detach()) for name, p in named}

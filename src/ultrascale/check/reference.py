@@ -17,7 +17,7 @@ from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
 from ultrascale.spec.weights import weights
 from ultrascale.train.learning_rate import learning_rate
-from ultrascale.train.trainer import ReadsSequences
+from ultrascale.train.micro_batches import ReadsSequences
 
 
 @dataclass(frozen=True)

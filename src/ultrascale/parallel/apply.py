@@ -9,40 +9,78 @@ import torch
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
 from ultrascale.parallel.data import apply_data_parallel
-from ultrascale.parallel.mesh import build_mesh
+from ultrascale.parallel.mesh import Mesh, Ranks
 from ultrascale.parallel.precision import TORCH_DTYPE, apply_mixed_precision
 from ultrascale.parallel.recompute import apply_recompute
+from ultrascale.parallel.share import TIED, Held, Share
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
+from ultrascale.spec.places import Place, place
 from ultrascale.spec.trainable import expect_trainable
+from ultrascale.spec.weights import weights
 
 
-def build_decoder(
-    model: Model, layout: Layout, *, device: torch.device, seed: int, compile_blocks: bool = False, draw_on_device: bool = False
-) -> Decoder:
-    """The decoder of this rank: cut as `layout` says, on `device`, with the initial weights of `seed`.
+def build_share(
+    model: Model, layout: Layout, ranks: Ranks, *, seed: int, compile_blocks: bool = False, draw_on_device: bool = False
+) -> Share:
+    """What this rank holds of `model`, cut as `layout` says, on its device, with the initial weights of `seed`.
 
-    Weights are the same bits for every layout. A process group of `layout.dp` ranks must be up unless that is one. Raises
-    SpecError for what can be planned but not run.
+    Weights are the same bits for every layout. A process group of `layout.world_size` ranks must be up unless that is one.
+    Raises SpecError for what can be planned but not run.
     """
     expect_trainable(model, layout)
+    mesh = Mesh(layout, ranks, has_experts=model.num_experts > 0)
+    places = {weight.name: place(weight, layout, mesh.at) for weight in weights(model)}
+    stages = {
+        number: build_stage(model, mesh, number, compile_blocks=compile_blocks) for number in stages_of_rank(layout, mesh)
+    }
+    for stage in stages.values():
+        # Memory, then values.
+        stage.to_empty(device=ranks.device)
+        initialise(stage, model, seed, places=_names_in(stage, places), draw_on_device=draw_on_device)
+        # Without FSDP2 mixed precision is copies of the values.
+        if mesh.data is None and layout.precision != layout.master_dtype:
+            apply_mixed_precision(stage, TORCH_DTYPE[layout.precision])
+    return Share(model, layout, mesh, stages, held=_held(model, stages, places))
+
+
+def build_stage(model: Model, mesh: Mesh, number: int, *, compile_blocks: bool) -> Decoder:
+    """Stage `number` of the pipeline, cut and wrapped, without memory."""
+    layout = mesh.layout
     # 1. Shapes only: no rank ever holds the whole model on its way to a part of it.
     with torch.device("meta"):
-        decoder = Decoder(model).to(TORCH_DTYPE[layout.master_dtype])
-    # 2. Recomputation inside compilation, so that the compiler sees what it may drop.
-    apply_recompute(decoder, layout)
-    # 3. Compilation inside sharding: gathering parameters stays outside the compiled graph.
+        stage = _bare_stage(model, layout, number).to(TORCH_DTYPE[layout.master_dtype])
+    # 2. What each rank holds and sends within a block.
+    # 3. Recomputation inside compilation, so that the compiler sees what it may drop.
+    apply_recompute(stage, layout)
+    # 4. Compilation inside sharding: gathering parameters stays outside the compiled graph.
     if compile_blocks:
-        for _, block in decoder.blocks():
+        for _, block in stage.blocks():
             block.forward = torch.compile(block.forward)
-        decoder.loss = partial(decoder.loss, compiled=True)
-    # 4. Data parallelism, and with it mixed precision.
-    if layout.dp > 1:
-        apply_data_parallel(decoder, layout, build_mesh(layout, device))
-    # 5. Memory, then values.
-    decoder.to_empty(device=device)
-    initialise(decoder, model, seed, draw_on_device=draw_on_device)
-    # 6. On one rank mixed precision is copies of the values.
-    if layout.dp == 1 and layout.precision != layout.master_dtype:
-        apply_mixed_precision(decoder, TORCH_DTYPE[layout.precision])
-    return decoder
+        stage.loss = partial(stage.loss, compiled=True)
+    # 5. Data parallelism, and with it mixed precision.
+    if mesh.data is not None:
+        apply_data_parallel(stage, layout, mesh.data, mesh.expert_data)
+    return stage
+
+
+def stages_of_rank(layout: Layout, mesh: Mesh) -> list[int]:
+    """The pipeline stages that this rank holds, in the order of the forward pass."""
+    return [0]
+
+
+def _bare_stage(model: Model, layout: Layout, number: int) -> Decoder:
+    return Decoder(model)
+
+
+def _names_in(stage: Decoder, places: dict[str, Place]) -> dict[str, Place]:
+    return {name: places[name] for name, _ in stage.named_parameters()}
+
+
+def _held(model: Model, stages: dict[int, Decoder], places: dict[str, Place]) -> list[Held]:
+    table = {weight.name: weight for weight in weights(model)}
+    return [
+        Held(name, parameter, table[name], places[name], is_second=name == TIED and not stage.is_first)
+        for stage in stages.values()
+        for name, parameter in stage.named_parameters()
+    ]

@@ -25,8 +25,8 @@ from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import Layout
 
 
-def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh) -> None:
-    """Cut the parameters of `decoder` over `mesh`, in place."""
+def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> None:
+    """Cut the parameters of `decoder` over `mesh`, those of its experts over `expert_mesh` if they differ, in place."""
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE[layout.precision], reduce_dtype=TORCH_DTYPE[layout.gradient_reduce_dtype]
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous as meet
 
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
+
+MeshAxis = Literal["tp", "cp", "dp", "pp", "ep", "expert_tp", "expert_dp"]
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,54 @@ def _world_size(rendezvous: str) -> int:
     return int(text)
 
 
-def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The ranks as a grid, dp_replicate x dp_shard: neighbours share one copy of the state."""
-    return init_device_mesh(device.type, (layout.dp_replicate, layout.shard_size), mesh_dim_names=("dp_replicate", "dp_shard"))
+class Mesh:
+    """The ranks as grids, and this rank's groups along their axes. All ranks make theirs at once.
+
+    `data` and `expert_data`: (dp_replicate, dp_shard) grids of the ranks over which FSDP2 repeats and cuts ordinary weights, and
+    experts. None where there is nothing to repeat or cut; of experts also where they go with the others.
+    """
+
+    def __init__(self, layout: Layout, ranks: Ranks, *, has_experts: bool = False):
+        self.layout, self.rank, self.device = layout, ranks.rank, ranks.device
+        self.at = Coordinates.of(layout, ranks.rank)
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._neighbours: dict[int, dist.ProcessGroup] = {}
+        self.data: DeviceMesh | None = None
+        self.expert_data: DeviceMesh | None = None
+        if layout.world_size == 1:
+            return
+        self._grid(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
+        experts_differ = has_experts and layout.tp * layout.ep * layout.expert_tp > 1
+        if experts_differ:
+            self._grid(stage=layout.pp, expert_dp=layout.expert_dp, ep=layout.ep, expert_tp=layout.expert_tp)
+        if layout.dp * layout.cp > 1 or (experts_differ and layout.expert_dp > 1):
+            self.data = self._data_grid(layout.group("replicate")[0], layout.group("shard")[0], layout.tp)
+            if experts_differ:
+                cut = layout.expert_shard_size
+                self.expert_data = self._data_grid(layout.expert_dp // cut, cut, layout.ep * layout.expert_tp)
+
+    def group(self, axis: MeshAxis) -> dist.ProcessGroup | None:
+        """This rank's group along `axis`, or None where that is this rank alone."""
+        return self._groups.get(axis)
+
+    def neighbours(self, count: int) -> dist.ProcessGroup:
+        """The `count` consecutive ranks among which this one is. All ranks must ask for the same counts in the same order."""
+        if count not in self._neighbours:
+            shape = (self.layout.world_size // count, count)
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("runs", "neighbours"))
+            self._neighbours[count] = mesh.get_group("neighbours")
+        return self._neighbours[count]
+
+    def _grid(self, **sizes: int) -> None:
+        """Groups along the axes of a grid of all ranks, the last one fastest."""
+        mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self._groups |= {axis: mesh.get_group(axis) for axis, size in sizes.items() if size > 1 and axis != "stage"}
+
+    def _data_grid(self, replicate: int, shard: int, inner: int) -> DeviceMesh:
+        """The middle two of four axes: pipeline ranks, copies of the state, parts of one copy, ranks with other weights."""
+        names = ("pp", "dp_replicate", "dp_shard", "inner")
+        grid = init_device_mesh(self.device.type, (self.layout.pp, replicate, shard, inner), mesh_dim_names=names)
+        return grid[names[1:3]]
 
 
 def _join(device: torch.device, timeout: timedelta, rendezvous: str) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import gcd
 from typing import Literal
 
 from ultrascale.spec.problems import Problem
@@ -36,8 +37,8 @@ SCHEDULES: dict[str, int | None] = {
 SCHEDULE_FILES = (".csv", ".json")
 """Endings of files that hold the actions of a schedule."""
 _WHOLE = (
-    "dp", "dp_shard", "micro_batch_size", "recompute_every", "layers_per_bucket", "tp", "cp", "pp", "virtual_stages", "ep",
-    "expert_tp",
+    "dp", "dp_shard", "micro_batch_size", "recompute_every", "layers_per_bucket", "tp", "cp", "cp_heads", "pp", "virtual_stages",
+    "ep", "expert_tp",
 )  # fmt: skip
 RANGES = dict.fromkeys(_WHOLE, (1, 1_000_000))
 """Lowest and highest value of whole numbers. The highest are far above any run: they catch slips of the finger."""
@@ -75,8 +76,10 @@ class Layout:
     """With tp: norms and residuals are cut along the sequence. Read only if tp > 1."""
     cp: int = 1
     """Context parallelism: ranks that cut every sequence between them."""
-    cp_method: Literal["ring", "all-gather", "all-to-all"] = "ring"
+    cp_method: Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"] = "ring"
     """How keys and values meet all queries. Read only if cp > 1."""
+    cp_heads: int = 1
+    """For cp_method = "ring+all-to-all": neighbours that swap sequence for heads; rings join the cp / cp_heads groups of them."""
     pp: int = 1
     """Pipeline parallelism: ranks that cut the layers between them."""
     virtual_stages: int = 1
@@ -105,9 +108,20 @@ class Layout:
         return self.pp * self.virtual_stages
 
     @property
+    def cp_grid(self) -> tuple[int, int]:
+        """(places of the ring, ranks at each place that swap sequence for heads); rank i of cp is at place i // heads."""
+        heads = {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1)
+        return self.cp // heads, heads
+
+    @property
     def expert_dp(self) -> int:
         """Ranks of a pipeline stage that hold the same experts."""
         return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
+
+    @property
+    def expert_shard_size(self) -> int:
+        """Ranks that hold one copy of an expert's training state together: at most as many as for other weights."""
+        return 1 if self.zero_stage == 0 else gcd(self.expert_dp, self.shard_size * self.cp)
 
     def group(self, axis: Axis) -> tuple[int, int]:
         """(size, stride) of a group of ranks: its members are `stride` apart.
@@ -166,7 +180,10 @@ class Layout:
                 )
         if found:
             return found
-        return [*self._data_problems(), *self._precision_problems(), *self._pipeline_problems(), *self._expert_problems()]
+        return [
+            *self._data_problems(), *self._precision_problems(), *self._context_problems(), *self._pipeline_problems(),
+            *self._expert_problems(),
+        ]  # fmt: skip
 
     def _data_problems(self) -> Iterator[Problem]:
         if self.dp_shard is None:
@@ -187,6 +204,17 @@ class Layout:
             yield Problem("layout.reduce_dtype", "is wider than the gradients, fp32", "Leave it out.")
         if self.reduce_dtype == "fp8":
             yield Problem("layout.reduce_dtype", "sums of gradients in fp8 lose most of them", "Use bf16, or leave it out.")
+
+    def _context_problems(self) -> Iterator[Problem]:
+        swaps = [n for n in range(2, self.cp) if self.cp % n == 0]
+        if self.cp_method != "ring+all-to-all":
+            if self.cp_heads > 1:
+                rule = f'is read with cp_method = "ring+all-to-all" only, is {self.cp_heads}'
+                yield Problem("layout.cp_heads", rule, "Leave it out, or choose that method.")
+        elif self.cp > 1 and self.cp_heads not in swaps:
+            rule = f"must divide cp = {self.cp} and be neither 1 (ring) nor cp (all-to-all), is {self.cp_heads}"
+            remedy = f"Choose one of {swaps}." if swaps else 'Use cp_method = "ring" or "all-to-all".'
+            yield Problem("layout.cp_heads", rule, remedy)
 
     def _pipeline_problems(self) -> Iterator[Problem]:
         if self.schedule not in SCHEDULES and not self.schedule.endswith(SCHEDULE_FILES):

@@ -1,30 +1,23 @@
-"""AdamW over the decoder's parameters, with weight decay where the weights table says."""
+"""AdamW over a rank's parameters, with weight decay where the weights table says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from ultrascale.spec.model import Model
+from ultrascale.parallel.share import Share
 from ultrascale.spec.run import Optimizer
-from ultrascale.spec.weights import weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build_optimizer(decoder: nn.Module, model: Model, settings: Optimizer) -> AdamW:
+def build_optimizer(share: Share, settings: Optimizer) -> AdamW:
     """Fused AdamW in two groups, with and without weight decay. Its state exists from the start, so that it can be saved,
     loaded and planned at any step."""
-    decays = {weight.name: weight.decay for weight in weights(model)}
-    named = list(decoder.named_parameters())
     groups = [
-        {"params": [p for name, p in named if decays[name]], "weight_decay": settings.weight_decay},
-        {"params": [p for name, p in named if not decays[name]], "weight_decay": 0.0},
+        {"params": [one.parameter for one in share.held if one.weight.decay], "weight_decay": settings.weight_decay},
+        {"params": [one.parameter for one in share.held if not one.weight.decay], "weight_decay": 0.0},
     ]
     optimizer = AdamW(
         [group for group in groups if group["params"]],
@@ -34,7 +27,7 @@ def build_optimizer(decoder: nn.Module, model: Model, settings: Optimizer) -> Ad
         fused=True,
     )
     # The fused update does not tell autograd that it wrote; `parallel.precision` has to know.
-    optimizer.register_step_post_hook(lambda *unused: increment_version([parameter for _, parameter in named]))
+    optimizer.register_step_post_hook(lambda *unused: increment_version(share.parameters()))
     return optimizer
 
 
@@ -58,13 +51,3 @@ def set_learning_rate(optimizer: AdamW, rate: float) -> None:
     """Use `rate` for the next update."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor; the tensor itself if it is whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's parts of the gradients that are there."""
-    return [local(p.grad) for p in parameters if p.grad is not None]

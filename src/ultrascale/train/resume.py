@@ -26,7 +26,7 @@ from ultrascale.train.trainer import Trainer
 def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Weights and moments of this rank by global name, as the tensors (or DTensors) that training uses."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in trainer.decoder.named_parameters():
+    for name, parameter in trainer.share.named():
         tensors[f"model.{name}"] = parameter.detach()
         for moment in MOMENTS:
             tensors[f"optimizer.{moment}.{name}"] = trainer.optimizer.state[parameter][moment]

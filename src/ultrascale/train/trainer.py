@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Protocol
 
-import numpy as np
 import torch
 
 from ultrascale.data.loader import Sequences
 from ultrascale.models.decoder import Decoder
-from ultrascale.parallel.apply import build_decoder
+from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.data import prepare_action
 from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.share import Share
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Kind
 from ultrascale.spec.progress import StepSpan, step_span
@@ -32,11 +31,11 @@ from ultrascale.spec.run import Run
 from ultrascale.train.gradients import (
     NonFiniteError,
     clip_gradients,
-    gradient_norm,
     name_bad_gradients,
     watched_gradients,
 )
 from ultrascale.train.learning_rate import learning_rate
+from ultrascale.train.micro_batches import MicroBatch, ReadsSequences, micro_batch, sequence_numbers
 from ultrascale.train.noise_scale import NoiseScale
 from ultrascale.train.optimizer import build_optimizer, create_state, set_learning_rate
 
@@ -50,30 +49,6 @@ def _return_free_memory() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
-
-
-class ReadsSequences(Protocol):
-    """What a trainer needs of a loader (`data.loader.Loader`)."""
-
-    def read(self, numbers: Iterable[int]) -> Sequences:
-        """The sequences with these global numbers."""
-        ...
-
-    def fingerprint(self) -> str:
-        """What decides the sequences."""
-        ...
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward pass sees, on the device; shapes [B, S], int64."""
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    positions: torch.Tensor | None
-    document_ids: torch.Tensor | None
-    num_targets: int
-    """Targets that count."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +88,7 @@ class Trainer:
     loader: ReadsSequences
     draw_on_device: bool = False
     """Draw initial weights where they live: faster, and other numbers than the CPU's, which are the same everywhere."""
-    decoder: Decoder = field(init=False)
+    share: Share = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
     noise_scale: NoiseScale | None = field(init=False, default=None)
     steps_done: int = field(init=False, default=0)
@@ -127,18 +102,23 @@ class Trainer:
     def __post_init__(self) -> None:
         run = self.run
         self._just_compiled = run.compile
-        self.decoder = build_decoder(
+        self.share = build_share(
             run.model,
             run.layout,
-            device=self.ranks.device,
+            self.ranks,
             seed=run.seed,
             compile_blocks=run.compile,
             draw_on_device=self.draw_on_device,
         )
-        self.optimizer = build_optimizer(self.decoder, run.model, run.optimizer)
+        self.optimizer = build_optimizer(self.share, run.optimizer)
         create_state(self.optimizer, 0)
         if run.log.gradient_noise_scale:
             self.noise_scale = NoiseScale()
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model on this rank, where that is one stage. Raises ValueError if it is several."""
+        return self.share.decoder
 
     def request_stop(self) -> None:
         """Stop before the next step, with all ranks."""
@@ -166,9 +146,10 @@ class Trainer:
         num_targets = self._agree_on_targets(micro_batches)
         with ExitStack() as watching:
             if self.noise_scale is not None:
-                watching.enter_context(watched_gradients(self.decoder, self.noise_scale.see))
+                watching.enter_context(watched_gradients(self.share.stages.values(), self.noise_scale.see))
             own = self._forward_backward(micro_batches, num_targets)
-        norm = float(gradient_norm(self.decoder))
+        self.share.finish_gradients()
+        norm = float(self.share.gradient_norm())
         loss_sum, *small = self.ranks.sum(own.clone()).tolist()
         if not (isfinite(loss_sum) and isfinite(norm)):
             raise self._not_finite(span, micro_batches, num_targets)
@@ -185,7 +166,7 @@ class Trainer:
     def update(self, norm: float) -> float:
         """Clip by the gradient's `norm`, update the weights, forget the gradients. Returns the learning rate used."""
         self.on_phase("optimizer", self.steps_done)
-        clip_gradients(self.decoder, norm, self.run.optimizer.clip_grad_norm)
+        clip_gradients(self.share.parameters(), norm, self.run.optimizer.clip_grad_norm)
         rate = learning_rate(self.run.optimizer, self.steps_done, self.run.steps)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
@@ -195,32 +176,20 @@ class Trainer:
         return rate
 
     def read_micro_batches(self, span: StepSpan) -> list[Sequences]:
-        """This rank's sequences of a step: micro-batch j of rank r takes the (j dp + r)-th run of micro_batch_size numbers."""
-        size, ranks = self.run.layout.micro_batch_size, self.ranks.world
-        starts = range(span.first_sequence + self.ranks.rank * size, span.first_sequence + span.num_sequences, ranks * size)
-        return [self.loader.read(range(start, start + size)) for start in starts]
+        """This rank's sequences of a step."""
+        return [self.loader.read(numbers) for numbers in sequence_numbers(span, self.run.layout, self.share.mesh.at)]
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Loss summed over the valid targets of `batch`, 0-d."""
         return self.decoder(batch.tokens, targets=batch.targets, positions=batch.positions, document_ids=batch.document_ids)
 
     def to_device(self, sequences: Sequences) -> MicroBatch:
-        """`sequences` as tensors where the model is; without positions and documents when they are one stream."""
-
-        def moved(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(self.ranks.device, non_blocking=True)
-
-        packed = self.run.data.document_mask
-        return MicroBatch(
-            tokens=moved(sequences.tokens),
-            targets=moved(sequences.targets),
-            positions=moved(sequences.positions) if packed else None,
-            document_ids=moved(sequences.document_ids) if packed else None,
-            num_targets=int((sequences.targets >= 0).sum()),
-        )
+        """`sequences` as this rank's forward pass sees them."""
+        return micro_batch(sequences, packed=self.run.data.document_mask, device=self.ranks.device)
 
     def _agree_on_targets(self, micro_batches: list[MicroBatch]) -> int:
-        own = sum(batch.num_targets for batch in micro_batches)
+        at = self.share.mesh.at
+        own = sum(batch.num_targets for batch in micro_batches) if at.pp == 0 and at.leads_replica else 0
         targets, stop = self.ranks.sum(torch.tensor([own, int(self.stop_requested)])).tolist()
         if stop:
             raise StopRequested
@@ -246,7 +215,8 @@ class Trainer:
                     square, targets = self.noise_scale.take_small_square(), batch.num_targets
                     if targets:
                         small += torch.tensor([1, 1 / targets, square * (num_targets / targets) ** 2], dtype=torch.float64)
-        return torch.cat([loss_sum.cpu()[None], small])
+        own = torch.cat([loss_sum.cpu()[None], small])
+        return own if self.share.mesh.at.leads_replica else torch.zeros_like(own)
 
     def _update_noise_scale(
         self, count: float, inverse_targets: float, squares: float, *, norm: float, num_targets: int
@@ -259,7 +229,7 @@ class Trainer:
 
     def _not_finite(self, span: StepSpan, micro_batches: list[MicroBatch], num_targets: int) -> NonFiniteError:
         """The error for this step. The reduced gradient does not tell where it went wrong, so the step is done once more."""
-        reduced = name_bad_gradients(self.decoder)
+        reduced = name_bad_gradients(self.share.named())
         self.optimizer.zero_grad(set_to_none=True)
         bad: dict[str, None] = {}  # in the order of the backward pass: the first is where it began
 
@@ -267,7 +237,7 @@ class Trainer:
             if not gradient.isfinite().all():
                 bad[name] = None
 
-        with watched_gradients(self.decoder, see):
+        with watched_gradients(self.share.stages.values(), see):
             own = self._forward_backward(micro_batches, num_targets)
         self.optimizer.zero_grad(set_to_none=True)
         told = [] if isfinite(float(own[0])) else [f"loss {float(own[0])}"]

@@ -1,0 +1,160 @@
+"""What one rank holds of a model, and what the ranks that hold the same must still do together after a backward pass.
+
+A rank holds the stages that the pipeline gives it; of each weight of theirs the part that tensor and expert parallelism leave it
+(`spec.places`); of that, between steps, the part that ZeRO leaves it (FSDP2's DTensors). Data parallelism sums gradients as the
+backward pass goes (`parallel.data`). Two sums are left for the end of a step, small ones:
+
+    copies along tp     norms under sequence parallelism, heads of keys and values that several ranks hold: each rank computed a
+                        share of the gradient
+    tied embedding      the first stage and the last one hold it, and each computed its share
+
+Both are all-gathered or exchanged and added in order of ranks, so that copies stay equal to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.places import Place
+from ultrascale.spec.weights import Weight
+
+TIED = "embed_tokens.weight"
+
+
+class Held(NamedTuple):
+    """A parameter of this rank."""
+
+    name: str
+    parameter: nn.Parameter
+    weight: Weight
+    place: Place
+    is_second: bool = False
+    """Whether it is the head's copy of a tied embedding, which the first stage holds too."""
+
+
+@dataclass
+class Share:
+    """A rank's share of a model."""
+
+    model: Model
+    layout: Layout
+    mesh: Mesh
+    stages: dict[int, Decoder]
+    """By number in the whole pipeline."""
+    held: list[Held] = field(default_factory=list)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The only stage. Raises ValueError if this rank has several."""
+        (decoder,) = self.stages.values()
+        return decoder
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Every parameter of this rank, cut as ZeRO says."""
+        return [one.parameter for one in self.held]
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter by its global name; a tied embedding once."""
+        names: set[str] = set()
+        for one in self.held:
+            if one.name not in names:
+                names.add(one.name)
+                yield one.name, one.parameter
+
+    def finish_gradients(self) -> None:
+        """Add up what the ranks that hold copies have each computed of a gradient. Collective; once a step."""
+        self._sum_copies()
+        self._sum_tied()
+
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm of the whole gradient, 0-d fp64 on the device, the same bits on every rank. Collective.
+
+        Every element counts once: on the first of the ranks that hold it.
+        """
+        nothing = torch.zeros(1, device=self.mesh.device)
+        own = [g for one in self.held if self._counts(one) and (g := local_gradient(one.parameter)) is not None and g.numel()]
+        norms = torch._foreach_norm(own or [nothing])  # pyright: ignore[reportPrivateImportUsage]
+        squares = torch.stack(list(norms)).double().square().sum()
+        if self.layout.world_size > 1:
+            dist.all_reduce(squares)
+        return squares.sqrt()
+
+    def _counts(self, one: Held) -> bool:
+        if one.is_second or one.place.copy:
+            return False
+        mesh = one.parameter.device_mesh if isinstance(one.parameter, DTensor) else None
+        return mesh is None or mesh.get_local_rank("dp_replicate") == 0
+
+    def _sum_copies(self) -> None:
+        groups: dict[int, list[Tensor]] = defaultdict(list)
+        for one in self.held:
+            if one.place.is_partial:
+                gradient = local_gradient(one.parameter)
+                groups[one.place.copies].append(gradient if gradient is not None else self._no_gradient(one.parameter))
+        for copies in sorted(groups):
+            _sum_over(groups[copies], self.mesh.neighbours(copies))
+
+    def _sum_tied(self) -> None:
+        tied = [one for one in self.held if one.name == TIED]
+        if self.layout.pp == 1 or not self.model.tie_word_embeddings or not tied:
+            return
+        gradients = [
+            g if (g := local_gradient(one.parameter)) is not None else self._no_gradient(one.parameter) for one in tied
+        ]
+        group = self.mesh.group("pp")
+        assert group is not None
+        if len(tied) == 2:  # a V-shaped schedule: both ends are here
+            total = gradients[0] + gradients[1]
+            for gradient in gradients:
+                gradient.copy_(total)
+            return
+        other = group.size() - 1 - group.rank()
+        (own,), theirs = gradients, torch.empty_like(gradients[0])
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, own, group=group, group_peer=other),
+                dist.P2POp(dist.irecv, theirs, group=group, group_peer=other),
+            ]
+        )
+        for work in works:
+            work.wait()
+        own.add_(theirs)  # of two numbers the order does not matter
+
+    def _no_gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Zeros as its gradient: others may have one to add."""
+        parameter.grad = torch.zeros_like(parameter)
+        return local(parameter.grad)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; the tensor itself if it is whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's part of a parameter's gradient."""
+    return None if parameter.grad is None else local(parameter.grad)
+
+
+def _sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum `tensors` over the ranks of `group`, in place, in one message for each dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(tensor)
+    for some in by_dtype.values():
+        flat = torch.cat([tensor.flatten() for tensor in some])
+        dist.all_reduce(flat, group=group)
+        for tensor, part in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+            tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,89 @@
+"""Where each rank stands, and which part of which weight it holds before data parallelism cuts it further.
+
+    weight                     cut                           ranks that hold the same part
+    column or row parallel     along `tp_dim`, over tp       none; of keys and values tp / heads neighbours, if tp is more
+    other                      not                           all of tp
+    experts                    dim 0 over ep, and `tp_dim`   none but expert data parallelism
+                               over expert_tp
+
+Every rank that holds a part computes with it on tokens or heads of its own, so that its gradient is a share of the sum, with one
+exception: without sequence parallelism all ranks of tp do the same outside the cut products, and each has the whole sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.weights import Weight
+
+HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
+"""Not cut, but each rank of tp applies them to its own heads only."""
+
+
+class Coordinates(NamedTuple):
+    """A rank's place along each axis, counted from 0."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    expert_dp: int
+    ep: int
+    expert_tp: int
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> Coordinates:
+        """Of `rank` = ((pp_i * dp + dp_i) * cp + cp_i) * tp + tp_i. Raises ValueError if the layout has no such rank."""
+        if not 0 <= rank < layout.world_size:
+            raise ValueError(f"a layout of {layout.world_size} ranks has no rank {rank}")
+        pp, in_stage = divmod(rank, layout.dp * layout.cp * layout.tp)
+        dp, in_replica = divmod(in_stage, layout.cp * layout.tp)
+        expert_dp, in_experts = divmod(in_stage, layout.ep * layout.expert_tp)
+        return cls(pp, dp, *divmod(in_replica, layout.tp), expert_dp, *divmod(in_experts, layout.expert_tp))
+
+    @property
+    def leads_replica(self) -> bool:
+        """Whether it is the first of the tp ranks that see the same tokens: what all of them know counts once."""
+        return self.tp == 0
+
+
+class Place(NamedTuple):
+    """A rank's part of a weight."""
+
+    offsets: tuple[int, ...]
+    """Of its first element in the whole weight."""
+    shape: tuple[int, ...]
+    copies: int = 1
+    """Neighbours along tp (of an expert: along expert_tp) that hold the same part."""
+    copy: int = 0
+    """Which of them this rank is."""
+    is_partial: bool = False
+    """Whether the gradient is the sum of what those neighbours compute; otherwise each computes all of it."""
+
+
+def place(weight: Weight, layout: Layout, at: Coordinates) -> Place:
+    """The part of `weight` that the rank at `at` holds of it, data parallelism left aside."""
+    offsets, shape = [0] * len(weight.shape), list(weight.shape)
+
+    def cut(dim: int, ranks: int, rank: int) -> None:
+        offsets[dim], shape[dim] = even_part(weight.shape[dim], ranks, rank)
+
+    if weight.is_expert:
+        cut(0, layout.ep, at.ep)
+        if weight.tp_dim is not None:
+            cut(weight.tp_dim, layout.expert_tp, at.expert_tp)
+            return Place(tuple(offsets), tuple(shape))
+        return Place(tuple(offsets), tuple(shape), layout.expert_tp, at.expert_tp, is_partial=layout.expert_tp > 1)
+    parts = 1 if weight.tp_dim is None else min(layout.tp, weight.tp_most or layout.tp)
+    copies = layout.tp // parts
+    if weight.tp_dim is not None:
+        cut(weight.tp_dim, parts, at.tp // copies)
+    differs = weight.tp_dim is not None or layout.sequence_parallel or weight.name.endswith(HEAD_NORMS)
+    return Place(tuple(offsets), tuple(shape), copies, at.tp % copies, is_partial=copies > 1 and differs)
+
+
+def even_part(length: int, parts: int, part: int) -> tuple[int, int]:
+    """(first, length) of one of `parts` consecutive parts, as even as can be, longer ones first (as `torch.tensor_split`)."""
+    size, longer = divmod(length, parts)
+    return part * size + min(part, longer), size + (part < longer)
