@@ -47,7 +47,7 @@ def gradients_and_weights(rank: int, run: Run) -> list[torch.Tensor]:
     found = []
     for _ in range(2):
         norm = trainer.compute_gradients().norm
-        found += [gradient.clone() for gradient in map(local_gradient, trainer.share.parameters())]
+        found += [g.clone() for p in trainer.share.parameters() if (g := local_gradient(p)) is not None]
         trainer.update(norm)
     return found + [local(parameter).detach() for parameter in trainer.decoder.parameters()]
 

@@ -30,9 +30,9 @@ def initialise(
 ) -> None:
     """Fill every parameter of `decoder` (plain or DTensor, on any device) as the table of weights says.
 
-    `places`: which part of each weight the decoder holds, by name, of those it holds; None: it holds all of all of them. Numbers
-    are drawn on the CPU, so that all devices start from the same bits; `draw_on_device` draws where the parameter is, which is
-    faster and gives that device's own numbers.
+    `places`: which part of each weight the decoder holds, by name, of those it holds; None: it holds all of all of them.
+    Numbers are drawn on the CPU, so that all devices start from the same bits; `draw_on_device` draws where the parameter is,
+    which is faster and gives that device's own numbers.
     Raises ValueError if the names or shapes differ from the table.
     """
     parameters = dict(decoder.named_parameters())

@@ -125,8 +125,8 @@ def _world_size(rendezvous: str) -> int:
 class Mesh:
     """The ranks as grids, and this rank's groups along their axes. All ranks make theirs at once.
 
-    `data` and `expert_data`: (dp_replicate, dp_shard) grids of the ranks over which FSDP2 repeats and cuts ordinary weights, and
-    experts. None where there is nothing to repeat or cut; of experts also where they go with the others.
+    `data` and `expert_data`: (dp_replicate, dp_shard) grids of the ranks over which FSDP2 repeats and cuts ordinary weights,
+    and experts. None where there is nothing to repeat or cut; of experts also where they go with the others.
     """
 
     def __init__(self, layout: Layout, ranks: Ranks, *, has_experts: bool = False):

@@ -1,8 +1,8 @@
 """What one rank holds of a model, and what the ranks that hold the same must still do together after a backward pass.
 
-A rank holds the stages that the pipeline gives it; of each weight of theirs the part that tensor and expert parallelism leave it
-(`spec.places`); of that, between steps, the part that ZeRO leaves it (FSDP2's DTensors). Data parallelism sums gradients as the
-backward pass goes (`parallel.data`). Two sums are left for the end of a step, small ones:
+A rank holds the stages that the pipeline gives it; of each weight of theirs the part that tensor and expert parallelism leave
+it (`spec.places`); of that, between steps, the part that ZeRO leaves it (FSDP2's DTensors). Data parallelism sums gradients as
+the backward pass goes (`parallel.data`). Two sums are left for the end of a step, small ones:
 
     copies along tp     norms under sequence parallelism, heads of keys and values that several ranks hold: each rank computed a
                         share of the gradient
@@ -101,8 +101,7 @@ class Share:
         groups: dict[int, list[Tensor]] = defaultdict(list)
         for one in self.held:
             if one.place.is_partial:
-                gradient = local_gradient(one.parameter)
-                groups[one.place.copies].append(gradient if gradient is not None else self._no_gradient(one.parameter))
+                groups[one.place.copies].append(_gradient_or_zeros(one.parameter))
         for copies in sorted(groups):
             _sum_over(groups[copies], self.mesh.neighbours(copies))
 
@@ -110,9 +109,7 @@ class Share:
         tied = [one for one in self.held if one.name == TIED]
         if self.layout.pp == 1 or not self.model.tie_word_embeddings or not tied:
             return
-        gradients = [
-            g if (g := local_gradient(one.parameter)) is not None else self._no_gradient(one.parameter) for one in tied
-        ]
+        gradients = [_gradient_or_zeros(one.parameter) for one in tied]
         group = self.mesh.group("pp")
         assert group is not None
         if len(tied) == 2:  # a V-shaped schedule: both ends are here
@@ -132,11 +129,6 @@ class Share:
             work.wait()
         own.add_(theirs)  # of two numbers the order does not matter
 
-    def _no_gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Zeros as its gradient: others may have one to add."""
-        parameter.grad = torch.zeros_like(parameter)
-        return local(parameter.grad)
-
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor; the tensor itself if it is whole."""
@@ -146,6 +138,13 @@ def local(tensor: Tensor) -> Tensor:
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     """This rank's part of a parameter's gradient."""
     return None if parameter.grad is None else local(parameter.grad)
+
+
+def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a parameter's gradient, which exists from now on: others may have one to add."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local(parameter.grad)
 
 
 def _sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:

@@ -6,7 +6,7 @@
     experts                    dim 0 over ep, and `tp_dim`   none but expert data parallelism
                                over expert_tp
 
-Every rank that holds a part computes with it on tokens or heads of its own, so that its gradient is a share of the sum, with one
+Every rank that holds a part computes with it on tokens or heads of its own, so that its gradient is a share of the sum. One
 exception: without sequence parallelism all ranks of tp do the same outside the cut products, and each has the whole sum.
 """
 
