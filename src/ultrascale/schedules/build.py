@@ -13,6 +13,7 @@ from ultrascale.schedules.breadth_first import breadth_first
 from ultrascale.schedules.custom import read_schedule
 from ultrascale.schedules.dualpipe import dualpipe
 from ultrascale.schedules.dualpipe_v import dualpipe_v
+from ultrascale.schedules.executable import ranks_of_stages
 from ultrascale.schedules.interleaved import interleaved
 from ultrascale.schedules.one_f_one_b import one_f_one_b
 from ultrascale.schedules.zb_h1 import zb_h1
@@ -72,6 +73,13 @@ def schedule_problems(name: str, pp: int, num_micro_batches: int, virtual_stages
         rule = f"DualPipe pairs rank r with rank pp-1-r, so pp must be even, is {pp}"
         found.append(Problem("pp", rule, f"Take {pp + 1}, or the schedule dualpipe-v, which takes any."))
     return found
+
+
+def stages_of_ranks(name: str, pp: int, virtual_stages: int | None = None) -> list[list[int]]:
+    """The stages that each of `pp` ranks holds, whatever the number of micro-batches. Raises SpecError as `build_schedule`."""
+    schedule = read_schedule(Path(name)) if is_file(name) else build_schedule(name, pp, 2, virtual_stages)
+    held = ranks_of_stages(schedule)
+    return [[stage for stage, ranks in enumerate(held) if rank in ranks] for rank in range(len(schedule))]
 
 
 def is_file(name: str) -> bool:

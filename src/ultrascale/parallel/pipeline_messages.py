@@ -1,0 +1,117 @@
+"""Messages between the stages of a pipeline, sent and received beside the computation.
+
+A send starts when the result exists and nobody waits for it. A receive starts before the action that comes before its reader,
+so that the message travels while that one computes; its memory becomes the stage's input. Between two ranks receives start in
+the order of the sends, which is all that NCCL goes by, and each direction has a process group of its own on CUDA: NCCL orders
+everything between two ranks of a group, and two sends would wait for each other.
+
+A sent tensor must live until it has left. gloo does not say when; but whatever comes back from a rank was made after it had
+read all that it needed before, so a message that arrives lets go of what its sender has read by then. What is left waits for
+the end of the step: on the way back, when activations go, faster than these come.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ultrascale.schedules.messages import Message
+
+
+class PipelineError(RuntimeError):
+    """A message did not arrive or could not be sent: a rank has died, or is too late."""
+
+
+class Mailbox:
+    """The messages of one rank in one step."""
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """`messages` of the whole step, each of `shape`; `groups` of the pipeline's ranks, for messages to higher and to lower
+        ranks (on CPU they may be one)."""
+        self.rank, self.groups = groups[0].rank(), groups
+        self.shape, self.dtype, self.device = tuple(shape), dtype, device
+        self.outgoing = {message.key: message for message in messages if message.sender == self.rank}
+        self.incoming = {message.key: message for message in messages if message.receiver == self.rank}
+        self._channels: defaultdict[int, deque[Message]] = defaultdict(deque)
+        for message in self.incoming.values():
+            self._channels[message.sender].append(message)
+        self._needed = sorted(self.incoming.values(), key=lambda message: message.needed_by)
+        self._arriving: dict[tuple[bool, int, int], tuple[Tensor, dist.Work | None]] = {}
+        self._leaving: defaultdict[int, deque[tuple[Message, Tensor, dist.Work | None]]] = defaultdict(deque)
+        self._next = 0
+
+    def expect(self, position: int) -> None:
+        """Start to receive what the actions up to `position` of this rank's list need, and one message more."""
+        while self._next < len(self._needed):
+            message = self._needed[self._next]
+            self._start(message)
+            self._next += 1
+            if message.needed_by > position:
+                return
+
+    def take(self, message: Message) -> Tensor:
+        """The tensor of an expected message, once it is here. Raises PipelineError."""
+        tensor, work = self._arriving.pop(message.key)
+        self._wait(work, f"waited for {message}")
+        leaving = self._leaving[message.sender]
+        while leaving and leaving[0][0].needed_by <= message.sent_by:
+            self._wait(leaving.popleft()[2], "sent")
+        return tensor
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Start to send. Raises PipelineError if the receiver is known to be gone."""
+        tensor = tensor.detach().contiguous()
+        assert tensor.shape == self.shape and tensor.dtype == self.dtype, (tensor.shape, tensor.dtype, self.shape, self.dtype)
+        group = self.groups[message.receiver < self.rank]
+        try:
+            work = dist.isend(tensor, group=group, group_dst=message.receiver, tag=message.number)
+        except RuntimeError as error:
+            raise self._lost(f"could not send {message} to rank {message.receiver}", error) from error
+        leaving = self._leaving[message.receiver]
+        leaving.append((message, tensor, work))
+        # NCCL does say when a message has left.
+        while self.device.type == "cuda" and leaving and (leaving[0][2] is None or leaving[0][2].is_completed()):
+            leaving.popleft()
+
+    def close(self) -> None:
+        """Wait until all that was sent has left. Raises PipelineError."""
+        assert not self._arriving and self._next == len(self._needed), "messages that nobody has taken"
+        for leaving in self._leaving.values():
+            while leaving:
+                message, _, work = leaving.popleft()
+                self._wait(work, f"sent {message} to pipeline rank {message.receiver}, which did not take it")
+
+    def _start(self, message: Message) -> None:
+        """Start to receive `message` and whatever its sender sends before it."""
+        channel = self._channels[message.sender]
+        while channel and message.key not in self._arriving:
+            following = channel.popleft()
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            group = self.groups[following.sender > self.rank]
+            try:
+                work = dist.irecv(tensor, group=group, group_src=following.sender, tag=following.number)
+            except RuntimeError as error:
+                raise self._lost(f"waited for {following}", error) from error
+            self._arriving[following.key] = tensor, work
+
+    def _wait(self, work: dist.Work | None, what: str) -> None:
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(what, error) from error
+
+    def _lost(self, what: str, error: RuntimeError) -> PipelineError:
+        return PipelineError(f"pipeline rank {self.rank} (rank {dist.get_rank()} of the run) {what}: {error}")

@@ -1,0 +1,95 @@
+"""Backward passes cut in two: I, the gradient of a stage's input, and W, the weights' gradients, later.
+
+    forward   y = x w^T
+    I         dx = dy w                 x and dy are kept for each weight, everything else of the micro-batch is let go
+    W         dw += dy^T x
+
+What waits is linear layers: all the matrix products but those of attention, which have no weights. Small gradients (norms,
+biases, the embedding's rows) and the head's, which its loss makes in the forward pass, are done in I.
+
+torch's `stage_backward_input` finds the cut in autograd's graph instead and works for any layer. It keeps the graph until W,
+with all that its nodes hold, attention's queries, keys and values too; it walks the graph in Python for every micro-batch; what
+torch.utils.checkpoint recomputes it recomputes twice; and an `autograd.Function` does not know which half is asked for and does
+both each time. In a compiled block autograd sees one operation: there nothing waits, and W finds nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Waiting = list[tuple[Tensor, Tensor, Tensor]]
+"""(weight [F, D], gradient of the output [N, F], input [N, D]) of products whose weight's gradient is not made yet."""
+
+
+class WeightGradients:
+    """Puts off the weights' gradients of backward passes that ask for it."""
+
+    def __init__(self) -> None:
+        self.waiting: Waiting | None = None
+
+    @contextmanager
+    def put_off(self) -> Iterator[Waiting]:
+        """Collect what waits of the backward passes inside."""
+        self.waiting = collected = []
+        try:
+            yield collected
+        finally:
+            self.waiting = None
+
+    def add(self, weight: Tensor, grad_output: Tensor, given: Tensor) -> Tensor | None:
+        """The gradient of `weight`, for the backward pass of a product that has one; None if it waits."""
+        grad_output, given = grad_output.flatten(0, -2), given.flatten(0, -2)
+        if self.waiting is None:
+            return grad_output.t() @ given
+        self.waiting.append((weight, grad_output, given.detach()))  # without the graph that made it
+        return None
+
+    def apply_to(self, stage: nn.Module) -> None:
+        """Let every linear layer of `stage` ask here, in place."""
+        for module in stage.modules():
+            if isinstance(module, nn.Linear):
+                setattr(module, "forward", partial(_linear, module, self))  # noqa: B010
+
+
+@torch.no_grad()
+def make_gradients(waiting: Waiting) -> None:
+    """W: add all that waits to the weights' gradients, and let go of it one by one."""
+    while waiting:
+        weight, grad_output, given = waiting.pop(0)
+        if not weight.is_leaf or weight._backward_hooks:  # a copy whose gradient travels on, or somebody who watches
+            torch.autograd.backward(weight, grad_output.t() @ given)
+        elif weight.grad is None:
+            weight.grad = grad_output.t() @ given
+        else:
+            weight.grad.addmm_(grad_output.t(), given)
+
+
+def _linear(module: nn.Linear, gradients: WeightGradients, hidden: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return F.linear(hidden, module.weight, module.bias)
+    return _Linear.apply(hidden, module.weight, module.bias, gradients)  # pyright: ignore[reportReturnType]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
+        ctx.save_for_backward(hidden)
+        # Not saved but held: recomputation would give a copy, and the gradient belongs to this very tensor.
+        ctx.weight, ctx.gradients = weight, gradients
+        return F.linear(hidden, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,), (grad_output,) = ctx.saved_tensors, grads
+        with_input, with_weight, with_bias, _ = ctx.needs_input_grad
+        grad_hidden = grad_output @ ctx.weight if with_input else None
+        grad_weight = ctx.gradients.add(ctx.weight, grad_output, hidden) if with_weight else None
+        grad_bias = grad_output.flatten(0, -2).sum(0) if with_bias else None
+        return grad_hidden, grad_weight, grad_bias, None

@@ -1,0 +1,95 @@
+"""What ranks send one another in a schedule, in which order: activations to the next stage, gradients to the one before.
+
+    rank 0   0F0 --a0--> .   0F1 --a1--> .    0B0          a: activation, g: gradient, of that micro-batch
+    rank 1         1F0 1B0 --g0--> 1F1 1B1 --g1-->
+
+Between two ranks messages travel in the order in which the sender makes them, and the receiver asks for them in that order:
+NCCL knows no tags. A pass on the rank of the pass before it needs no message. Every message of a step has one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ultrascale.schedules.actions import Action, Kind
+from ultrascale.schedules.executable import Schedule, shape_of
+
+
+class Message(NamedTuple):
+    """One tensor on its way from a rank to another."""
+
+    number: int
+    """In the whole step: senders in order, and what each sends in order."""
+    is_gradient: bool
+    stage: int
+    """That reads it."""
+    micro_batch: int
+    sender: int
+    receiver: int
+    sent_by: int
+    """Position in the sender's list of the action that makes it."""
+    needed_by: int
+    """Position in the receiver's list of the action that reads it."""
+
+    @property
+    def key(self) -> tuple[bool, int, int]:
+        """Which result it is: (is_gradient, stage that reads it, micro-batch)."""
+        return self.is_gradient, self.stage, self.micro_batch
+
+    def __str__(self) -> str:
+        what = "gradient" if self.is_gradient else "activation"
+        source = self.stage + 1 if self.is_gradient else self.stage - 1
+        return f"the {what} of micro-batch {self.micro_batch} from stage {source} (pipeline rank {self.sender})"
+
+
+def messages(schedule: Schedule) -> list[Message]:
+    """Every message of a step, by sender, in the order of sending. The schedule must be executable."""
+    last = shape_of(schedule)[0] - 1
+    readers = {
+        key: (rank, position)
+        for rank, row in enumerate(schedule)
+        for position, action in enumerate(row)
+        for part in action.parts
+        if (key := read_by(part, last)) is not None
+    }
+    found: list[Message] = []
+    for rank, position, part in _passes(schedule):
+        key = made_by(part, last)
+        if key in readers and readers[key][0] != rank:
+            receiver, needed_by = readers[key]
+            found.append(Message(len(found), *key, rank, receiver, position, needed_by))
+    return found
+
+
+def read_by(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
+    """The result that a pass reads, as `Message.key`; None: it starts from tokens, the loss, or what its rank has kept."""
+    if part.kind is Kind.FORWARD:
+        return (False, part.stage, part.micro_batch) if part.stage else None
+    if part.kind is Kind.WEIGHT_GRADIENT or part.stage == last_stage:
+        return None
+    return True, part.stage, part.micro_batch
+
+
+def made_by(part: Action, last_stage: int) -> tuple[bool, int, int] | None:
+    """The result that a pass makes for another stage, as `Message.key`."""
+    if part.kind is Kind.FORWARD:
+        return (False, part.stage + 1, part.micro_batch) if part.stage < last_stage else None
+    if part.kind is Kind.WEIGHT_GRADIENT or part.stage == 0:
+        return None
+    return True, part.stage - 1, part.micro_batch
+
+
+def only_forward(schedule: Schedule) -> list[list[Action]]:
+    """The forward passes of a schedule in their order: an evaluation. They wait for nothing else, so it stays executable."""
+    forward = (
+        [part._replace(beside=None) for action in row for part in action.parts if part.kind is Kind.FORWARD] for row in schedule
+    )
+    return list(forward)
+
+
+def _passes(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
+    for rank, row in enumerate(schedule):
+        for position, action in enumerate(row):
+            for part in action.parts:
+                yield rank, position, part

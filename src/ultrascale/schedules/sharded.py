@@ -1,0 +1,42 @@
+"""Where ZeRO puts its collectives in the list of a pipeline rank: what `accumulate` says of one stage, for any order of passes.
+
+    stage 0, 1   gradients of a stage are summed here, and reduced in its last B or W of the step; parameters gathered once
+    stage 2      gradients cut in every B or W (less memory, more traffic); parameters gathered once
+    stage 3      parameters gathered for every F, B and I as well; W needs none
+
+I reduces nothing: some of the weights' gradients are still to come, in W. The planner counts the same (`plan.data_traffic`,
+`plan.rank_state`). The alternative for stages 2 and 3, reducing once a step, is stage 1's traffic at stage 1's memory: ask for
+stage 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ultrascale.schedules.actions import Action, Kind
+
+FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+"""After these a micro-batch's gradients of a stage are complete."""
+
+
+def sharded(actions: Sequence[Action], zero_stage: int) -> list[Action]:
+    """The actions of one rank, told what to do with gradients and gathered parameters."""
+    left = Counter(part.stage for action in actions for part in action.parts if part.kind in FINISHES)
+
+    def told(part: Action) -> Action:
+        finishes = part.kind in FINISHES
+        left[part.stage] -= finishes
+        is_last = finishes and not left[part.stage]
+        return part._replace(
+            beside=None,
+            reduce_gradients=is_last or (finishes and zero_stage >= 2),
+            sum_replicas=is_last,
+            keep_parameters=zero_stage < 3 and not is_last,
+        )
+
+    return [_joined([told(part) for part in action.parts]) for action in actions]
+
+
+def _joined(parts: list[Action]) -> Action:
+    return parts[0] if len(parts) == 1 else parts[0]._replace(beside=parts[1])
