@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.collectives import DirectAllGather, DirectReduceScatter, NothingToScatter
 from ultrascale.parallel.precision import TORCH_DTYPE
+from ultrascale.parallel.reduced_buckets import release_reduced_buckets
 from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import Layout
 
@@ -45,6 +46,7 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
             module._set_unshard_async_op(True)  # the CPU has no streams: else FSDP2 waits where it starts
             module.set_custom_all_gather(DirectAllGather())
             module.set_custom_reduce_scatter(DirectReduceScatter())
+    release_reduced_buckets(sharded_modules(decoder))
 
 
 def prepare_action(decoder: nn.Module, action: Action) -> None:
