@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrascale.kernels.expert_rows import spread, weighted_sum
 from ultrascale.parallel.all_to_all import Exchange, cut, gather, sum_scatter, whole
-from ultrascale.parallel.expert_rows import order_by_expert, put_back, reorder, spread, weighted_sum
+from ultrascale.parallel.expert_rows import order_by_expert, put_back, reorder
 from ultrascale.spec.places import even_part
 
 Experts = Callable[[Tensor, Tensor], Tensor]

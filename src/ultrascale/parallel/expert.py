@@ -1,0 +1,113 @@
+"""Expert parallelism put on a decoder: which experts a rank holds, and how tokens find them.
+
+    weight of the experts    cut                               seam
+    gate, up [X, F, D]       dim 0 over ep, F over expert_tp   MoE.dispatch (`parallel.expert_dispatch`)
+    down [X, D, F]           dim 0 over ep, F over expert_tp   the same
+    down's bias [X, D]       dim 0 over ep                     added by the first rank of expert_tp alone
+    router, shared experts   as tp has it, not by ep           router.sum_counts, router.keep (`parallel.expert_sequences`)
+
+The ranks of ep and expert_tp are any of the tp x cp x dp plane of a pipeline stage, expert_tp fastest; what is left of the
+plane repeats the experts, and FSDP2 cuts and sums them over these ranks alone (`expert_modules` says which modules). A gradient
+needs no sum over ep: tokens of all its ranks have visited the expert. Ranks of tp without sequence parallelism hold the same
+tokens and share them out first, so that each token still visits an expert once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ultrascale.kernels.grouped_matmul import grouped_linear
+from ultrascale.models.decoder import Decoder
+from ultrascale.models.experts import Experts, GroupedLinear, moe_layers
+from ultrascale.parallel.expert_dispatch import Dispatch
+from ultrascale.parallel.expert_sequences import WholeSequences, apply_whole_sequences
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.places import Coordinates, place
+from ultrascale.spec.weights import weights
+
+
+class Groups(Protocol):
+    """What is asked of `parallel.mesh.Mesh`."""
+
+    at: Coordinates
+
+    def group(self, axis: Any, /) -> dist.ProcessGroup | None: ...
+
+
+def apply_expert_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> None:
+    """Cut the experts of `decoder`, whose weights are still on the meta device, and let its tokens travel, in place.
+
+    After tensor and context parallelism, before recomputation.
+    """
+    spec, tp = decoder.spec, mesh.group("tp")
+    if not spec.num_experts:
+        return
+    _cut_parameters(decoder, layout, mesh.at)
+    same_tokens, cut_tokens = (None, tp) if layout.sequence_parallel else (tp, None)
+    groups = {"ep": mesh.group("ep"), "expert_tp": mesh.group("expert_tp"), "same_tokens": same_tokens}
+    sums = partial(sum_counts, groups=count_groups(layout, mesh, spec.router_aux_loss_scope))
+    for _, layer in moe_layers(decoder):
+        layer.router.sum_counts = sums
+        if any(group is not None for group in groups.values()):
+            layer.dispatch = Dispatch(spec.num_experts, **groups)
+    if spec.expert_capacity_factor is not None and (cut_tokens or mesh.group("cp")):
+        apply_whole_sequences(decoder, WholeSequences(layout, cp=mesh.group("cp"), tp=cut_tokens))
+
+
+def expert_modules(decoder: nn.Module) -> list[Experts]:
+    """What FSDP2 must cut over expert data parallelism, apart from the block around it."""
+    return [layer.experts for _, layer in moe_layers(decoder)]
+
+
+def count_groups(layout: Layout, mesh: Groups, scope: str) -> list[dist.ProcessGroup]:
+    """Groups over which, one after the other, counts of choices are summed for a balance loss of this scope.
+
+    "sequence", "micro-batch": the ranks that hold the rest of the same sequences; "global": all with tokens of their own.
+    """
+    found = [mesh.group("tp") if layout.sequence_parallel else None, mesh.group("cp")]
+    found += [mesh.group("dp")] if scope == "global" else []
+    return [group for group in found if group is not None]
+
+
+def sum_counts(counts: Tensor, *, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Counts summed over each of `groups` in turn; those given stay as they are. Integers: the order does not matter."""
+    total = counts.clone() if groups else counts
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def sum_load(load: Mapping[int, Tensor], layout: Layout, mesh: Groups) -> dict[int, Tensor]:
+    """How often each expert was chosen by all tokens of a step, from what this rank's backward passes have seen (`take_load`).
+
+    By block [X] int64, equal on all ranks of a pipeline stage: what `update_expert_bias` wants, and what metrics show.
+    """
+    if not load:
+        return {}
+    total = sum_counts(torch.stack(list(load.values())), groups=count_groups(layout, mesh, "global"))
+    return dict(zip(load, total, strict=True))
+
+
+def _cut_parameters(decoder: Decoder, layout: Layout, at: Coordinates) -> None:
+    table = {weight.name: weight for weight in weights(decoder.spec)}
+    for name, parameter in list(decoder.named_parameters()):
+        if not table[name].is_expert:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        module, part = decoder.get_submodule(owner), place(table[name], layout, at)
+        setattr(module, leaf, nn.Parameter(parameter.new_empty(part.shape)))
+        if leaf == "bias" and part.copy > 0:
+            assert isinstance(module, GroupedLinear)
+            module.forward = partial(_leave_bias_to_another, module)
+
+
+def _leave_bias_to_another(module: GroupedLinear, rows: Tensor, counts: Tensor) -> Tensor:
+    """Partial products are added up over expert_tp, and the bias must be among them once. Here its gradient is zero."""
+    assert module.bias is not None
+    return grouped_linear(rows, module.weight, counts, module.bias * 0.0)
