@@ -8,15 +8,13 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem
 
-# Pieces a rank holds of each sequence for a balanced causal mask: an early one and the late one that mirrors it.
-_ZIGZAG = 2
 _MOST_NAMED = 8
 
 
 def cut_problems(model: Model, layout: Layout, *, sequence_length: int | None = None) -> list[Problem]:
     """Every rule that `layout` breaks for `model`, with keys in `layout`. None as sequence length: not judged."""
     found = [*_tensor(model, layout), *_experts(model, layout), *_stages(model, layout)]
-    if layout.cp > 1 and layout.cp_method == "all-to-all":
+    if layout.cp > 1 and layout.cp_grid[1] > 1:
         found += _heads_over_context(model, layout)
     return found + (list(_sequence(layout, sequence_length)) if sequence_length is not None else [])
 
@@ -73,10 +71,11 @@ def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
 
 def _heads_over_context(model: Model, layout: Layout) -> Iterator[Problem]:
     """All-to-all gives each rank of cp whole sequences of some heads (Jacobs et al. 2023, DeepSpeed-Ulysses)."""
-    heads, rest = model.num_attention_heads, model.num_attention_heads // layout.tp
-    if heads % (layout.tp * layout.cp) and heads % layout.tp == 0:
-        rule = f"must divide the {rest} heads of a rank (num_attention_heads / tp) for all-to-all, is {layout.cp}"
-        yield Problem("layout.cp", rule, f'{_choose(_divisors(rest), layout.cp)} Or cp_method = "ring", which cuts no heads.')
+    heads, rest, swap = model.num_attention_heads, model.num_attention_heads // layout.tp, layout.cp_grid[1]
+    if heads % (layout.tp * swap) and heads % layout.tp == 0:
+        key = "layout.cp" if swap == layout.cp else "layout.cp_heads"
+        rule = f"must divide the {rest} heads of a rank (num_attention_heads / tp) for all-to-all, is {swap}"
+        yield Problem(key, rule, f'{_choose(_divisors(rest), swap)} Or cp_method = "ring", which cuts no heads.')
 
 
 def _sequence(layout: Layout, length: int) -> Iterator[Problem]:
@@ -91,9 +90,8 @@ def _sequence(layout: Layout, length: int) -> Iterator[Problem]:
 def _sequence_pieces(layout: Layout) -> tuple[int, str]:
     pieces, why = 1, []
     if layout.cp > 1:
-        balanced = layout.cp_method != "all-to-all"
-        pieces *= layout.cp * (_ZIGZAG if balanced else 1)
-        why.append(f"{_ZIGZAG} x cp for an equal share of the causal mask" if balanced else "cp")
+        pieces *= layout.cp
+        why.append("cp")
     if layout.tp > 1 and layout.sequence_parallel:
         pieces *= layout.tp
         why.append("tp with sequence_parallel")

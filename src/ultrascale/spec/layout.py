@@ -37,8 +37,8 @@ SCHEDULES: dict[str, int | None] = {
 SCHEDULE_FILES = (".csv", ".json")
 """Endings of files that hold the actions of a schedule."""
 _WHOLE = (
-    "dp", "dp_shard", "micro_batch_size", "recompute_every", "layers_per_bucket", "tp", "cp", "cp_heads", "pp", "virtual_stages",
-    "ep", "expert_tp",
+    "dp", "dp_shard", "micro_batch_size", "recompute_every", "layers_per_bucket", "tp", "cp", "cp_heads", "pp",
+    "virtual_stages", "ep", "expert_tp",
 )  # fmt: skip
 RANGES = dict.fromkeys(_WHOLE, (1, 1_000_000))
 """Lowest and highest value of whole numbers. The highest are far above any run: they catch slips of the finger."""
@@ -79,7 +79,7 @@ class Layout:
     cp_method: Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"] = "ring"
     """How keys and values meet all queries. Read only if cp > 1."""
     cp_heads: int = 1
-    """For cp_method = "ring+all-to-all": neighbours that swap sequence for heads; rings join the cp / cp_heads groups of them."""
+    """For cp_method = "ring+all-to-all": neighbours that swap sequence for heads; rings join cp / cp_heads groups of them."""
     pp: int = 1
     """Pipeline parallelism: ranks that cut the layers between them."""
     virtual_stages: int = 1

@@ -30,7 +30,8 @@ _RANGES |= {f"layout.{key}": limits for key, limits in layout.RANGES.items()}
 _RANGES |= {f"model.{key}": limits for key, limits in model.RANGES.items()}
 # Settings of an axis that is not used when it has one rank.
 _READ_WITH = {
-    "sequence_parallel": "tp", "cp_method": "cp", "virtual_stages": "pp", "schedule": "pp", "layers_per_stage": "pp",
+    "sequence_parallel": "tp", "cp_method": "cp", "cp_heads": "cp", "virtual_stages": "pp", "schedule": "pp",
+    "layers_per_stage": "pp",
 }  # fmt: skip
 _ABOVE_ZERO = ("collective_timeout_seconds", "optimizer.eps", "optimizer.clip_grad_norm")
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")

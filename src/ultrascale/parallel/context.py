@@ -1,0 +1,168 @@
+"""Context parallelism: every sequence is cut over cp ranks, all of which hold the whole model (or the same part of it).
+
+    everything else         works on S/cp tokens of each sequence, at the positions they have in it
+    attention               every query still meets every key: `self_attn.core` and `decoder.make_mask` are replaced
+
+    method              places of the ring    ranks that swap heads    keys and values
+    ring                cp                    1                        travel while attention works
+    all-gather          cp                    1                        are gathered first
+    all-to-all          1                     cp                       stay: heads are swapped for sequence
+    ring+all-to-all     cp / cp_heads         cp_heads                 both: swap among neighbours, ring over the rest
+                                                                       (Fang and Zhao 2024, "USP")
+
+Rank i of cp has place i // heads in the ring. Which tokens are whose is `spec.context_order`'s to say, by the documents of each
+sequence: the trainer cuts its batches with `cut_batch`, and masks are made for the same cut. Gradients of weights are sums over
+the ranks of cp as over those of dp: data parallelism must add them up over dp x cp (picotron does not where dp is 1).
+
+docs/context-parallelism.md says which method to take when, and what was measured.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.context_attention import Setting, ring_attention
+from ultrascale.parallel.context_masks import ContextMask, Rows, context_mask, document_rows, positions_of
+from ultrascale.parallel.context_ring import Ring
+from ultrascale.parallel.context_swap import Swap, own_heads, to_heads, to_sequence
+from ultrascale.parallel.mesh import Mesh
+from ultrascale.spec.context_order import own_pieces, ring_order
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.places import even_part
+
+Integers = NDArray[np.int64]
+
+
+class LocalBatch(NamedTuple):
+    """What a rank of cp sees of a micro-batch; [B, S/cp] but for the documents."""
+
+    tokens: Integers
+    targets: Integers
+    positions: Integers
+    """Of the tokens in their documents, for rotary angles: never their slots."""
+    document_ids: Integers | None
+    """Of the whole sequences, [B, S]."""
+
+
+class AllMasks(NamedTuple):
+    """What `core` gets: made for one micro-batch, shared by layers with the same window."""
+
+    mask: ContextMask
+    swapped_lengths: tuple[int, ...]
+    """Slots of each rank that swaps heads with this one."""
+
+
+def apply_context_parallel(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
+    """Replace the attention cores and the masks of `decoder`, in place. Does nothing if cp is 1."""
+    group = mesh.group("cp")
+    if group is None:
+        return
+    if mesh.device.type == "cuda":
+        dist.barrier(group=group)  # NCCL wants all ranks of a group at its first call; at some hops only some have messages
+    context = ContextParallel(layout, group)
+    core = cast(Any, torch.compiler.disable(context.core))  # messages are no part of a compiled graph
+    for _, block in decoder.blocks():
+        block.self_attn.core = core
+    decoder.make_mask = cast(Any, context.make_mask)
+
+
+def cut_batch(
+    tokens: Integers,
+    targets: Integers,
+    positions: Integers | None,
+    document_ids: Integers | None,
+    *,
+    layout: Layout,
+    cp_rank: int,
+) -> LocalBatch:
+    """The part of [B, S] arrays that rank `cp_rank` of cp works on.
+
+    Without `document_ids` sequences are one stream: masks are causal over all of it and positions are those in the sequence.
+    Give what comes back to the decoder: its positions, and the document ids of the whole sequences.
+    """
+    length = tokens.shape[1]
+    slots = own_positions(_rows(document_ids, length, layout.cp_grid[0]), layout, cp_rank)  # [1 or B, S/cp]
+    slots = np.broadcast_to(slots, (len(tokens), slots.shape[1]))
+    if positions is None or document_ids is None:
+        positions = np.broadcast_to(np.arange(length), tokens.shape)
+    tokens, targets, positions = (np.take_along_axis(array, slots, axis=1) for array in (tokens, targets, positions))
+    return LocalBatch(tokens, targets, positions, document_ids)
+
+
+def own_positions(rows: Rows, layout: Layout, cp_rank: int) -> Integers:
+    """Where in its sequence each slot's token is, [1 or B, S/cp]."""
+    heads = layout.cp_grid[1]
+    return np.stack([positions_of(own_pieces(order, heads, cp_rank)) for order in rows])
+
+
+class ContextParallel:
+    """This rank's part in the attention of one cp group."""
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup):
+        self.layout, self.gathers = layout, layout.cp_method == "all-gather"
+        ring, heads = layout.cp_grid
+        place, own = divmod(group.rank(), heads)
+        self.ring = Ring(group, ring, place, stride=heads, first=own)
+        self.swap = Swap(group, heads, own, first=place * heads)
+
+    def core(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AllMasks,
+        *,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """What each query gathers: [B, S/cp, H, E'] from [B, S/cp, H, E], [B, S/cp, K, E] and [B, S/cp, K, E'].
+
+        `sinks` [H]: a score of each head that draws weight and has no value. `scale`: 1 / sqrt(E) unless given.
+        """
+        setting = Setting(mask.mask, self.ring, self.gathers, scale if scale is not None else query.shape[-1] ** -0.5)
+        if self.swap.size == 1:
+            return ring_attention(query, key, value, sinks, setting)
+        query, key, value = to_heads(query, key, value, self.swap, mask.swapped_lengths)
+        sinks = None if sinks is None else own_heads(sinks, self.swap)
+        return to_sequence(ring_attention(query, key, value, sinks, setting), self.swap, mask.swapped_lengths)
+
+    def make_mask(
+        self,
+        num_queries: int,
+        num_keys: int,
+        *,
+        document_ids: Tensor | None,
+        window: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> AllMasks:
+        """Who sees whom among the tokens that `cut_batch` gives to the ranks of cp. `num_queries`: this rank's slots.
+
+        `document_ids` [B, S], of whole sequences, best on the CPU, where the order is worked out. None: one stream of cp times
+        as many tokens as this rank has, and cp must divide it.
+        Raises ValueError if these are not this rank's slots.
+        """
+        length = num_queries * self.layout.cp if document_ids is None else document_ids.shape[1]
+        ids = None if document_ids is None else document_ids.cpu()
+        rows = _rows(None if ids is None else ids.numpy(), length, self.ring.size)
+        mask = context_mask(
+            rows, self.ring.place, document_ids=ids, window=None if window is None or window >= length else window, dtype=dtype,
+            device=device,
+        )  # fmt: skip
+        slots = mask.lengths[self.ring.place]
+        swapped = tuple(even_part(slots, self.swap.size, place)[1] for place in range(self.swap.size))
+        if num_queries != num_keys or num_queries != swapped[self.swap.place]:
+            rule = f"cp = {self.layout.cp} gives this rank {swapped[self.swap.place]} of {length} tokens, not {num_queries}"
+            raise ValueError(f"{rule}; pass the document ids of whole sequences, and no cache")
+        return AllMasks(mask, swapped)
+
+
+def _rows(document_ids: Integers | None, length: int, ring: int) -> Rows:
+    return (ring_order(length, ring),) if document_ids is None else document_rows(document_ids, ring)

@@ -1,0 +1,159 @@
+"""Attention whose keys and values are on several ranks, as one function of autograd.
+
+    forward     for each hop: attend over the blocks this rank's queries see, and join the parts by log-sum-exp
+    backward    for each hop: gradients of the blocks, from the joined out and log-sum-exp; those of queries stay and add up,
+                those of keys and values go home
+
+Saved for the backward pass: this rank's queries, keys, values, out, and one number per row and head, as on one process.
+Attention sinks (GPT-OSS), a score per head that draws weight from all keys and has no value, are joined once at the end: they
+lower out and raise the log-sum-exp, and all else follows. In 16 bits, out and gradients are summed over hops in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ultrascale.kernels.attention_with_lse import attend, attend_backward, join
+from ultrascale.parallel.context_gather import GatheredKeys, ScatteredGradients
+from ultrascale.parallel.context_masks import NOTHING, Block, ContextMask
+from ultrascale.parallel.context_ring import Held, Ring, RingGradients, RingKeys, pack, unpack
+
+
+class Setting(NamedTuple):
+    """What does not change between calls with one mask."""
+
+    mask: ContextMask
+    ring: Ring
+    gathers: bool
+    """Keys and values are gathered first; otherwise they go round."""
+    scale: float
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting) -> Tensor:
+    """What each query gathers from all ranks' values: [B, S/n, H, E'].
+
+    query [B, S/n, H, E], key [B, S/n, K, E], value [B, S/n, K, E'] of this rank's slots; sinks [H] or None. All ranks of the
+    ring call it, and its backward pass, in the same order.
+    """
+    return _Attention.apply(query, key, value, sinks, setting)  # pyright: ignore[reportReturnType]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, H, S/n, E], [B, K, S/n, E] twice
+        out, lse = _forward(query, key, value, setting)
+        if sinks is not None:
+            out, lse = _join_sinks(out, lse, sinks)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        ctx.setting = setting
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, sinks = ctx.saved_tensors
+        grad_out = grads[0].transpose(1, 2)
+        found = _backward(grad_out, query, key, value, out, lse, ctx.setting)
+        grad_sinks = None if sinks is None else _sinks_gradient(grad_out, out, lse, sinks)
+        return *(grad.transpose(1, 2) for grad in found), grad_sinks, None
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+    """out [B, H, S/n, E'] and lse [B, H, S/n], wide enough to add to."""
+    hops = zip(_keys(key, value, setting).hops(), setting.mask.hops, strict=True)
+    joined: tuple[Tensor, Tensor] | None = None
+    for held, blocks in hops:
+        for block in blocks:
+            out, lse = attend(*_block(query, held, block), mask=block.mask, is_causal=block.is_causal, scale=setting.scale)
+            if setting.ring.size == 1 and len(blocks) == 1:
+                return out, lse
+            if joined is None:
+                joined = _begin(query, value, out, lse, block)
+            else:
+                join(joined[0][:, :, block.queries], joined[1][:, :, block.queries], out, lse)
+    assert joined is not None
+    return joined
+
+
+def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """The first part, copied: what a kernel returned may be kept by others (selective recomputation)."""
+    length, dtype = query.shape[2], _wide(query.dtype)
+    if block.queries == slice(0, length):
+        return out.to(dtype, copy=True), lse.clone()
+    whole = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
+    whole_lse = torch.full_like(whole[..., 0], -torch.inf)
+    whole[:, :, block.queries], whole_lse[:, :, block.queries] = out, lse
+    return whole, whole_lse
+
+
+def _backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, setting: Setting
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask, ring, wide = setting.mask, setting.ring, _wide(query.dtype)
+    going_home = (ScatteredGradients if setting.gathers else RingGradients)(key, value, mask, ring, wide)
+    grad_query = torch.zeros_like(query, dtype=wide)
+    own = None
+    for distance, (held, blocks) in enumerate(zip(_keys(key, value, setting).hops(), mask.hops, strict=True)):
+        parts = []
+        for block in blocks:
+            rows = block.queries
+            found = attend_backward(
+                grad_out[:, :, rows], *_block(query, held, block), out[:, :, rows], lse[:, :, rows],
+                mask=block.mask, is_causal=block.is_causal, scale=setting.scale,
+            )  # fmt: skip
+            grad_query[:, :, rows] += found[0]
+            parts.append((block, pack(*found[1:]).to(wide)))
+        needed = (0, key.shape[2]) if distance == 0 else mask.needs[ring.source(distance)][distance]
+        gradient = _over(needed, parts)
+        if distance == 0:
+            own = gradient
+        else:
+            going_home.add(distance, gradient)
+    assert own is not None
+    for slots, packed in going_home.arrived():
+        own[slice(*slots)] += packed
+    grad_key, grad_value = unpack(own.to(key.dtype), key.shape[-1])
+    return grad_query.to(query.dtype), grad_key, grad_value
+
+
+def _keys(key: Tensor, value: Tensor, setting: Setting) -> GatheredKeys | RingKeys:
+    return (GatheredKeys if setting.gathers else RingKeys)(key, value, setting.mask, setting.ring)
+
+
+def _block(query: Tensor, held: Held | None, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a block."""
+    assert held is not None, "a block without keys"
+    keys = slice(block.keys.start - held.first, block.keys.stop - held.first)
+    return query[:, :, block.queries], held.key[:, :, keys], held.value[:, :, keys]
+
+
+def _over(slots: tuple[int, int], parts: list[tuple[Block, Tensor]]) -> Tensor | None:
+    """Packed gradients of all `slots` from those of the blocks."""
+    if slots == NOTHING or not parts:
+        return None
+    block, packed = parts[0]
+    if len(parts) == 1 and block.keys == slice(*slots):
+        return packed
+    whole = packed.new_zeros(slots[1] - slots[0], *packed.shape[1:])
+    for block, packed in parts:
+        whole[block.keys.start - slots[0] : block.keys.stop - slots[0]] += packed
+    return whole
+
+
+def _join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    return out * (lse - total).exp().unsqueeze(-1).to(out.dtype), total
+
+
+def _sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[H]: a sink's share of the weight, which carries no value, times what out would change by."""
+    share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
+    return -(share * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype

@@ -1,0 +1,235 @@
+"""Which positions of a sequence each rank of context parallelism holds, and what of the others' it sees. Plain integers.
+
+A causal token works in proportion to what it sees, so an even cut by position is uneven work. Zigzag (Brandon et al. 2023,
+"Striped Attention"; Llama 3, section 3.3.2) cuts a document into 2 n pieces and gives rank r the r-th from either end:
+
+    pieces of one document, n = 4     0 1 2 3 4 5 6 7       ranks     0 1 2 3 3 2 1 0
+
+Packed documents are each zigzagged if they are long. Short ones stay whole on one rank, dealt out so that work and tokens come
+out even; their keys and values then never travel. How many of the longest are cut is the least that brings work within
+`GOOD_BALANCE` of even: the others' tokens, which all see fewer, make up what cutting leaves over. Tokens per rank are equal, or
+differ by one where the ranks do not divide the sequence. Not taken: zigzag over the packed sequence, whose work is as uneven as
+its documents; per-document zigzag with padding (Transformer Engine), which computes the padding; and pieces as small as a tile
+(FlexAttention's balancer in torch), which cuts every document and so sends all keys and values to all.
+
+Work is that of the causal mask; sliding windows make tokens more equal than these orders assume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from ultrascale.spec.places import even_part
+
+GOOD_BALANCE = 0.01
+"""Largest work of a rank over the mean, less one, at which no more documents are cut: half of the promised 2 percent."""
+
+
+class Piece(NamedTuple):
+    """Positions `start` to `stop` - 1 of a sequence, all of the document that begins at position `document`."""
+
+    start: int
+    stop: int
+    document: int
+
+    @property
+    def work(self) -> int:
+        """Pairs of these queries and the keys they see."""
+        first, last = self.start - self.document, self.stop - self.document
+        return (last * (last + 1) - first * (first + 1)) // 2
+
+
+Pieces = tuple[Piece, ...]
+"""What a rank holds of one sequence, in the order in which it holds them: the rank's slots."""
+
+
+class View(NamedTuple):
+    """The least rectangle around the pairs that see each other: slots of queries, and slots of keys."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    is_full: bool
+    """Whether every query in it sees every key in it."""
+
+
+@lru_cache(maxsize=4096)
+def ring_order(length: int, ring: int, document_starts: tuple[int, ...] = (0,)) -> tuple[Pieces, ...]:
+    """What each of `ring` ranks holds of a sequence whose documents begin at `document_starts`, ascending from 0."""
+    stops = (*document_starts[1:], length)
+    documents = sorted((start - stop, start, stop) for start, stop in zip(document_starts, stops, strict=True))
+    longest_first = [Piece(start, stop, start) for _, start, stop in documents]
+    best, least = None, float("inf")
+    for num_cut in _counts(len(documents)):
+        hands = _Hands(length, ring)
+        hands.cut(longest_first[:num_cut])
+        hands.deal(longest_first[num_cut:])
+        hands.level()
+        imbalance = max(hands.work) * ring / sum(hands.work) - 1
+        if imbalance < least:
+            best, least = hands, imbalance
+        if least <= GOOD_BALANCE:
+            break
+    assert best is not None
+    return best.in_slot_order()
+
+
+def own_pieces(order: Sequence[Pieces], heads: int, rank: int) -> Pieces:
+    """What rank `rank` of cp = len(order) * heads holds before `heads` neighbours swap sequence for heads: its run of the slots
+    of their common place in the ring."""
+    pieces = order[rank // heads]
+    first, length = even_part(num_slots(pieces), heads, rank % heads)
+    cut = (
+        Piece(piece.start + max(0, first - slot), min(piece.stop, piece.start + first + length - slot), piece.document)
+        for slot, piece in _with_slots(pieces)
+    )
+    return tuple(piece for piece in cut if piece.start < piece.stop)
+
+
+def num_slots(pieces: Pieces) -> int:
+    """Tokens in them."""
+    return sum(piece.stop - piece.start for piece in pieces)
+
+
+def views(queries: Pieces, keys: Pieces, window: int | None) -> list[View]:
+    """What each piece of `queries` sees of `keys` under a causal mask and a sliding window; nothing for those that see nothing.
+
+    Neighbours that see all of the same keys become one.
+    """
+    found: list[View] = []
+    documents: dict[int, list[tuple[int, Piece]]] = {}
+    for slot, piece in _with_slots(keys):
+        documents.setdefault(piece.document, []).append((slot, piece))
+    for first, piece in _with_slots(queries):
+        others = documents.get(piece.document, ())
+        seen = [view for slot, other in others if (view := _view(piece, first, other, slot, window))]
+        if not seen:
+            continue
+        view = hull(seen)
+        last = found[-1] if found else None
+        if last and last.is_full and view.is_full and last.keys == view.keys and last.queries[1] == view.queries[0]:
+            found[-1] = View((last.queries[0], view.queries[1]), view.keys, True)
+        else:
+            found.append(view)
+    return found
+
+
+def hull(parts: Sequence[View]) -> View:
+    """The least rectangle around all of `parts`, which do not overlap."""
+    queries, keys = span([p.queries for p in parts]), span([p.keys for p in parts])
+    area = sum((p.queries[1] - p.queries[0]) * (p.keys[1] - p.keys[0]) for p in parts if p.is_full)
+    return View(queries, keys, area == (queries[1] - queries[0]) * (keys[1] - keys[0]))
+
+
+def span(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """From the first start to the last stop; (0, 0) for none."""
+    return min((r[0] for r in ranges), default=0), max((r[1] for r in ranges), default=0)
+
+
+def _view(query: Piece, query_slot: int, key: Piece, key_slot: int, window: int | None) -> View | None:
+    """Of two pieces of one document."""
+    reach = query.stop if window is None else window  # no query sees further back than this
+    first_query, last_key = max(query.start, key.start), min(key.stop, query.stop) - 1
+    first_key, last_query = max(key.start, first_query - reach + 1), min(query.stop - 1, last_key + reach - 1)
+    if first_query > last_query or first_key > last_key:
+        return None
+    is_full = last_key <= first_query and first_key > last_query - reach
+    move_query, move_key = query_slot - query.start, key_slot - key.start
+    return View(
+        (first_query + move_query, last_query + 1 + move_query), (first_key + move_key, last_key + 1 + move_key), is_full
+    )
+
+
+def _with_slots(pieces: Pieces) -> Iterator[tuple[int, Piece]]:
+    slot = 0
+    for piece in pieces:
+        yield slot, piece
+        slot += piece.stop - piece.start
+
+
+def _counts(most: int) -> Iterator[int]:
+    """0, 1, 2, 4, 8, ... and `most`."""
+    yield 0
+    count = 1
+    while count < most:
+        yield count
+        count *= 2
+    yield most
+
+
+class _Hands:
+    """What each rank has been given so far."""
+
+    def __init__(self, length: int, ring: int):
+        self.wanted = [even_part(length, ring, rank)[1] for rank in range(ring)]
+        self.pieces: list[list[Piece]] = [[] for _ in self.wanted]
+        self.tokens, self.work = [0] * ring, [0] * ring
+
+    def give(self, rank: int, piece: Piece) -> None:
+        if piece.start < piece.stop:
+            self.pieces[rank].append(piece)
+            self.tokens[rank] += piece.stop - piece.start
+            self.work[rank] += piece.work
+
+    def cut(self, documents: Sequence[Piece]) -> None:
+        """Zigzag each over all ranks."""
+        ring = len(self.wanted)
+        for document in documents:
+            each, rest = divmod(document.stop - document.start, ring)
+            fewest_tokens = sorted(range(ring), key=lambda rank: (self.tokens[rank], self.work[rank]))[:rest]
+            # Of an odd number of tokens the early piece has one more, and later places then do a little more work.
+            most_work_first = sorted(range(ring), key=lambda rank: -self.work[rank])
+            lengths = [each + (rank in fewest_tokens) for rank in most_work_first]
+            early = [(rank, (length + 1) // 2) for rank, length in zip(most_work_first, lengths, strict=True)]
+            late = [(rank, length // 2) for rank, length in zip(most_work_first, lengths, strict=True)]
+            start = document.start
+            for rank, size in (*early, *reversed(late)):
+                self.give(rank, Piece(start, start + size, document.document))
+                start += size
+
+    def deal(self, documents: Sequence[Piece]) -> None:
+        """One whole document to each rank, round after round, the longest to whom has the least work."""
+        ring = len(self.wanted)
+        for first in range(0, len(documents), ring):
+            least_work_first = sorted(range(ring), key=lambda rank: self.work[rank])
+            for rank, document in zip(least_work_first, documents[first : first + ring], strict=False):
+                self.give(rank, document)
+
+    def level(self) -> None:
+        """Let every rank have its number of tokens: who has too many gives an end of a piece to who has too few, the one that
+        makes their work most equal."""
+        while True:
+            surplus = [have - want for have, want in zip(self.tokens, self.wanted, strict=True)]
+            giver, taker = surplus.index(max(surplus)), surplus.index(min(surplus))
+            if not surplus[giver]:
+                return
+            number, kept, moved = min(
+                self._gifts(giver, min(surplus[giver], -surplus[taker])), key=self._unevenness(giver, taker)
+            )
+            whole = self.pieces[giver].pop(number)
+            self.tokens[giver] -= whole.stop - whole.start
+            self.work[giver] -= whole.work
+            self.give(giver, kept)
+            self.give(taker, moved)
+
+    def _gifts(self, giver: int, most: int) -> Iterator[tuple[int, Piece, Piece]]:
+        """(number of a piece, what stays of it, what goes), for either end of each."""
+        longest = max(piece.stop - piece.start for piece in self.pieces[giver])
+        for number, (start, stop, document) in enumerate(self.pieces[giver]):
+            if stop - start >= min(most, longest):
+                size = min(most, stop - start)
+                yield number, Piece(start + size, stop, document), Piece(start, start + size, document)
+                yield number, Piece(start, stop - size, document), Piece(stop - size, stop, document)
+
+    def _unevenness(self, giver: int, taker: int) -> Callable[[tuple[int, Piece, Piece]], int]:
+        difference = self.work[giver] - self.work[taker]
+        return lambda gift: abs(difference - 2 * gift[2].work)
+
+    def in_slot_order(self) -> tuple[Pieces, ...]:
+        """Pieces of documents that others hold too come first, so that what others see is one run of slots."""
+        holders: dict[int, set[int]] = {}
+        for rank, pieces in enumerate(self.pieces):
+            for piece in pieces:
+                holders.setdefault(piece.document, set()).add(rank)
+        return tuple(tuple(sorted(ps, key=lambda p: (len(holders[p.document]) == 1, p.start))) for ps in self.pieces)
