@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.allocator import outside_bytes, reserved_bytes
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.rank_activations import rank_activations
+from ultrascale.plan.rank_activations import Kept, rank_activations
 from ultrascale.plan.rank_moments import MOMENTS, aside_bytes, rank_moments
 from ultrascale.plan.rank_state import rank_state
 from ultrascale.plan.stages import Stages, cut_stages
@@ -82,12 +82,13 @@ class Footprint:
         return MOMENTS[int(self.moment)]
 
 
-def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None = None) -> Footprint:
-    """The footprint of every layout of `table`. `stages`: if the caller has cut them already."""
+def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None = None, kept: Kept | None = None) -> Footprint:
+    """The footprint of every layout of `table`. `stages`: if the caller has cut them already; `kept`: what a schedule from a
+    file keeps, for a table of its one layout."""
     stages = stages or cut_stages(workload, table)
     micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
     state = rank_state(workload, table, stages, micro_batches)
-    parts = rank_activations(workload, table, stages, micro_batches)
+    parts = rank_activations(workload, table, stages, micro_batches, kept)
     moments = rank_moments(workload, table, state, parts, micro_batches)
 
     exists = stages.exists > 0

@@ -28,12 +28,14 @@ from ultrascale.plan.pipelined import (
     waiting_seconds,
     with_and_without_sends,
 )
-from ultrascale.plan.rank_activations import rank_activations
+from ultrascale.plan.rank_activations import kept_by, rank_activations
 from ultrascale.plan.rank_state import shards
 from ultrascale.plan.stages import Stages, cut_stages
 from ultrascale.plan.storage import checkpoint_share, read_seconds
 from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.workload import Workload
+from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.executable import Schedule
 from ultrascale.spec.cluster import Accelerator
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
@@ -137,21 +139,45 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
     Raises SpecError if the schedule does not suit the number of stages and micro-batches.
     """
     if layout.pp > 1 and layout.schedule not in SCHEDULES:
-        rule = f"{layout.schedule} is a schedule of its own: its memory cannot be planned yet"
-        remedy = f"See it played with `ultrascale show schedule {layout.schedule}`, or name one of {', '.join(SCHEDULES)}."
-        raise SpecError([Problem("layout.schedule", rule, remedy)])
+        return _predict_file(workload, layout, constants)
     found = replace(price(workload, LayoutTable.of([layout]), constants, layout.layers_per_stage).row(0), layout=layout)
-    return found if layout.pp == 1 else _played(found, constants)
+    return found if layout.pp == 1 else _played(found, layout, constants)
 
 
-def _played(found: Prediction, constants: Constants) -> Prediction:
-    """A prediction whose bubble and sends are those of the schedule's own actions."""
+def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> Prediction:
+    """The same for a schedule from a file: its ranks hold what those of a known schedule hold, its actions are its own."""
+    count = workload.sequences_per_batch // (layout.dp * layout.micro_batch_size)
+    schedule = build_schedule(layout.schedule, layout.pp, count)
+    placed = replace(layout, schedule=_placed_as(layout, schedule))
+    table = LayoutTable.of([placed])
+    found = replace(price(workload, table, constants, layout.layers_per_stage).row(0), layout=layout)
+    stages = cut_stages(workload, table, layout.layers_per_stage)
+    memory = stage_memory(workload, table, stages, kept_by(schedule, layout.virtual_stages)).row(0)
+    return _played(replace(found, memory=memory), placed, constants)
+
+
+def _placed_as(layout: Layout, schedule: Schedule) -> str:
+    """A known schedule whose ranks hold the stages that those of a file hold."""
+    held = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
+    pp, stages = layout.pp, layout.num_stages
+    if held == [list(range(rank, stages, pp)) for rank in range(pp)]:
+        return "1f1b" if layout.virtual_stages == 1 else "interleaved"
+    if stages == 2 * pp and held == [[rank, stages - 1 - rank] for rank in range(pp)]:
+        return "zb-v"
+    found, told = sum(map(len, held)), layout.virtual_stages
+    rule = f"{layout.schedule} has {found} stages on {pp} ranks, and layout.virtual_stages is {told}"
+    remedy = "Set it to the stages a rank has; they must go around the ranks one after another, or there and back."
+    raise SpecError([Problem("layout.schedule", rule, remedy)])
+
+
+def _played(found: Prediction, placed: Layout, constants: Constants) -> Prediction:
+    """A prediction whose bubble and sends are those of the schedule's own actions; `placed` has a known one's name."""
     layout, count = found.layout, found.num_micro_batches
     seconds = stage_seconds(found.workload, layout, constants)
     both = with_and_without_sends(seconds, layout.num_stages)
     silent, whole = long_step_seconds(layout.schedule, layout.pp, count, both, virtual_stages=layout.virtual_stages).tolist()
     parts = dict(found.waterfall)
-    working = busiest_rank_seconds(layout, seconds, count)
+    working = busiest_rank_seconds(placed, seconds, count)
     if layout.schedule in ("dualpipe", "dualpipe-v"):  # what its pairs hide is not in the parts
         working = sum(
             parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel")

@@ -7,7 +7,10 @@ excess        what the block at work needs beyond what it saves, forward and bac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +25,12 @@ from ultrascale.plan.block_memory import (
 )
 from ultrascale.plan.blocks import distinct_shapes, layer_kinds
 from ultrascale.plan.layouts import RECOMPUTE, SCHEDULES, LayoutTable
+from ultrascale.plan.pipeline_activations import rank_in_flight
 from ultrascale.plan.pipeline_bounds import in_flight_stages
 from ultrascale.plan.stages import Stages
 from ultrascale.plan.workload import Workload
+from ultrascale.schedules.actions import Action, Kind
+from ultrascale.schedules.executable import Schedule
 from ultrascale.spec.work import Shape
 
 Floats = NDArray[np.float64]
@@ -68,10 +74,34 @@ class RankActivations:
     """Gradients that nobody reads, kept for good; see `Stack.keeps_dummy_gradients`."""
 
 
+class Kept(NamedTuple):
+    """What the actions of a schedule of one's own keep, of a table of one layout."""
+
+    flight: Floats
+    """As `in_flight`."""
+    losses: int
+    """Micro-batches between the loss and its backward pass, beside the one at work."""
+
+
+def kept_by(schedule: Schedule, virtual_stages: int) -> Kept:
+    """What `schedule` keeps, one list of actions for each rank; of the ranks between, the one that keeps most."""
+    counts = [rank_in_flight(row).total / virtual_stages for row in schedule]
+    flight = np.array([[counts[0]], [max(counts[1:-1], default=counts[0])], [counts[-1]]])
+    last = max(part.stage for row in schedule for action in row for part in action.parts)
+    return Kept(flight, max(_losses(row, last) for row in schedule) - 1)
+
+
+def _losses(actions: Sequence[Action], last: int) -> int:
+    """The most micro-batches on a rank that are past the forward pass of stage `last`, and not in its backward pass yet."""
+    steps = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: -1, Kind.WEIGHT_GRADIENT: 0}
+    here = [steps[part.kind] for action in actions for part in action.parts if part.stage == last]
+    return max(accumulate(here), default=0)
+
+
 def rank_activations(
-    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64]
+    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64], kept: Kept | None = None
 ) -> RankActivations:
-    """The activations of every layout of `table`."""
+    """The activations of every layout of `table`; `kept` for a table of one layout whose schedule is from a file."""
     shapes, shape_of = distinct_shapes(workload, table)
     plain, again, share = _blocks(workload, table, shapes, shape_of)
     saved = plain[0] * (1 - share) + again[0] * share
@@ -85,11 +115,11 @@ def rank_activations(
     there = stages.layers > 0
     v = table.virtual_stages
     of_blocks = (stages.layers * saved).sum(axis=1)
-    flight = in_flight(table, micro_batches)
+    flight = in_flight(table, micro_batches) if kept is None else kept.flight
     # Multi-token prediction goes through the same head, and its loss comes first: what it saves is there beside the other's.
     heads = workload.model.num_nextn_predict_layers
     earlier = np.where(np.isin(table.schedule, FORWARD_FIRST) & (table.pp > 1), micro_batches - 1, 0)
-    head_saved = (1 + heads) * head[0] * stages.has_head * earlier
+    head_saved = (1 + heads) * head[0] * stages.has_head * (earlier if kept is None else kept.losses)
     before = embedding[0] * stages.has_embedding
     waiting = np.maximum(flight - 1 / v, 0) * of_blocks + (flight - 1) * before + head_saved
 
