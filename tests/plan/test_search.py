@@ -36,7 +36,7 @@ def real(model: str, gpus: str, *, batch: int, length: int = 8192, stack: str = 
 
 
 def brute_force(workload: Workload) -> Iterator[Layout]:
-    """Megatron's layouts of a dense model by the rules of the description, nothing clever. Sequences are too short for cp."""
+    """Megatron's layouts of a dense model by the rules of the description, nothing clever, without cp."""
     gpus, batch = workload.cluster.num_accelerators, workload.sequences_per_batch
     sizes = divisors(gpus)
     for tp, pp, stage, size, again, virtual in product(
@@ -63,8 +63,7 @@ def brute_force(workload: Workload) -> Iterator[Layout]:
 
 def test_the_space_is_every_layout_that_the_rules_allow() -> None:
     workload = small()
-    assert workload.sequence_length // 2 < MIN_TOKENS_PER_CP_RANK
-    table = legal_layouts(workload).table
+    table = legal_layouts(workload, asked={"cp": (1,)}).table
     found = [table.layout(row) for row in range(len(table))]
     assert len(found) == len(set(found)) > 100
     assert set(found) == set(brute_force(workload))
@@ -105,6 +104,33 @@ def _front(seconds: np.ndarray, peak: np.ndarray) -> list[float]:
     return [p for s, p in sorted(zip(seconds, peak, strict=True)) if not ((seconds <= s) & (peak < p)).any()]
 
 
+@pytest.mark.parametrize(("model", "gpus"), [("llama-3-8b", "8xh100"), ("llama-3-70b", "64xa100"), ("gpt3-175b", "128xh100")])
+def test_even_micro_batches_over_even_cp_are_slower_than_half_of_each(model: str, gpus: str) -> None:
+    """What is left out of the space for it is neither faster nor smaller, whatever the rest of the layout."""
+    workload = real(model, gpus, batch=256, length=4096)
+    searched, whole = (legal_layouts(workload, asked=asked).table for asked in ({}, {"cp": (2, 4, 8)}))
+    assert set(searched.cp) == {1, 2, 4, 8} and set(searched.micro_batch_size[searched.cp > 1]) == {1}
+    cut = np.flatnonzero((whole.micro_batch_size % 2 == 0) & ((whole.dp_shard == whole.dp) | (whole.zero_stage == 0)))
+    left_out = whole.take(np.random.default_rng(0).choice(cut, size=min(2000, len(cut)), replace=False))
+    shard = np.where(left_out.zero_stage == 0, left_out.dp_shard, left_out.dp_shard * 2)
+    halves = {
+        "cp": left_out.cp // 2,
+        "micro_batch_size": left_out.micro_batch_size // 2,
+        "dp": left_out.dp * 2,
+        "dp_shard": shard,
+    }
+    instead = LayoutTable(**(vars(left_out) | halves))
+    prices = [price(workload, table) for table in (left_out, instead)]
+    assert (prices[1].step_seconds <= prices[0].step_seconds * (1 + 1e-3)).all()
+    needed = [needed_bytes(one.memory) for one in prices]
+    assert (needed[1] <= needed[0] * (1 + 1e-3)).all()
+
+
+def test_shares_of_a_sequence_are_searched_down_to_a_few_hundred_tokens() -> None:
+    gpt3 = real("gpt3-175b", "512xa100", batch=1536, length=2048)
+    assert max(legal_layouts(gpt3).table.cp) == 2048 // MIN_TOKENS_PER_CP_RANK == 4
+
+
 def test_bounds_drop_what_cannot_fit_and_what_cannot_matter() -> None:
     workload = real("llama-3-70b", "64xa100", batch=256)
     space = legal_layouts(workload)
@@ -142,6 +168,14 @@ def test_tensor_parallelism_across_nodes_must_be_asked_for() -> None:
     assert max(legal_layouts(workload).table.tp) == 8
     assert any("leaves the node" in one.reason for one in legal_layouts(workload).refused)
     assert set(legal_layouts(workload, asked={"tp": (16,)}).table.tp) == {16}
+
+
+def test_tensor_parallelism_leaves_the_node_where_nothing_else_fits() -> None:
+    workload = real("llama-3-70b", "64xa100-40", batch=8, stack="megatron")
+    asked = {"pp": (1,), "cp": (1,)}
+    inside = search(workload, asked={**asked, "tp": (8,)})
+    found = search(workload, asked=asked)
+    assert inside.best is None and found.best is not None and found.best.layout.tp > 8
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from ultrascale.plan.bounds import memory_floor, time_floor
 from ultrascale.plan.footprint import Footprint
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.price import Prediction, predict, price
-from ultrascale.plan.space import Asked, Refusal, Space, legal_layouts
+from ultrascale.plan.space import Asked, Refusal, Space, divisors, legal_layouts
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
@@ -113,6 +113,9 @@ def search(
     if not len(space.table):
         raise SpecError([_nothing_legal(workload, space)])
     priced = price_all(workload, space, kept=KEPT, prunes=prunes)
+    if not priced.fits.any():
+        priced = _across_nodes(workload, base, asked or {}) or priced
+    space = priced.space
     ranked = _predict_all(workload, priced, fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, exact))
     least = int(np.argmin(np.where(priced.was_priced, priced.peak_bytes, np.inf)))
     front = _front(priced)
@@ -128,8 +131,22 @@ def fastest(workload: Workload, *, base: Layout | None = None, asked: Asked | No
     if not len(space.table):
         return None
     priced = price_all(workload, space, kept=KEPT)
+    if not priced.fits.any():
+        priced = _across_nodes(workload, base, asked or {}) or priced
+        space = priced.space
     rows = fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, 1)
     return next(iter(_predict_all(workload, priced, rows)), None)
+
+
+def _across_nodes(workload: Workload, base: Layout | None, asked: Asked) -> Priced | None:
+    """The search again, with tensor parallelism over nodes too; None if that is asked for already, or adds nothing."""
+    per_node, gpus = workload.cluster.node.num_accelerators, workload.cluster.num_accelerators
+    wider = [tp for tp in divisors(gpus) if per_node < tp <= workload.model.num_attention_heads]
+    if "tp" in asked or not wider:
+        return None
+    space = legal_layouts(workload, base=base, asked={**asked, "tp": divisors(gpus)[: divisors(gpus).index(wider[-1]) + 1]})
+    priced = price_all(workload, space, kept=KEPT) if len(space.table) else None
+    return priced if priced is not None and priced.fits.any() else None
 
 
 def price_all(workload: Workload, space: Space, *, kept: int, prunes: bool = True) -> Priced:

@@ -5,8 +5,10 @@ of N. There are hundreds of them, walked in plain Python; each rule that refuses
 shard size, micro-batch, recomputation) is a product of short lists, made once per (dp, kind of pipeline) and repeated in NumPy.
 
 Left out of a search, because another layout is at least as fast in no more memory: tensor parallelism without sequence
-parallelism (same traffic, more activations), AFAB (1F1B has the same bubble and holds fewer micro-batches) and DualPipe
-(DualPipe-V has the same bubble and holds the weights once). Asking for one by name brings it back.
+parallelism (same traffic, more activations), AFAB (1F1B has the same bubble and holds fewer micro-batches), DualPipe
+(DualPipe-V has the same bubble and holds the weights once), and context parallelism of micro-batches that have a factor in
+common with cp: m sequences over cp ranks are as many tokens a rank as m/2 over cp/2 with twice the dp, in as many
+micro-batches, with less exchanged (`tests/plan/test_search.py` prices both). Asking for one by name brings it back.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +30,11 @@ from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
 from ultrascale.spec.layout import Layout
 
-MIN_TOKENS_PER_CP_RANK = 4096
-"""Shorter shares of a sequence leave nothing to hide the exchange behind (Liu et al. 2023, ring attention)."""
+MIN_TOKENS_PER_CP_RANK = 512
+"""Shorter shares of a sequence leave nothing to hide the exchange behind: an A100 needs 1,000 tokens on NVLink, and 24 times as
+many on InfiniBand (Liu et al. 2023, ring attention, table 2)."""
+MIN_TOKENS_BESIDE_EXPERTS = 4096
+"""The same for models with experts, which already cut the ranks in many ways: the space would be three times as large."""
 MAX_TOKENS_PER_MICRO_BATCH = 2**17
 """Of one rank and one forward pass. Products are at their best far below it."""
 V_SHAPED = ("zb-v", "dualpipe", "dualpipe-v")
@@ -116,9 +122,9 @@ def legal_layouts(workload: Workload, *, base: Layout | None = None, asked: Aske
         by_inside.setdefault((cut.dp, cut.schedule if cut.pp > 1 else "", cut.pp), []).append(cut)
     tables = []
     for (dp, schedule, pp), members in by_inside.items():
-        for share in sorted({cut.tp * cut.cp for cut in members}):
-            rows = _inside(rules, dp, schedule, pp, share)
-            same = [cut for cut in members if cut.tp * cut.cp == share]
+        for share, cp in sorted({(cut.tp * cut.cp, cut.cp) for cut in members}):
+            rows = _inside(rules, dp, schedule, pp, share, cp)
+            same = [cut for cut in members if (cut.tp * cut.cp, cut.cp) == (share, cp)]
             if len(rows) and same:
                 tables.append(_product(same, rows, rules))
     table = LayoutTable.concatenate(tables) if tables else LayoutTable.of([])
@@ -164,7 +170,7 @@ def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
         if tp > 1 and not abilities(stack).tensor:
             rules.refuse("tp", f"{stack.name} has no tensor parallelism")
         elif tp > per_node and "tp" not in rules.asked:
-            reason = f"leaves the node, where it costs most; --tp {2 * per_node} searches it all the same"
+            reason = f"leaves the node; searched if nothing else fits, and with --tp {2 * per_node}"
             rules.refuse(f"tp > {per_node}", reason)
         else:
             for sequence_parallel in rules.choose("sequence_parallel", (True,)):
@@ -175,15 +181,17 @@ def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
 def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, str]]:
     stack, length = rules.workload.stack, rules.workload.sequence_length
     methods = abilities(stack).cp_methods
+    least = MIN_TOKENS_BESIDE_EXPERTS if rules.workload.model.num_experts else MIN_TOKENS_PER_CP_RANK
     for cp in divisors(gpus):
         if not rules.allows("cp", cp):
             continue
         if cp == 1:
             yield 1, "ring"
             continue
-        if "cp" not in rules.asked and length // cp < MIN_TOKENS_PER_CP_RANK:
-            reason = f"leaves a rank fewer than {MIN_TOKENS_PER_CP_RANK} of {length} tokens"
-            rules.refuse("cp", reason)
+        if "cp" not in rules.asked and length // cp < least:
+            rules.refuse(
+                f"cp > {length // least}", f"leaves a rank fewer than {least} of {length} tokens; --cp {cp} searches it"
+            )
             return
         if not methods:
             rules.refuse("cp", f"{stack.name} has no context parallelism")
@@ -265,10 +273,10 @@ def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
                 yield ep, expert_tp
 
 
-def _inside(rules: _Rules, dp: int, schedule: str, pp: int, share: int) -> NDArray[np.int64]:
+def _inside(rules: _Rules, dp: int, schedule: str, pp: int, share: int, cp: int) -> NDArray[np.int64]:
     """Rows of (zero_stage, dp_shard, micro_batch_size, recompute, recompute_every); `share` is tp x cp."""
     states = [(stage, shard) for stage in _zero_stages(rules, dp, schedule) for shard in _shards(rules, stage, dp, share)]
-    sizes = [size for size in _micro_batch_sizes(rules, dp) if _suits(rules, schedule, pp, dp, size)]
+    sizes = [size for size in _micro_batch_sizes(rules, dp, cp) if _suits(rules, schedule, pp, dp, size)]
     ways = []
     can = abilities(rules.workload.stack).recompute
     for way in rules.choose("recompute", can):
@@ -311,12 +319,18 @@ def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
     return sizes
 
 
-def _micro_batch_sizes(rules: _Rules, dp: int) -> list[int]:
+def _micro_batch_sizes(rules: _Rules, dp: int, cp: int) -> list[int]:
     per_rank = rules.workload.sequences_per_batch // dp
     limit = max(1, MAX_TOKENS_PER_MICRO_BATCH // rules.workload.sequence_length)
     if "micro_batch_size" in rules.asked:  # what no share of the batch allows is told by `plan.asked`
         return [n for n in divisors(per_rank) if n in rules.asked["micro_batch_size"]]
-    return [n for n in divisors(per_rank) if n <= limit]
+    sizes = [n for n in divisors(per_rank) if n <= limit]
+    if "dp" in rules.asked or "cp" in rules.asked:
+        return sizes
+    for size in sizes:
+        if gcd(size, cp) > 1:
+            rules.refuse("cp of even micro-batches", "half the micro-batch over half as many ranks exchanges less")
+    return [size for size in sizes if gcd(size, cp) == 1]
 
 
 def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
