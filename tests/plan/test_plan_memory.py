@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ultrascale.plan.memory import plan_memory
+from ultrascale.plan.memory import is_replayed, plan_memory
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError
@@ -108,3 +108,19 @@ def test_at_the_end_nothing_but_parameters_moments_and_the_batch_is_left() -> No
             layout = Layout(dp=4, zero_stage=stage, recompute=recompute, precision="bf16", layers_per_bucket=3)  # type: ignore[arg-type]
             left = planned(layout, sequences=16).between_steps.by_category
             assert {name for name, num_bytes in left.items() if num_bytes} == {"parameters", "optimizer", "other"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"offload_optimizer": True}, {"precision": "fp8"}],
+    ids=lambda one: next(iter(one)),
+)
+def test_the_replay_says_what_it_does_not_know(changes: dict) -> None:
+    plain = Layout(dp=8, zero_stage=2, precision="bf16")
+    assert is_replayed(LLAMA, plain)
+    assert not is_replayed(LLAMA, replace(plain, **changes))
+
+
+def test_the_replay_knows_no_experts() -> None:
+    assert not is_replayed(preset("mixtral-8x7b"), Layout(dp=8))
+    assert not is_replayed(preset("deepseek-v3"), Layout(dp=8))

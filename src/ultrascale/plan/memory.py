@@ -52,6 +52,16 @@ class MemoryPlan:
         return self.peak.by_category
 
 
+def is_replayed(model: Model, layout: Layout) -> bool:
+    """Whether `plan_memory` knows all that `layout` does to `model`: data parallelism, ZeRO and recomputation of dense models.
+
+    `plan.footprint` knows the rest.
+    """
+    one_rank = layout.tp == layout.cp == layout.pp == layout.ep == 1
+    plain = not (model.num_experts or model.latent_attention or model.num_nextn_predict_layers)
+    return one_rank and plain and not (layout.offload_activations or layout.offload_optimizer or layout.precision == "fp8")
+
+
 def plan_memory(
     model: Model,
     layout: Layout,

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ultrascale.plan.memory import MemoryPlan, num_micro_batches, plan_memory
+from ultrascale.plan.memory import MemoryPlan, is_replayed, num_micro_batches, plan_memory
 from ultrascale.plan.time import CONVENTION, NOT_IN_IT, TimePlan, model_flops_per_token
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator, Cluster
-from ultrascale.spec.problems import SpecError
+from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
 from ultrascale.spec.stack import STACKS, Stack
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
@@ -189,6 +189,11 @@ def workload_of(
     return Workload(run.model, cluster, length, sequences, stack, documents, expert_imbalance, storage)
 
 
+_NO_RATES = (
+    "has no published rates: there only data parallelism of dense models is planned", "Name GPUs, such as --gpus 8xh100.",
+)  # fmt: skip
+
+
 def not_trainable(run: Run, stack: Stack = STACKS["ultrascale"]) -> list[str]:
     """What of `run` and of how `stack` trains it our trainer does not run yet, as dotted keys."""
     found = [problem.key for problem in (*untrainable_model(run.model), *untrainable_layout(run.layout))]
@@ -206,7 +211,7 @@ def plan_run(
     """Memory and time of `run` on `cluster`. Raises SpecError if the batch or the device does not suit the layout."""
     device = device_of(cluster.accelerator)
     memory = None
-    if stack.name == "ultrascale" and not not_trainable(run, stack):
+    if stack.name == "ultrascale" and is_replayed(run.model, run.layout) and not not_trainable(run, stack):
         memory = plan_memory(
             run.model,
             run.layout,
@@ -222,7 +227,8 @@ def plan_run(
         workload = workload_of(run, cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
         prediction = predict(workload, run.layout)
     elif memory is None:
-        raise SpecError(untrainable_model(run.model) + untrainable_layout(run.layout))
+        found = [*untrainable_model(run.model), *untrainable_layout(run.layout)]
+        raise SpecError(found or [Problem("cluster", *_NO_RATES)])
     capacity = int(cluster.accelerator.memory_bytes.value)
     headroom = round(capacity * HEADROOM_FRACTION[device]) + HEADROOM_BYTES[device]
     if prediction is not None:
