@@ -24,7 +24,7 @@ class Difference:
 
     step: int
     quantity: str
-    """`loss`, `gradient norm`, `gradient`, `weight` or `moment`."""
+    """`loss`, `gradient norm`, `gradient`, `weight` or `moment`; or `copies`: what ranks hold in common is not the same bits."""
     name: str
     """The parameter; empty for loss and norm."""
     error: float
@@ -73,6 +73,8 @@ def differences(step: int, found: StepFacts, expected: StepFacts) -> Iterator[Di
         floor = SMALLEST_SHARE[quantity] * sqrt(sum(float(tensor.square().sum()) for tensor in theirs.values()))
         for name, tensor in theirs.items():
             yield Difference(step, quantity, name, relative_error(mine[name], tensor, floor=floor))
+    for name in found.differing:
+        yield Difference(step, "copies", name, float("inf"))
 
 
 def judge(case: str, found: list[StepFacts], expected: list[StepFacts], tolerance: float) -> Verdict:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ultrascale.check.compare import Verdict, judge
 from ultrascale.check.documents import RandomDocuments
 from ultrascale.check.faults import planted
+from ultrascale.check.gathered import gather_parts
 from ultrascale.check.reference import Reference, StepFacts
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.mesh import Ranks, process_group
@@ -140,18 +140,14 @@ def _prove_on_rank(case: Case, ranks: Ranks, steps: int) -> Verdict | None:
 
 def _trainer_step(trainer: Trainer) -> StepFacts:
     result = trainer.compute_gradients()
-    named = list(trainer.share.named())
-    gradients = {name: _whole(p.grad) if p.grad is not None else torch.zeros(p.shape, dtype=p.dtype) for name, p in named}
+    share, state = trainer.share, trainer.optimizer.state
+    gradients = gather_parts(share, lambda p: p.grad if p.grad is not None else torch.zeros_like(p))
     trainer.update(result.norm)
-    weights = {name: _whole(p.detach()) for name, p in named}
-    state = trainer.optimizer.state
-    moments = {f"{moment}.{name}": _whole(state[p][moment]) for moment in MOMENTS for name, p in named}
-    return StepFacts(result.loss, result.norm, gradients, weights, moments)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
+    weights = gather_parts(share, lambda p: p.detach())
+    moments = {moment: gather_parts(share, lambda p, moment=moment: state[p][moment]) for moment in MOMENTS}
+    differing = {f"gradient of {name}" for name in gradients.differing} | {f"weight {name}" for name in weights.differing}
+    named = {f"{moment}.{name}": value for moment, found in moments.items() for name, value in found.whole.items()}
+    return StepFacts(result.loss, result.norm, gradients.whole, weights.whole, named, tuple(sorted(differing)))
 
 
 def _case_name(layout: Layout, accumulation: int, *, tied: bool) -> str:

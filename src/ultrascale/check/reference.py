@@ -32,6 +32,8 @@ class StepFacts:
     """After the update."""
     moments: dict[str, torch.Tensor]
     """After the update: `exp_avg.<name>` and `exp_avg_sq.<name>`."""
+    differing: tuple[str, ...] = ()
+    """What several ranks hold and should be the same bits on all of them, and is not."""
 
 
 @dataclass

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
+from ultrascale.parallel.context import apply_context_parallel
 from ultrascale.parallel.data import apply_data_parallel
 from ultrascale.parallel.mesh import Mesh, Ranks
 from ultrascale.parallel.precision import TORCH_DTYPE, apply_mixed_precision
 from ultrascale.parallel.recompute import apply_recompute
 from ultrascale.parallel.share import TIED, Held, Share
+from ultrascale.parallel.tensor import apply_tensor_parallel
+from ultrascale.plan.stage_cut import stage_layers
+from ultrascale.schedules.build import stages_of_ranks
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Place, place
@@ -21,18 +26,26 @@ from ultrascale.spec.weights import weights
 
 
 def build_share(
-    model: Model, layout: Layout, ranks: Ranks, *, seed: int, compile_blocks: bool = False, draw_on_device: bool = False
+    model: Model,
+    layout: Layout,
+    ranks: Ranks,
+    *,
+    seed: int,
+    sequence_length: int | None = None,
+    compile_blocks: bool = False,
+    draw_on_device: bool = False,
 ) -> Share:
     """What this rank holds of `model`, cut as `layout` says, on its device, with the initial weights of `seed`.
 
-    Weights are the same bits for every layout. A process group of `layout.world_size` ranks must be up unless that is one.
+    `sequence_length` decides where a pipeline is cut, unless the layout does. Weights are the same bits for every layout. A process group of `layout.world_size` ranks must be up unless that is one.
     Raises SpecError for what can be planned but not run.
     """
     expect_trainable(model, layout)
     mesh = Mesh(layout, ranks, has_experts=model.num_experts > 0)
     places = {weight.name: place(weight, layout, mesh.at) for weight in weights(model)}
     stages = {
-        number: build_stage(model, mesh, number, compile_blocks=compile_blocks) for number in stages_of_rank(layout, mesh)
+        number: build_stage(bare, mesh, compile_blocks=compile_blocks)
+        for number, bare in _bare_stages(model, layout, mesh, sequence_length or model.max_position_embeddings)
     }
     for stage in stages.values():
         # Memory, then values.
@@ -44,13 +57,14 @@ def build_share(
     return Share(model, layout, mesh, stages, held=_held(model, stages, places))
 
 
-def build_stage(model: Model, mesh: Mesh, number: int, *, compile_blocks: bool) -> Decoder:
-    """Stage `number` of the pipeline, cut and wrapped, without memory."""
+def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
+    """A stage of the pipeline cut and wrapped, still without memory, in place."""
     layout = mesh.layout
     # 1. Shapes only: no rank ever holds the whole model on its way to a part of it.
-    with torch.device("meta"):
-        stage = _bare_stage(model, layout, number).to(TORCH_DTYPE[layout.master_dtype])
-    # 2. What each rank holds and sends within a block.
+    stage.to(TORCH_DTYPE[layout.master_dtype])
+    # 2. The part of each weight that a rank holds, and what ranks send each other within a block.
+    apply_tensor_parallel(stage, layout, mesh)
+    apply_context_parallel(stage, layout, mesh)
     # 3. Recomputation inside compilation, so that the compiler sees what it may drop.
     apply_recompute(stage, layout)
     # 4. Compilation inside sharding: gathering parameters stays outside the compiled graph.
@@ -64,13 +78,15 @@ def build_stage(model: Model, mesh: Mesh, number: int, *, compile_blocks: bool) 
     return stage
 
 
-def stages_of_rank(layout: Layout, mesh: Mesh) -> list[int]:
-    """The pipeline stages that this rank holds, in the order of the forward pass."""
-    return [0]
-
-
-def _bare_stage(model: Model, layout: Layout, number: int) -> Decoder:
-    return Decoder(model)
+def _bare_stages(model: Model, layout: Layout, mesh: Mesh, sequence_length: int) -> Iterator[tuple[int, Decoder]]:
+    """The pipeline stages that this rank holds, on the meta device, each with its number."""
+    with torch.device("meta"):
+        if layout.pp == 1:
+            yield 0, Decoder(model)
+            return
+        cut, last = stage_layers(model, layout, sequence_length), layout.num_stages - 1
+        for number in stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)[mesh.at.pp]:
+            yield number, Decoder(model, layers=cut[number], is_first=number == 0, is_last=number == last)
 
 
 def _names_in(stage: Decoder, places: dict[str, Place]) -> dict[str, Place]:

@@ -134,6 +134,7 @@ class Mesh:
         self.at = Coordinates.of(layout, ranks.rank)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._neighbours: dict[int, dist.ProcessGroup] = {}
+        self._down: dist.ProcessGroup | None = None
         self.data: DeviceMesh | None = None
         self.expert_data: DeviceMesh | None = None
         if layout.world_size == 1:
@@ -151,6 +152,21 @@ class Mesh:
     def group(self, axis: MeshAxis) -> dist.ProcessGroup | None:
         """This rank's group along `axis`, or None where that is this rank alone."""
         return self._groups.get(axis)
+
+    def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """This rank's pipeline twice, for messages to higher ranks and to lower ones: NCCL would put both into one queue, where
+        they could wait for each other."""
+        up = self.group("pp")
+        assert up is not None
+        if self.device.type != "cuda":
+            return up, up
+        if self._down is None:
+            size = self.layout.world_size // self.layout.pp
+            members = [list(range(first, self.layout.world_size, size)) for first in range(size)]
+            down, _ = dist.new_subgroups_by_enumeration(members)
+            assert isinstance(down, dist.ProcessGroup)
+            self._down = down
+        return up, self._down
 
     def neighbours(self, count: int) -> dist.ProcessGroup:
         """The `count` consecutive ranks among which this one is. All ranks must ask for the same counts in the same order."""

@@ -6,27 +6,33 @@ import torch
 
 from ultrascale.data.loader import Loader
 from ultrascale.parallel.data import release_parameters
+from ultrascale.spec.progress import StepSpan
+from ultrascale.train.micro_batches import MicroBatch, sequence_numbers
 from ultrascale.train.trainer import Trainer
 
 
 def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float:
     """Mean loss in nats over the first `num_sequences` sequences of `loader`, on every rank.
 
-    Ranks take turns micro-batch by micro-batch; all do the same number of forward passes, because each one gathers
-    parameters from all of them. What a rank has too many of it computes and does not count.
+    All ranks do the same number of forward passes, because each one gathers parameters from all of them. Sequences too many are
+    computed and have no valid targets.
     """
-    size, dp, at, ranks = trainer.run.layout.micro_batch_size, trainer.run.layout.dp, trainer.share.mesh.at, trainer.ranks
-    loss_sum, targets = 0.0, 0
-    with torch.no_grad():
-        for start in range(0, num_sequences, size * dp):
-            first = start + at.dp * size
-            numbers = [n for n in range(first, first + size) if n < num_sequences]
-            batch = trainer.to_device(loader.read(numbers or [0]))
-            loss = trainer.forward(batch)
-            if numbers and at.leads_replica:
-                loss_sum += float(loss)
-                targets += batch.num_targets
+    layout, at = trainer.run.layout, trainer.share.mesh.at
+    together = layout.dp * layout.micro_batch_size
+    span = StepSpan(0, -(-num_sequences // together) * together)
+    batches = [_batch(trainer, loader, numbers, num_sequences) for numbers in sequence_numbers(span, layout, at)]
+    losses = trainer.passes.evaluate(batches)
     for stage in trainer.share.stages.values():
         release_parameters(stage)
-    loss_total, target_total = ranks.sum(torch.tensor([loss_sum, float(targets)], dtype=torch.float64)).tolist()
+    targets = sum(batch.num_targets for batch in batches) if at.pp == 0 and at.leads_replica else 0
+    sums = torch.stack([trainer.counted(losses), torch.tensor(targets, dtype=torch.float64)])
+    loss_total, target_total = trainer.ranks.sum(sums).tolist()
     return loss_total / max(1.0, target_total)
+
+
+def _batch(trainer: Trainer, loader: Loader, numbers: range, num_sequences: int) -> MicroBatch:
+    sequences = loader.read([min(number, num_sequences - 1) for number in numbers])
+    for row, number in enumerate(numbers):
+        if number >= num_sequences:
+            sequences.targets[row] = -100
+    return trainer.to_device(sequences)

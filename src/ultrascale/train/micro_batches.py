@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from ultrascale.data.loader import Sequences
+from ultrascale.parallel.context import cut_batch
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.places import Coordinates
+from ultrascale.spec.places import Coordinates, even_part
 from ultrascale.spec.progress import StepSpan
 
 
@@ -29,12 +30,16 @@ class ReadsSequences(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass sees, on the device; shapes [B, S], int64."""
+    """What the forward passes of one rank see, on the device, int64; S is this rank's share of the sequence under cp."""
 
     tokens: torch.Tensor
+    """[B, S]"""
     targets: torch.Tensor
+    """[B, S]"""
     positions: torch.Tensor | None
+    """[S] or [B, S]; None: 0, 1, 2, ..."""
     document_ids: torch.Tensor | None
+    """[B, length of whole sequences]; with cp on the CPU, where masks are worked out. None: one stream."""
     num_targets: int
     """Targets that count."""
 
@@ -47,16 +52,34 @@ def sequence_numbers(span: StepSpan, layout: Layout, at: Coordinates) -> list[ra
     return [range(start, start + size) for start in starts]
 
 
-def micro_batch(sequences: Sequences, *, packed: bool, device: torch.device) -> MicroBatch:
-    """`sequences` as tensors on `device`; without positions and documents when they are one stream (not `packed`)."""
+def micro_batch(sequences: Sequences, *, packed: bool, layout: Layout, at: Coordinates, device: torch.device) -> MicroBatch:
+    """What the rank at `at` sees of `sequences`, on `device`; without documents when they are one stream (not `packed`)."""
 
     def moved(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
+    targets, ids = sequences.targets, sequences.document_ids if packed else None
+    if layout.cp > 1:
+        local = cut_batch(sequences.tokens, targets, sequences.positions, ids, layout=layout, cp_rank=at.cp)
+        tokens, targets, positions = local.tokens, local.targets, moved(local.positions)
+    elif packed:
+        tokens, positions = sequences.tokens, moved(sequences.positions)
+    else:
+        tokens, positions = sequences.tokens, None
+    if positions is None and layout.world_size > layout.dp:  # activations may be shorter than what they stand for
+        positions = torch.arange(tokens.shape[1], device=device)
     return MicroBatch(
-        tokens=moved(sequences.tokens),
-        targets=moved(sequences.targets),
-        positions=moved(sequences.positions) if packed else None,
-        document_ids=moved(sequences.document_ids) if packed else None,
-        num_targets=int((sequences.targets >= 0).sum()),
+        tokens=moved(tokens),
+        targets=moved(targets),
+        positions=positions,
+        document_ids=None if ids is None else torch.from_numpy(ids) if layout.cp > 1 else moved(ids),
+        num_targets=int((targets >= 0).sum()),
     )
+
+
+def activation_shape(batch: MicroBatch, width: int, layout: Layout, at: Coordinates) -> tuple[int, int, int]:
+    """[B, S, D] of what one pipeline stage of the rank at `at` hands to the next; `width`: D."""
+    rows, length = batch.tokens.shape
+    if layout.tp > 1 and layout.sequence_parallel:
+        length = even_part(length, layout.tp, at.tp)[1]
+    return rows, length, width

@@ -21,11 +21,9 @@ import torch
 from ultrascale.data.loader import Sequences
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.apply import build_share
-from ultrascale.parallel.data import prepare_action
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import Share
-from ultrascale.schedules.accumulate import accumulate
-from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.progress import StepSpan, step_span
 from ultrascale.spec.run import Run
 from ultrascale.train.gradients import (
@@ -38,6 +36,7 @@ from ultrascale.train.learning_rate import learning_rate
 from ultrascale.train.micro_batches import MicroBatch, ReadsSequences, micro_batch, sequence_numbers
 from ultrascale.train.noise_scale import NoiseScale
 from ultrascale.train.optimizer import build_optimizer, create_state, set_learning_rate
+from ultrascale.train.passes import Passes
 
 
 def _return_free_memory() -> None:
@@ -89,6 +88,7 @@ class Trainer:
     draw_on_device: bool = False
     """Draw initial weights where they live: faster, and other numbers than the CPU's, which are the same everywhere."""
     share: Share = field(init=False)
+    passes: Passes = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
     noise_scale: NoiseScale | None = field(init=False, default=None)
     steps_done: int = field(init=False, default=0)
@@ -107,11 +107,13 @@ class Trainer:
             run.layout,
             self.ranks,
             seed=run.seed,
+            sequence_length=run.batch.sequence_length,
             compile_blocks=run.compile,
             draw_on_device=self.draw_on_device,
         )
         self.optimizer = build_optimizer(self.share, run.optimizer)
         create_state(self.optimizer, 0)
+        self.passes = Passes(self.share, self._tell_phase)
         if run.log.gradient_noise_scale:
             self.noise_scale = NoiseScale()
 
@@ -179,13 +181,18 @@ class Trainer:
         """This rank's sequences of a step."""
         return [self.loader.read(numbers) for numbers in sequence_numbers(span, self.run.layout, self.share.mesh.at)]
 
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Loss summed over the valid targets of `batch`, 0-d."""
-        return self.decoder(batch.tokens, targets=batch.targets, positions=batch.positions, document_ids=batch.document_ids)
-
     def to_device(self, sequences: Sequences) -> MicroBatch:
         """`sequences` as this rank's forward pass sees them."""
-        return micro_batch(sequences, packed=self.run.data.document_mask, device=self.ranks.device)
+        return micro_batch(
+            sequences,
+            packed=self.run.data.document_mask,
+            layout=self.run.layout,
+            at=self.share.mesh.at,
+            device=self.ranks.device,
+        )
+
+    def _tell_phase(self, action: Action) -> None:
+        self.on_phase("forward" if action.kind is Kind.FORWARD else "backward", self.steps_done)
 
     def _agree_on_targets(self, micro_batches: list[MicroBatch]) -> int:
         at = self.share.mesh.at
@@ -198,25 +205,24 @@ class Trainer:
     def _forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> torch.Tensor:
         """Play the step's actions. Returns this rank's summed loss and, for the noise scale, three sums over its micro-batches:
         their number, 1 / targets, and the squared norm of the gradient of their own mean. Float64 on the CPU, [4]."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         small = torch.zeros(3, dtype=torch.float64)
-        losses: dict[int, torch.Tensor] = {}
-        for action in accumulate(len(micro_batches), self.run.layout.zero_stage):
-            prepare_action(self.decoder, action)
-            batch = micro_batches[action.micro_batch]
-            self.on_phase("forward" if action.kind is Kind.FORWARD else "backward", self.steps_done)
-            if action.kind is Kind.FORWARD:
-                loss = self.forward(batch)
-                loss_sum += loss.detach()
-                losses[action.micro_batch] = loss / max(1, num_targets)
-            else:
-                losses.pop(action.micro_batch).backward()
-                if self.noise_scale is not None:
-                    square, targets = self.noise_scale.take_small_square(), batch.num_targets
-                    if targets:
-                        small += torch.tensor([1, 1 / targets, square * (num_targets / targets) ** 2], dtype=torch.float64)
-        own = torch.cat([loss_sum.cpu()[None], small])
-        return own if self.share.mesh.at.leads_replica else torch.zeros_like(own)
+
+        def take_small(micro_batch: int) -> None:
+            if self.noise_scale is not None:
+                square, targets = self.noise_scale.take_small_square(), micro_batches[micro_batch].num_targets
+                if targets:
+                    small.add_(torch.tensor([1, 1 / targets, square * (num_targets / targets) ** 2], dtype=torch.float64))
+
+        self.passes.after_backward = take_small
+        losses = self.passes.train(micro_batches, num_targets)
+        return torch.cat([self.counted(losses)[None], small])
+
+    def counted(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """The sum of `losses` that this rank brings into a sum over all ranks, 0-d fp64 on the CPU: nothing if the first of the
+        ranks that see the same tokens brings it."""
+        if not losses or not self.share.mesh.at.leads_replica:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.stack(losses).double().sum().cpu()
 
     def _update_noise_scale(
         self, count: float, inverse_targets: float, squares: float, *, norm: float, num_targets: int

@@ -1,0 +1,87 @@
+"""The forward and backward passes of a step, on one rank: the actions of `schedules` played, with or without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ultrascale.parallel.data import prepare_action
+from ultrascale.parallel.pipeline import Pipeline
+from ultrascale.parallel.precision import TORCH_DTYPE
+from ultrascale.parallel.share import Share
+from ultrascale.schedules.accumulate import accumulate
+from ultrascale.schedules.actions import Action, Kind
+from ultrascale.train.micro_batches import MicroBatch, activation_shape
+
+
+@dataclass
+class Passes:
+    """Runs micro-batches through this rank's share of the model."""
+
+    share: Share
+    on_action: Callable[[Action], None] = lambda action: None
+    """Told each action before it begins."""
+    after_backward: Callable[[int], None] = lambda micro_batch: None
+    """Told the micro-batch whose backward pass is done; not told in a pipeline."""
+    pipeline: Pipeline | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        share = self.share
+        if share.layout.pp > 1:
+            groups, device = share.mesh.pipeline_groups(), share.mesh.device
+            self.pipeline = Pipeline(share.layout, share.stages, groups, device, lambda action: self.on_action(action))
+
+    def train(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[Tensor]:
+        """Leave the gradients of (sum of losses) / `num_targets` in the parameters. Returns the losses, summed over valid
+        targets, 0-d each; in a pipeline only on the rank of the last stage."""
+        losses: list[Tensor] = []
+        scale = 1 / max(1, num_targets)
+        if self.pipeline is not None:
+            self._through(self.pipeline.train, micro_batches, losses, scale)
+            return losses
+        decoder, under_way = self.share.decoder, {}
+        for action in accumulate(len(micro_batches), self.share.layout.zero_stage):
+            prepare_action(decoder, action)
+            self.on_action(action)
+            if action.kind is Kind.FORWARD:
+                loss = self.forward(micro_batches[action.micro_batch])
+                losses.append(loss.detach())
+                under_way[action.micro_batch] = loss * scale
+            else:
+                under_way.pop(action.micro_batch).backward()
+                self.after_backward(action.micro_batch)
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Losses as `train` gives them, without gradients."""
+        if self.pipeline is None:
+            return [self.forward(batch) for batch in micro_batches]
+        losses: list[Tensor] = []
+        self._through(self.pipeline.evaluate, micro_batches, losses, 1.0)
+        return losses
+
+    def forward(self, batch: MicroBatch, *, stage: int = 0, given: Tensor | None = None) -> Tensor:
+        """Of the last stage the loss summed over the valid targets of `batch`, 0-d; of others what they hand on. `given`: what
+        the stage before handed on."""
+        decoder, inputs = self.share.stages[stage], batch.tokens if given is None else given
+        return decoder(inputs, targets=batch.targets, positions=batch.positions, document_ids=batch.document_ids)
+
+    def _through(
+        self, run: Callable[..., None], micro_batches: Sequence[MicroBatch], losses: list[Tensor], scale: float
+    ) -> None:
+        """Let the pipeline `run` the micro-batches; the last stage's losses are added to `losses`."""
+        layout, last = self.share.layout, self.share.layout.num_stages - 1
+
+        def one(stage: int, micro_batch: int, given: Tensor | None) -> Tensor:
+            result = self.forward(micro_batches[micro_batch], stage=stage, given=given)
+            if stage != last:
+                return result
+            losses.append(result.detach())
+            return result * scale
+
+        shape = activation_shape(micro_batches[0], self.share.model.hidden_size, layout, self.share.mesh.at)
+        run(len(micro_batches), one, shape=shape, dtype=TORCH_DTYPE[layout.precision])
