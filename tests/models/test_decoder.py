@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models.families import FAMILIES, GPT2, LLAMA
+from models.families import EXPERT_FAMILIES, GPT2, LLAMA
+from models.families import FAMILIES as DENSE_FAMILIES
 from torch.nn import functional as F
 
 from ultrascale.models.decoder import Decoder
@@ -10,7 +11,9 @@ from ultrascale.models.initialise import initialise
 from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import PRESETS, preset
 from ultrascale.spec.trainable import untrainable_model
-from ultrascale.spec.weights import num_parameters, weights
+from ultrascale.spec.weights import num_parameters, score_biases, weights
+
+FAMILIES = DENSE_FAMILIES | EXPERT_FAMILIES
 
 
 def build(model: Model, dtype: torch.dtype = torch.float64) -> Decoder:
@@ -31,7 +34,8 @@ def test_parameters_are_those_of_the_table_of_weights(family):
     found = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
     assert sorted(found) == sorted((weight.name, weight.shape) for weight in weights(model))
     assert sum(parameter.numel() for parameter in decoder.parameters()) == num_parameters(model)
-    assert list(decoder.buffers()) == []
+    buffers = {name: tuple(buffer.shape) for name, buffer in decoder.named_buffers()}
+    assert buffers == {bias.name: bias.shape for bias in score_biases(model)}
 
 
 @pytest.mark.parametrize("name", [name for name, model in PRESETS.items() if not untrainable_model(model)])

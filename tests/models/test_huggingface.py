@@ -3,15 +3,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models.families import FAMILIES, LLAMA
+from models.families import EXPERT_FAMILIES, FAMILIES, LLAMA
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from ultrascale.models.decoder import Decoder
-from ultrascale.models.huggingface import export_folder, import_folder, stored_weights
+from ultrascale.models.huggingface import export_folder, import_folder
 from ultrascale.models.initialise import initialise
+from ultrascale.models.stored import Stored, stored_weights
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.weights import num_parameters
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,16 +26,18 @@ def random_decoder(model: Model, dtype: torch.dtype) -> Decoder:
     for parameter in decoder.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    for buffer in decoder.buffers():
+        buffer += 0.2 * torch.randn(buffer.shape, generator=generator)
     return decoder.to(dtype)
 
 
 def state_of(decoder: Decoder) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    return {name: tensor.detach() for name, tensor in decoder.state_dict().items()}
 
 
-def reload_in_transformers(folder, dtype: torch.dtype):
+def reload_in_transformers(folder, dtype: torch.dtype, attention: str = "sdpa"):
     theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        folder, dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
     assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
     if dtype == torch.float64:
@@ -52,12 +56,10 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_every_gradient_equal_transformers_reading_our_export(family, dtype, tolerance, tmp_path):
-    model = FAMILIES[family]
+def compare_with_transformers(model: Model, dtype: torch.dtype, tolerance: float, folder, attention: str = "sdpa") -> None:
+    """Logits and every gradient, ours read as the tensors of the file, theirs joined as transformers holds experts."""
     ours = random_decoder(model, dtype)
-    theirs = reload_in_transformers(export_folder(state_of(ours), model, tmp_path / "hf"), dtype)
+    theirs = reload_in_transformers(export_folder(state_of(ours), model, folder / "hf"), dtype, attention)
     tokens = torch.randint(model.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
     targets = tokens.roll(-1, 1)
 
@@ -67,34 +69,68 @@ def test_logits_and_every_gradient_equal_transformers_reading_our_export(family,
     ours(tokens, targets=targets).backward()
     loss_of(expected, targets).backward()
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.grad is not None}
-    table, compared = stored_weights(model), 0
+    table, compared = stored_weights(model), set()
     for name, parameter in theirs.named_parameters():
-        stored = table[name]
-        whole = torch.cat([gradients[part] for part in stored.names])
-        whole = whole.t() if stored.transposed else whole
+        name = name.replace(".mlp.", ".block_sparse_moe.") if model.model_type == "mixtral" else name
+        found = {name: table[name]} if name in table else experts_of(name, table)
+        parts = {stored: stored.join(gradients) for stored in found.values()}
+        whole = parts[found[name]] if name in found else joined_experts(parts, parameter.shape)
         torch.testing.assert_close(whole, parameter.grad, rtol=0, atol=tolerance * parameter.grad.abs().max().item(), msg=name)
-        compared += len(stored.names)
-    assert compared == len(gradients) == len(list(ours.parameters()))
+        compared |= {ours for stored in found.values() for ours in stored.names}
+    assert compared == gradients.keys() == {name for name, _ in ours.named_parameters()}
+    assert sum(p.numel() for p in theirs.parameters()) == num_parameters(model)
+
+
+def experts_of(name: str, table: dict[str, Stored]) -> dict[str, Stored]:
+    """The tensors of a file that transformers joins to its parameter `...experts.gate_up_proj` or `...experts.down_proj`."""
+    block, _, projection = name.rpartition(".experts.")
+    theirs = {"gate_up_proj": (".gate_proj.", ".up_proj.", ".w1.", ".w3."), "down_proj": (".down_proj.", ".w2.")}[projection]
+    return {one: stored for one, stored in table.items() if f"{block}.experts." in one and any(part in one for part in theirs)}
+
+
+def joined_experts(parts: dict[Stored, torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """[X, F or 2F, D]: by expert, gate before up."""
+    experts: dict[int | None, list[torch.Tensor]] = {}
+    for stored, tensor in sorted(parts.items(), key=lambda pair: "up_proj" in pair[0].names[0]):
+        experts.setdefault(stored.expert, []).append(tensor)
+    return torch.stack([torch.cat(experts[number]) for number in range(shape[0])])
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_every_gradient_equal_transformers_reading_our_export(family, dtype, tolerance, tmp_path):
+    compare_with_transformers(FAMILIES[family], dtype, tolerance, tmp_path)
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_logits_and_every_gradient_of_models_with_experts_equal_transformers_in_fp32(family, tmp_path):
+    """In fp32 alone: whatever the model's dtype, transformers rounds router scores to fp32."""
+    attention = "eager" if family.startswith("gpt-oss") else "sdpa"  # sinks
+    compare_with_transformers(EXPERT_FAMILIES[family], torch.float32, 1e-5, tmp_path, attention)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000], ids=["one file", "shards"])
-@pytest.mark.parametrize("family", ["gpt2", "llama3-scaling", "llama-yarn", "mistral", "qwen2-window", "smollm3"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama3-scaling", "llama-yarn", "mistral", "qwen2-window", "smollm3", *EXPERT_FAMILIES]
+)
 def test_export_then_import_is_bit_equal(family, max_shard_bytes, tmp_path):
-    model = FAMILIES[family]
+    model = (FAMILIES | EXPERT_FAMILIES)[family]
     state = state_of(random_decoder(model, torch.bfloat16))
     folder = export_folder(state, model, tmp_path / "hf", max_shard_bytes=max_shard_bytes)
     assert (folder / "model.safetensors.index.json").exists() == (max_shard_bytes == 20_000)
     found, restored = import_folder(folder)
     assert replace(found, name="") == model
-    assert list(restored) == list(state)
+    assert restored.keys() == state.keys()
     assert all(torch.equal(restored[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama3-scaling", "qwen2-tied", "qwen3", "smollm3"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama3-scaling", "qwen2-tied", "qwen3", "smollm3", "mixtral", "olmoe", "deepseek-v3", "gpt-oss"]
+)
 def test_what_transformers_saves_is_read_with_equal_logits(family, tmp_path):
-    model = FAMILIES[family]
+    model = (FAMILIES | EXPERT_FAMILIES)[family]
     first = export_folder(state_of(random_decoder(model, torch.float32)), model, tmp_path / "first")
-    theirs = reload_in_transformers(first, torch.float32)
+    theirs = reload_in_transformers(first, torch.float32, "eager" if family == "gpt-oss" else "sdpa")
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     found, state = import_folder(tmp_path / "theirs")
     ours = Decoder(found)

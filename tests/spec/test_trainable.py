@@ -6,7 +6,6 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import PRESETS
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
-from ultrascale.spec.rope_scaling import RopeScaling
 from ultrascale.spec.trainable import TRAINED_FAMILIES, expect_trainable, untrainable_layout, untrainable_model
 
 
@@ -31,31 +30,19 @@ def test_data_parallel_layouts_are_trained():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_dense_presets_of_trained_families_are_trained_and_no_others(name):
+def test_presets_of_trained_families_are_trained_and_no_others(name):
     model = PRESETS[name]
     assert (untrainable_model(model) == []) == (model.model_type in TRAINED_FAMILIES)
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"hidden_act": "gelu_pytorch_tanh"}, "model.hidden_act"),
-        ({"attention_sinks": True}, "model.attention_sinks"),
-        ({"partial_rotary_factor": 0.5}, "model.partial_rotary_factor"),
-        ({"model_type": "grok"}, "model.model_type"),
-        ({"sliding_window": 8, "sliding_window_interval": 2}, "model.sliding_window_interval"),
-        ({"num_nextn_predict_layers": 1}, "model.num_nextn_predict_layers"),
-        ({"rope_scaling": RopeScaling("yarn", 4.0, 256, truncate=False)}, "model.rope_scaling"),
-        ({"rope_scaling": RopeScaling("yarn", 4.0, 256, mscale=1.0)}, "model.rope_scaling"),
-    ],
-)
-def test_features_that_are_only_planned_are_refused_by_name(changes, key):
+@pytest.mark.parametrize("kind", ["grok", "nemotron"])
+def test_families_that_are_only_planned_are_refused_by_name(kind):
     with pytest.raises(SpecError) as caught:
-        expect_trainable(replace(PRESETS["tiny-llama"], **changes))
-    assert [problem.key for problem in caught.value.problems] == [key]
+        expect_trainable(replace(PRESETS["tiny-llama"], model_type=kind))
+    assert [problem.key for problem in caught.value.problems] == ["model.model_type"]
 
 
-@pytest.mark.parametrize("words", [["--layout.tp", "2"], ["--model.preset", "tiny-mixtral"]])
+@pytest.mark.parametrize("words", [["--layout.tp", "2"], ["--model.preset", "tiny-nemotron"]])
 def test_a_run_that_is_only_planned_resolves_but_no_verb_starts_it(words, tmp_path):
     from ultrascale.cli import check, train
 
@@ -70,8 +57,8 @@ def test_a_run_that_is_only_planned_resolves_but_no_verb_starts_it(words, tmp_pa
 
 def test_what_is_only_planned_is_told_together_with_the_corpus_that_is_missing():
     with pytest.raises(SpecError) as caught:
-        resolve(None, {"model.preset": "tiny-mixtral", "batch.sequence_length": 64, "layout.pp": 2}, require_data=True)
-    assert [p.key for p in caught.value.problems] == ["model.num_experts", "layout.pp", "data.sources"]
+        resolve(None, {"model.preset": "tiny-nemotron", "batch.sequence_length": 64, "layout.pp": 2}, require_data=True)
+    assert [p.key for p in caught.value.problems] == ["model.model_type", "layout.pp", "data.sources"]
 
 
 def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
@@ -82,9 +69,9 @@ def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
     from ultrascale.parallel.apply import build_share
     from ultrascale.parallel.mesh import Ranks
 
-    with pytest.raises(SpecError, match="brings experts"):
-        Decoder(PRESETS["tiny-mixtral"])
+    with pytest.raises(SpecError, match=r"model\.model_type"):
+        Decoder(PRESETS["tiny-nemotron"])
     with pytest.raises(SpecError, match=r"layout\.tp"):
         build_share(PRESETS["tiny-llama"], Layout(tp=2), Ranks(0, 1, torch.device("cpu")), seed=0)
-    with pytest.raises(SpecError, match="brings experts"):
-        export_folder({}, PRESETS["tiny-mixtral"], tmp_path / "out")
+    with pytest.raises(SpecError, match=r"model\.model_type"):
+        export_folder({}, PRESETS["tiny-nemotron"], tmp_path / "out")

@@ -6,31 +6,54 @@ boolean mask SDPA makes, and saves, such numbers anew in every layer.) The alter
 measured on CPU (torch 2.13, one thread): 3 times slower at 51 tokens a document, 2 times faster at 200 (fp32), even in bf16; it
 needs the lengths on the host and cannot be compiled, so the mask it is.
 
+A sink is a score of each head that draws weight and has no value (GPT-OSS): plain attention's result is made smaller by the
+weight the sink draws, which log-sum-exp tells, and the kernel's own backward pass, given the smaller result and the larger
+log-sum-exp, gives the right gradients (`kernels.attention_with_lse`).
+
 Saves for the backward pass: query, key, value, the output, the shared mask, and one fp32 (or fp64) number per head and row.
+Values narrower than queries (latent attention) are filled with zeros on the CPU, whose kernel knows one width only.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ultrascale.kernels.attention_with_lse import attend, attend_backward
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """What each query gathers: [B, S, H, E] from queries [B, S, H, E], keys and values [B, T, K, E].
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """What each query gathers: [B, S, H, E'] from queries [B, S, H, E], keys [B, T, K, E] and values [B, T, K, E'].
 
     `mask` [1 or B, 1, S, T] of the same dtype is added to the scores; None: causal, and T equals S. Query head h reads
-    key/value head h // (H/K).
+    key/value head h // (H/K). `sinks` [H] or None; `scale` of the scores is 1 / sqrt(E) unless given.
     """
-    repeats = query.shape[2] // key.shape[2]
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if sinks is not None:
+        out: Tensor = _WithSinks.apply(query, key, value, mask, sinks, scale)  # pyright: ignore[reportAssignmentType]
+        return out.transpose(1, 2)
+    repeats, width = query.shape[1] // key.shape[1], value.shape[-1]
     fused_groups = repeats > 1 and _runs_grouped(query, mask)
     if repeats > 1 and not fused_groups:
-        key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    if width != query.shape[-1] and not query.is_cuda:
+        value = F.pad(value, (0, query.shape[-1] - width))
     out = F.scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        attn_mask=mask, is_causal=mask is None, enable_gqa=fused_groups,
-    )  # fmt: skip
-    return out.transpose(1, 2)  # [B, S, H, E]
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=fused_groups, scale=scale
+    )
+    return out[..., :width].transpose(1, 2)  # [B, S, H, E']
 
 
 def attention_mask(
@@ -68,3 +91,29 @@ def _runs_grouped(query: Tensor, mask: Tensor | None) -> bool:
     On CPU always: 1.1 times as fast as repeating. On CUDA only flash attention: 16-bit, without a mask.
     """
     return not query.is_cuda or (mask is None and query.dtype in (torch.bfloat16, torch.float16))
+
+
+class _WithSinks(torch.autograd.Function):
+    """[B, H, S, E] each, sinks [H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float | None
+    ) -> Tensor:
+        out, lse = attend(query, key, value, mask=mask, is_causal=mask is None, scale=scale)  # [B, H, S]
+        score = sinks.to(lse.dtype)[:, None]
+        out = out * torch.sigmoid(lse - score).to(out.dtype).unsqueeze(-1)
+        lse = torch.logaddexp(lse, score)
+        ctx.save_for_backward(query, key, value, out, lse, sinks, *(() if mask is None else (mask,)))
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, sinks, *rest = ctx.saved_tensors
+        mask = rest[0] if rest else None
+        grads = attend_backward(grad, query, key, value, out, lse, mask=mask, is_causal=mask is None, scale=ctx.scale)
+        share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of each row's weight, [B, H, S]
+        along = torch.linalg.vecdot(grad.to(lse.dtype), out.to(lse.dtype))
+        return *grads, None, -(share * along).sum((0, 2)).to(sinks.dtype), None

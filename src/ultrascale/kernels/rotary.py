@@ -1,8 +1,9 @@
-"""Rotary positions (Su et al. 2021): each head's dimensions i and i + E/2 form a plane that turns by position * theta^(-2i/E).
+"""Rotary positions (Su et al. 2021): pairs of a head's dimensions form planes that turn by position * theta^(-2i/E).
 
-    first  | first * cos - second * sin        Halves, not neighbours, are paired: the layout of Hugging Face weights.
-    second | second * cos + first * sin
+    first  | first * cos - second * sin        Dimensions i and i + E/2 are paired, the layout of Hugging Face weights; in
+    second | second * cos + first * sin        DeepSeek's files neighbours, 2i and 2i + 1.
 
+A head may turn in part: its first dimensions (Nemotron), or its last (latent attention).
 The turn is orthogonal, so its backward pass is the turn by the opposite angle: nothing but the shared cos and sin is saved.
 Angles are computed in fp32 and rounded to the activations' dtype, exactly as transformers does.
 """
@@ -31,40 +32,57 @@ def rotary_angles(model: Model, positions: Tensor, dtype: torch.dtype) -> Angles
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Turn heads x [B, S, H, E] by `angles`, which have the dtype of x."""
+def rotate(x: Tensor, angles: Angles, *, start: int = 0, neighbours: bool = False) -> Tensor:
+    """Turn heads x [B, S, H, E] by `angles`, which have the dtype of x: dimensions from `start` on, two for each angle."""
     cos, sin = angles
     if torch.compiler.is_compiling():
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
+        return _traced_turn(x, cos, sin, start, neighbours)
+    return _Rotate.apply(x, cos, sin, start, neighbours)  # pyright: ignore[reportReturnType]
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, start: int, neighbours: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, sign=1)
+        ctx.place = start, neighbours
+        return _turn(x, cos, sin, *ctx.place, sign=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, sign=-1), None, None
+        return _turn(grads[0], cos, sin, *ctx.place, sign=-1), None, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, start: int, neighbours: bool, *, sign: int) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    out_first, out_second = out.chunk(2, dim=-1)
+    end = start + 2 * cos.shape[-1]
+    for still in (slice(0, start), slice(end, x.shape[-1])):
+        if still.start < still.stop:
+            out[..., still] = x[..., still]
+    first, second = _pairs(x[..., start:end], neighbours)
+    out_first, out_second = _pairs(out[..., start:end], neighbours)
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
     return out
 
 
+def _traced_turn(x: Tensor, cos: Tensor, sin: Tensor, start: int, neighbours: bool) -> Tensor:
+    end = start + 2 * cos.shape[-1]
+    first, second = _pairs(x[..., start:end], neighbours)
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(turned, dim=-1).flatten(-2) if neighbours else torch.cat(turned, dim=-1)
+    return torch.cat((x[..., :start], joined, x[..., end:]), dim=-1) if end - start < x.shape[-1] else joined
+
+
+def _pairs(x: Tensor, neighbours: bool) -> tuple[Tensor, ...]:
+    """The first and the second dimension of every plane, as views."""
+    return (x[..., 0::2], x[..., 1::2]) if neighbours else x.chunk(2, dim=-1)
+
+
 def inverse_frequencies(model: Model, device: torch.device | str = "cpu") -> Tensor:
     """Angle per position of each plane, [E/2] fp32, after scaling."""
-    planes = torch.arange(0, model.head_dim, 2, dtype=torch.int64, device=device).float()
-    periods = model.rope_theta ** (planes / model.head_dim)
+    planes = torch.arange(0, model.rotary_dim, 2, dtype=torch.int64, device=device).float()
+    periods = model.rope_theta ** (planes / model.rotary_dim)
     if model.rope_scaling is None:
         return 1.0 / periods
     if model.rope_scaling.rope_type == "llama3":
@@ -78,7 +96,20 @@ def attention_factor(scaling: RopeScaling | None) -> float:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    if scaling.mscale is not None and scaling.mscale_all_dim is not None:
+        return _temperature(scaling.factor, scaling.mscale) / _temperature(scaling.factor, scaling.mscale_all_dim)
+    return _temperature(scaling.factor, 1.0)
+
+
+def score_factor(scaling: RopeScaling | None) -> float:
+    """What scores are multiplied by beside 1/sqrt(E): the square of DeepSeek's temperature for all dimensions, otherwise 1."""
+    if scaling is None or scaling.mscale_all_dim is None:
+        return 1.0
+    return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def _temperature(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -98,10 +129,12 @@ def _yarn(periods: Tensor, model: Model, scaling: RopeScaling) -> Tensor:
 
     def plane_that_turns(rotations: float) -> float:
         length = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return model.head_dim * math.log(length) / (2 * math.log(model.rope_theta))
+        return model.rotary_dim * math.log(length) / (2 * math.log(model.rope_theta))
 
-    first = max(math.floor(plane_that_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(plane_that_turns(scaling.beta_slow)), model.head_dim - 1)
+    first, last = plane_that_turns(scaling.beta_fast), plane_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, model.rotary_dim - 1)
     planes = torch.arange(periods.numel(), dtype=torch.float32, device=periods.device)
     kept_share = 1 - ((planes - first) / (last - first or 0.001)).clamp(0, 1)
     return 1.0 / (scaling.factor * periods) * (1 - kept_share) + 1.0 / periods * kept_share

@@ -1,4 +1,4 @@
-"""SwiGLU's product, silu(gate) * up (Shazeer 2020).
+"""SwiGLU's product, silu(gate) * up (Shazeer 2020), and GPT-OSS's clamped form of it.
 
 Saves for the backward pass: gate and up. Plain autograd saves silu(gate) too, half as much again of the widest activation of
 a block; computing it again costs one pass over memory.
@@ -12,12 +12,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0
+"""GPT-OSS's `swiglu_alpha` (with it x sigmoid(alpha x) is close to GELU) and `swiglu_limit`."""
+
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, element by element; shapes and dtypes are equal."""
     if torch.compiler.is_compiling():
         return F.silu(gate) * up
     return _SwiGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(1.702 gate) with gate at most 7 and up from -7 to 7 (GPT-OSS); shapes and dtypes are equal."""
+    if torch.compiler.is_compiling():
+        gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(CLAMPED_SLOPE * gate))
+    return _ClampedSwiGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -32,3 +43,22 @@ class _SwiGLU(torch.autograd.Function):
         grad_up = F.silu(gate).mul_(grads[0])
         grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
         return grad_gate, grad_up
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        gate = gate.clamp(max=CLAMPED_LIMIT)
+        return torch.sigmoid(CLAMPED_SLOPE * gate).mul_(gate).mul_(up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT).add_(1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        gate, up = ctx.saved_tensors
+        grad, low = grads[0], gate.clamp(max=CLAMPED_LIMIT)
+        share = torch.sigmoid(CLAMPED_SLOPE * low)
+        grad_up = (grad * low).mul_(share).masked_fill_(up.abs() > CLAMPED_LIMIT, 0)
+        # d/dx of x sigmoid(a x) is s + a x s (1 - s).
+        slope = share + CLAMPED_SLOPE * low * share * (1 - share)
+        grad_gate = slope.mul_(grad).mul_(up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT).add_(1))
+        return grad_gate.masked_fill_(gate > CLAMPED_LIMIT, 0), grad_up

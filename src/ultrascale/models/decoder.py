@@ -1,4 +1,4 @@
-"""One decoder for GPT-2, Llama, Mistral, SmolLM and Qwen: pre-norm blocks of causal attention and an MLP.
+"""One decoder for the families of `spec.families`: pre-norm blocks of causal attention and a feed-forward layer.
 
 Parameter names and shapes are those of `spec.weights`. A decoder may be one stage of the model: some of its blocks, with the
 embedding if it is the first and the head if it is the last. The model is plain and knows nothing of ranks; what others replace
@@ -7,36 +7,37 @@ are attributes that hold functions:
     where        attribute   what it does here
     attention    fan_out     several projections of one input         fan_in   the projection back to the residual stream
     MLP          fan_out     the same                                 fan_in   the same
-    attention    core        what queries gather from values
+    attention    core        what queries gather from values          whole    of latent attention: a share made whole
+    experts      dispatch    tokens to experts and back (`models.experts`)
+    router       sum_counts  choices of the tokens that other ranks hold       keep     which choices fit
     decoder      look_up     rows of the embedding                    own_share   the part of a sequence that norms and
     decoder      make_mask   who sees whom, for `core`                            residuals here work on: all of it
-    decoder      loss        head and loss in one
+    decoder      loss        head and loss in one                     following   each position's next target
+
+Multi-token prediction (DeepSeek-V3, section 2.2) happens on the last stage, in training only. Its k-th block reads, at position
+i, what the block before made there and the embedding of token i + k, and predicts token i + k + 1. Tokens to come are the
+targets, so that a stage without tokens has them; where one does not count, nothing is predicted from it or past it. The loss
+that is returned is the model's own; the predictions' joins it on the way back alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ultrascale.kernels.attention import attention, attention_mask
-from ultrascale.kernels.cross_entropy import linear_cross_entropy
-from ultrascale.kernels.norm import rms_norm
-from ultrascale.kernels.rotary import Angles, rotary_angles, rotate
-from ultrascale.kernels.swiglu import swiglu
+from ultrascale.kernels.attention import attention_mask
+from ultrascale.kernels.cross_entropy import IGNORED, linear_cross_entropy
+from ultrascale.kernels.rotary import Angles, rotary_angles
+from ultrascale.models.attention import Attention, KeyValues, LatentAttention
+from ultrascale.models.experts import MoE
+from ultrascale.models.feed_forward import build_mlp
+from ultrascale.models.norms import RMSNorm, build_norm
 from ultrascale.spec.model import Model
 from ultrascale.spec.trainable import expect_trainable
-
-
-class KeyValues(Protocol):
-    """Keys and values of one layer's earlier tokens."""
-
-    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add [B, S, K, E] each, and return all there are, [B, T, K, E]."""
-        ...
 
 
 class Cache(Protocol):
@@ -51,97 +52,26 @@ class Cache(Protocol):
     def layers(self) -> Sequence[KeyValues]: ...
 
 
-def fan_out(hidden: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
-    """Several projections of one input: of [B, S, D], [B, S, F] each."""
-    return tuple(projection(hidden) for projection in projections)
-
-
-def fan_in(inner: Tensor, projection: nn.Linear) -> Tensor:
-    """The projection back to the residual stream: [B, S, F] to [B, S, D]."""
-    return projection(inner)
-
-
 def own_share(hidden: Tensor) -> Tensor:
     """All of it."""
     return hidden
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads."""
-
-    def __init__(self, model: Model):
-        super().__init__()
-        d, q, kv = model.hidden_size, model.query_size, model.key_value_size
-        self.head_dim = model.head_dim
-        self.q_proj = nn.Linear(d, q, bias=model.qkv_bias)
-        self.k_proj = nn.Linear(d, kv, bias=model.qkv_bias)
-        self.v_proj = nn.Linear(d, kv, bias=model.qkv_bias)
-        self.q_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
-        self.k_norm = RMSNorm(model.head_dim, model.norm_eps) if model.qk_norm else None
-        self.o_proj = nn.Linear(q, d, bias=model.attention_output_bias)
-        self.core, self.fan_out, self.fan_in = attention, fan_out, fan_in
-
-    def forward(self, hidden: Tensor, angles: Angles | None, mask: Any, earlier: KeyValues | None = None) -> Tensor:
-        projected = self.fan_out(hidden, self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)  # [B, S, H, E], [B, S, K, E] twice
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        if angles is not None:
-            query, key = rotate(query, angles), rotate(key, angles)
-        if earlier is not None:
-            key, value = earlier.extend(key, value)  # [B, T, K, E]
-        return self.fan_in(self.core(query, key, value, mask).flatten(2), self.o_proj)  # [B, S, D]
-
-
-class GatedMLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, model: Model):
-        super().__init__()
-        d, f = model.hidden_size, model.intermediate_size
-        self.gate_proj = nn.Linear(d, f, bias=model.mlp_bias)
-        self.up_proj = nn.Linear(d, f, bias=model.mlp_bias)
-        self.down_proj = nn.Linear(f, d, bias=model.mlp_bias)
-        self.fan_out, self.fan_in = fan_out, fan_in
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.fan_in(swiglu(*self.fan_out(hidden, self.gate_proj, self.up_proj)), self.down_proj)
-
-
-class MLP(nn.Module):
-    """GPT-2's: two projections with GELU (tanh form) between."""
-
-    def __init__(self, model: Model):
-        super().__init__()
-        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=model.mlp_bias)
-        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size, bias=model.mlp_bias)
-        self.fan_out, self.fan_in = fan_out, fan_in
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.fan_in(F.gelu(*self.fan_out(hidden, self.up_proj), approximate="tanh"), self.down_proj)
+def following(targets: Tensor) -> Tensor:
+    """The target of the next position: of [B, S], [B, S], with none for the last and where this position has none."""
+    later = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
+    return later.masked_fill(targets == IGNORED, IGNORED)
 
 
 class Block(nn.Module):
     """One decoder block: each half reads a normed copy of the residual stream and adds to it."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, layer: int):
         super().__init__()
-        self.input_layernorm = _norm(model)
-        self.self_attn = Attention(model)
-        self.post_attention_layernorm = _norm(model)
-        self.mlp = GatedMLP(model) if model.gated_mlp else MLP(model)
+        self.input_layernorm = build_norm(model)
+        self.self_attn = LatentAttention(model) if model.latent_attention else Attention(model)
+        self.post_attention_layernorm = build_norm(model)
+        self.mlp = MoE(model) if model.is_moe(layer) else build_mlp(model, model.intermediate_size)
 
     def forward(self, hidden: Tensor, angles: Angles | None, mask: Any, earlier: KeyValues | None = None) -> Tensor:
         """[B, S, D] to [B, S, D]; `angles` None: no rotary positions; `mask`: what the decoder's `make_mask` made."""
@@ -149,11 +79,49 @@ class Block(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class SharedHead(nn.Module):
+    """The norm before the model's head, whose matrix is the model's."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+
+
+class PredictionBlock(Block):
+    """A block that reads a token to come beside what was made of those before it."""
+
+    def __init__(self, model: Model, layer: int):
+        super().__init__(model, layer)
+        self.enorm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.hnorm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.eh_proj = nn.Linear(2 * model.hidden_size, model.hidden_size, bias=False)
+        self.shared_head = SharedHead(model)
+
+    def forward(self, hidden: Tensor, angles: Angles | None, mask: Any, coming: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """[B, S, D] of what was made and `coming`, embeddings of the tokens to come, to [B, S, D]."""
+        assert coming is not None
+        joined = self.eh_proj(torch.cat((self.enorm(coming), self.hnorm(hidden)), dim=-1))
+        return super().forward(joined, angles, mask)
+
+
+class View(NamedTuple):
+    """What the blocks of a model see of a micro-batch's positions and documents."""
+
+    spec: Model
+    angles: Angles | None
+    masks: dict[int | None, Any]
+
+    def of(self, layer: int) -> tuple[Angles | None, Any]:
+        """The angles and the mask of a block."""
+        return self.angles if self.spec.uses_rotary(layer) else None, self.masks[self.spec.window(layer)]
+
+
 class Decoder(nn.Module):
     """The model that `model` describes, or the stage of it with these `layers`.
 
-    Names are those of the whole model: `layers` is keyed by the blocks' numbers there. There are no buffers; built under
-    `torch.device("meta")` it takes no memory. Raises SpecError for a model that can be planned but not run.
+    Names are those of the whole model: `layers` is keyed by the blocks' numbers there; blocks of multi-token prediction follow
+    on the last stage. Built under `torch.device("meta")` it takes no memory. Raises SpecError for a model that can be planned
+    but not run.
     """
 
     def __init__(self, model: Model, *, layers: range | None = None, is_first: bool = True, is_last: bool = True):
@@ -161,18 +129,22 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec, self.is_first, self.is_last = model, is_first, is_last
         self.embed_tokens: nn.Embedding | None = None
-        if is_first or (is_last and model.tie_word_embeddings):
+        if is_first or (is_last and (model.tie_word_embeddings or model.num_nextn_predict_layers)):
             self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
         self.embed_positions: nn.Embedding | None = None
         if is_first and model.position_embedding == "learned":
             self.embed_positions = nn.Embedding(model.max_position_embeddings, model.hidden_size)
         numbers = range(model.num_hidden_layers) if layers is None else layers
-        self.layers = nn.ModuleDict({str(number): Block(model) for number in numbers})
-        self.norm = _norm(model) if is_last else None
+        self.layers = nn.ModuleDict({str(number): Block(model, number) for number in numbers})
+        if is_last:
+            for number in range(model.num_hidden_layers, model.num_hidden_layers + model.num_nextn_predict_layers):
+                self.layers[str(number)] = PredictionBlock(model, number)
+        self.norm = build_norm(model) if is_last else None
         self.lm_head: nn.Linear | None = None
         if is_last and not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
         self.look_up, self.own_share, self.make_mask, self.loss = F.embedding, own_share, attention_mask, linear_cross_entropy
+        self.following = following
 
     def blocks(self) -> Iterator[tuple[int, Block]]:
         """Every block, with its number in the whole model."""
@@ -202,12 +174,18 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(start, start + inputs.shape[1], device=inputs.device)
         hidden = self._embed(inputs, positions) if self.is_first else inputs
-        hidden = self._blocks(hidden, positions, document_ids, cache)
+        view = self._view(hidden, positions, document_ids, cache)
+        hidden = self._blocks(hidden, view, cache)
         if not self.is_last:
             return hidden
         assert self.norm is not None
         hidden, head = self.norm(hidden), self.head_weight
-        return F.linear(hidden, head) if targets is None else self.loss(hidden, head, targets)
+        if targets is None:
+            return F.linear(hidden, head)
+        loss = self.loss(hidden, head, targets)
+        if self.spec.num_nextn_predict_layers and torch.is_grad_enabled():
+            loss = cast(Tensor, _JoinBackward.apply(loss, self._predict(hidden, view, targets)))
+        return loss
 
     @property
     def head_weight(self) -> Tensor:
@@ -223,7 +201,7 @@ class Decoder(nn.Module):
             hidden = hidden + self.own_share(self.embed_positions(positions).expand(len(tokens), -1, -1))
         return hidden
 
-    def _blocks(self, hidden: Tensor, positions: Tensor, document_ids: Tensor | None, cache: Cache | None) -> Tensor:
+    def _view(self, hidden: Tensor, positions: Tensor, document_ids: Tensor | None, cache: Cache | None) -> View:
         spec, length = self.spec, positions.shape[-1]
         num_keys = length if cache is None else cache.length + length
         masks = {
@@ -233,13 +211,35 @@ class Decoder(nn.Module):
             for window in {spec.window(number) for number, _ in self.blocks()}
         }
         angles = rotary_angles(spec, positions, hidden.dtype) if spec.position_embedding == "rotary" else None
+        return View(spec, angles, masks)
+
+    def _blocks(self, hidden: Tensor, view: View, cache: Cache | None) -> Tensor:
         for number, block in self.blocks():
-            earlier = None if cache is None else cache.layers[number]
-            hidden = block(hidden, angles if spec.uses_rotary(number) else None, masks[spec.window(number)], earlier)
+            if number < self.spec.num_hidden_layers:
+                earlier = None if cache is None else cache.layers[number]
+                hidden = block(hidden, *view.of(number), earlier)
         return hidden
 
+    def _predict(self, hidden: Tensor, view: View, targets: Tensor) -> Tensor:
+        """The weighted mean of the losses of the prediction blocks, each summed over its targets, 0-d."""
+        assert self.embed_tokens is not None
+        first, count = self.spec.num_hidden_layers, self.spec.num_nextn_predict_layers
+        losses = []
+        for number in range(first, first + count):
+            block = cast(PredictionBlock, self.layers[str(number)])
+            coming = self.look_up(targets.clamp(min=0), self.embed_tokens.weight)
+            hidden, targets = block(hidden, *view.of(number), coming), self.following(targets)
+            losses.append(self.loss(block.shared_head.norm(hidden), self.head_weight, targets))
+        return torch.stack(losses).sum() * (self.spec.mtp_loss_coef / count)
 
-def _norm(model: Model) -> nn.Module:
-    if model.norm == "rmsnorm":
-        return RMSNorm(model.hidden_size, model.norm_eps)
-    return nn.LayerNorm(model.hidden_size, model.norm_eps)
+
+class _JoinBackward(torch.autograd.Function):
+    """The first of two losses; the second gets its gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, other: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0]

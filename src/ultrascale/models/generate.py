@@ -1,6 +1,7 @@
 """Sampling text, one token at a time, with the keys and values of earlier tokens kept.
 
-The cache holds 2 L T K E numbers for T tokens; with it a new token costs one row of every matrix product instead of T rows.
+The cache holds 2 L T K E numbers for T tokens, of latent attention too (all heads' keys and values, not the narrow ones); with
+it a new token costs one row of every matrix product instead of T rows.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class Sampling:
 
 
 class LayerCache:
-    """Keys and values of one layer, [B, T, K, E] each, in memory taken once."""
+    """Keys [B, T, K, E] and values [B, T, K, E'] of one layer, in memory taken once."""
 
-    def __init__(self, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device):
+    def __init__(self, shape: tuple[int, int, int, int], value_dim: int, *, dtype: torch.dtype, device: torch.device):
         self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty((*shape[:3], value_dim), dtype=dtype, device=device)
         self.length = 0
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +74,8 @@ class DecoderCache:
 
     def __init__(self, model: Model, *, batch: int, max_length: int, dtype: torch.dtype, device: torch.device):
         shape = (batch, max_length, model.num_key_value_heads, model.head_dim)
-        self.layers = [LayerCache(shape, dtype=dtype, device=device) for _ in range(model.num_hidden_layers)]
+        width, count = model.value_head_dim, model.num_hidden_layers
+        self.layers = [LayerCache(shape, width, dtype=dtype, device=device) for _ in range(count)]
 
     @property
     def length(self) -> int:

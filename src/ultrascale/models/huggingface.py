@@ -1,16 +1,15 @@
 """Hugging Face folders in and out: safetensors shards, their index, `config.json`, tokenizer and generation config.
 
-Only safetensors is read, never pickle. Names differ by a prefix; GPT-2 also keeps its projections transposed ("Conv1D") and
-query, key and value in one matrix. `stored_weights` is the one table of that, read in both directions.
+Only safetensors is read, never pickle. `models.stored` says how our weights lie in a family's files, in both directions.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,46 +19,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ultrascale.models.folders import fill_folder
+from ultrascale.models.stored import Stored, stored_weights, weight_shapes
 from ultrascale.models.tokenizer_files import TOKENIZER_FILES, copy_tokenizer
 from ultrascale.spec.huggingface import from_hf, to_hf
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.trainable import expect_trainable
-from ultrascale.spec.weights import weights
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_GPT2_NAMES = {
-    "embed_tokens": "wte", "embed_positions": "wpe", "norm": "ln_f", "input_layernorm": "ln_1",
-    "self_attn.o_proj": "attn.c_proj", "post_attention_layernorm": "ln_2",
-    "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj",
-}  # fmt: skip
 # Tables that old files carry and that follow from config.json.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 _FLOATS = ("F64", "F32", "BF16", "F16")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """How weights of ours lie in a file: one after the other along dim 0, then perhaps transposed."""
-
-    names: tuple[str, ...]
-    transposed: bool = False
-
-
-def stored_weights(model: Model) -> dict[str, Stored]:
-    """Hugging Face's name of every tensor of `model` and the weights of ours it holds."""
-    table: dict[str, Stored] = {}
-    for weight in weights(model):
-        if model.model_type != "gpt2":
-            prefix = "" if weight.part == "head" else "model."
-            table[prefix + weight.name] = Stored((weight.name,))
-            continue
-        name, transposed = _gpt2_name(weight.name), weight.part in ("attention", "mlp") and len(weight.shape) == 2
-        earlier = table[name].names if name in table else ()
-        table[name] = Stored((*earlier, weight.name), transposed)
-    return table
 
 
 def export_folder(
@@ -108,7 +80,7 @@ def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
     model = from_hf(folder)
     expect_trainable(model)
     table = stored_weights(model)
-    shapes = {weight.name: weight.shape for weight in weights(model)}
+    shapes = weight_shapes(model)
     state: dict[str, Tensor] = {}
     with ExitStack() as files:
         found = _open_tensors(folder, files)
@@ -118,26 +90,22 @@ def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
         if problems:
             raise SpecError(problems)
         for name, ours in names.items():
-            state.update(_split(_read(found[name], name), table[ours], shapes))
-        _check_tied_head(found, state, folder)
-    return model, {weight.name: state[weight.name] for weight in weights(model)}
+            if not table[ours].is_copy:
+                _fill(state, table[ours], _read(found[name], name), shapes)
+        _check_copies(found, {name: table[ours] for name, ours in names.items()}, state, folder)
+    return model, {name: state[name] for name in shapes}
 
 
-def _gpt2_name(name: str) -> str:
-    if name == "lm_head.weight":
-        return name
-    stem, kind = name.rsplit(".", 1)
-    prefix = "transformer."
-    if stem.startswith("layers."):
-        _, layer, stem = stem.split(".", 2)
-        prefix = f"transformer.h.{layer}."
-    if stem in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-        return f"{prefix}attn.c_attn.{kind}"
-    return f"{prefix}{_GPT2_NAMES[stem]}.{kind}"
+def _fill(state: dict[str, Tensor], stored: Stored, whole: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, part in stored.split(whole, shapes):
+        if stored.expert is None:
+            state[name] = part.contiguous()
+        else:
+            state.setdefault(name, torch.empty(shapes[name], dtype=part.dtype))[stored.expert] = part
 
 
 def _check_state(state: Mapping[str, Tensor], model: Model) -> None:
-    shapes = {weight.name: weight.shape for weight in weights(model)}
+    shapes = weight_shapes(model)
     problems = [
         Problem(name, "is missing from the state", "Give every weight of the model.") for name in shapes.keys() - state.keys()
     ]
@@ -155,15 +123,20 @@ def _write_shards(
     state: Mapping[str, Tensor], model: Model, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int
 ) -> None:
     table = stored_weights(model)
-    sizes = {
-        name: sum(state[part].numel() * (dtype or state[part].dtype).itemsize for part in stored.names)
-        for name, stored in table.items()
-    }
+
+    def tensor(stored: Stored) -> Tensor:
+        whole = stored.join(state).detach()
+        # Copies of one tensor are not written as one.
+        return whole.to("cpu", whole.dtype if stored.keeps_dtype else dtype, copy=stored.is_copy).contiguous()
+
+    shapes = weight_shapes(model)
+    itemsizes = {name: (dtype or tensor.dtype).itemsize for name, tensor in state.items()}
+    sizes = {name: prod(stored.shape(shapes)) * itemsizes[stored.names[0]] for name, stored in table.items()}
     shards = _pack(sizes, max_shard_bytes)
     file_of: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: _join(state, table[name], dtype) for name in names}, folder / file, metadata={"format": "pt"})
+        save_file({name: tensor(table[name]) for name in names}, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(names, file)
     if len(shards) > 1:
         _write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of})
@@ -180,19 +153,6 @@ def _pack(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
         groups[-1].append(name)
         filled += size
     return groups
-
-
-def _join(state: Mapping[str, Tensor], stored: Stored, dtype: torch.dtype | None) -> Tensor:
-    parts = [state[name].detach().to("cpu", dtype or state[name].dtype) for name in stored.names]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (whole.t() if stored.transposed else whole).contiguous()
-
-
-def _split(whole: Tensor, stored: Stored, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    whole = whole.t() if stored.transposed else whole
-    parts = whole.split([shapes[name][0] for name in stored.names])
-    for name, part in zip(stored.names, parts, strict=True):
-        yield name, part.contiguous()
 
 
 def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
@@ -240,8 +200,9 @@ def _compare(
     table: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path
 ) -> list[Problem]:
     where, remedy = str(folder), "Check that weights and config.json belong together."
-    expected = {name: _stored_shape(stored, shapes) for name, stored in table.items()}
-    problems = [Problem(name, "is missing", remedy, where) for name in expected if name not in found]
+    expected = {name: stored.shape(shapes) for name, stored in table.items()}
+    needed = [name for name, stored in table.items() if not stored.is_copy]
+    problems = [Problem(name, "is missing", remedy, where) for name in needed if name not in found]
     problems += [Problem(name, "is no weight of this model", remedy, where) for name in found if name not in expected]
     for name in expected.keys() & found.keys():
         if expected[name] != found[name]:
@@ -266,12 +227,6 @@ def _unreadable(found: Mapping[str, Any], names: Mapping[str, str], folder: Path
     return problems
 
 
-def _stored_shape(stored: Stored, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    parts = [shapes[name] for name in stored.names]
-    shape = (sum(part[0] for part in parts), *parts[0][1:])
-    return shape[::-1] if stored.transposed else shape
-
-
 def _shape(file: Any, name: str) -> tuple[int, ...]:
     return tuple(file.get_slice(name).get_shape())
 
@@ -280,13 +235,20 @@ def _read(file: Any, name: str) -> Tensor:
     return file.get_tensor(name)
 
 
-def _check_tied_head(found: Mapping[str, Any], state: Mapping[str, Tensor], folder: Path) -> None:
-    """Some files of tied models repeat the embedding as the head; another head would be lost."""
+def _check_copies(found: Mapping[str, Any], table: Mapping[str, Stored], state: Mapping[str, Tensor], folder: Path) -> None:
+    """Files may repeat the embedding as a tied head, and both in prediction blocks; something else there would be lost."""
+    copies = {name: stored.names[0] for name, stored in table.items() if stored.is_copy}
     if "lm_head.weight" in found and "lm_head.weight" not in state:
-        head = _read(found["lm_head.weight"], "lm_head.weight")
-        if not torch.equal(head, state["embed_tokens.weight"]):
-            rule = "differs from the embedding, but config.json ties them"
-            raise SpecError([Problem("lm_head.weight", rule, "Set tie_word_embeddings to false there.", str(folder))])
+        copies["lm_head.weight"] = "embed_tokens.weight"
+    for name, ours in copies.items():
+        if not torch.equal(_read(found[name], name), state[ours]):
+            rule, remedy = f"differs from {ours}, which it copies", "Set num_nextn_predict_layers to 0 there."
+            if name == "lm_head.weight":
+                rule, remedy = (
+                    "differs from the embedding, but config.json ties them",
+                    "Set tie_word_embeddings to false there.",
+                )
+            raise SpecError([Problem(name, rule, remedy, str(folder))])
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ def initialise(
     places: Mapping[str, Place] | None = None,
     draw_on_device: bool = False,
 ) -> None:
-    """Fill every parameter of `decoder` (plain or DTensor, on any device) as the table of weights says.
+    """Fill every parameter and buffer of `decoder` (plain or DTensor, on any device) as the table of weights says.
 
     `places`: which part of each weight the decoder holds, by name, of those it holds; None: it holds all of all of them.
     Numbers are drawn on the CPU, so that all devices start from the same bits; `draw_on_device` draws where the parameter is,
@@ -46,6 +46,8 @@ def initialise(
         if tuple(parameter.shape) != part.shape:
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}, its description says {part.shape}")
         fill(parameter, initial_value(table[name], seed, part=part, device=parameter.device if draw_on_device else "cpu"))
+    for bias in decoder.buffers():  # those that balance experts' load
+        bias.zero_()
 
 
 def initial_value(weight: Weight, seed: int, *, part: Place | None = None, device: torch.device | str = "cpu") -> Tensor:

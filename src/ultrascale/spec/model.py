@@ -89,7 +89,7 @@ class Model:
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     num_experts: int = 0
-    """Experts a layer, X. 0: a dense model, and none of the fields down to `router_aux_loss_coef` may be set."""
+    """Experts a layer, X. 0: a dense model, and none of the fields down to `expert_capacity_factor` may be set."""
     num_experts_per_tok: int = 0
     """Experts that each token visits."""
     moe_intermediate_size: int = 0
@@ -111,9 +111,22 @@ class Model:
     topk_group: int = 1
     """... of which a token visits at most this many (node-limited routing)."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss."""
+    """Weight of the load-balancing loss: 1 a layer where all experts are chosen equally often (Fedus et al. 2022)."""
+    router_aux_loss_scope: Literal["sequence", "micro-batch", "global"] = "sequence"
+    """Tokens over which experts are to be chosen equally often: each sequence (DeepSeek), a micro-batch, or the micro-batches
+    of all data-parallel ranks (Qiu et al. 2025). Only the first is the same for every layout."""
+    router_z_loss_coef: float = 0.0
+    """Weight of the mean squared log of the sum of exponentials of router logits (Zoph et al. 2022)."""
+    router_bias_update_rate: float = 0.001
+    """With topk_method = "noaux_tc": what the bias of an expert moves by after a step, up if it was chosen less often than the
+    mean, else down (Wang et al. 2024)."""
+    expert_capacity_factor: float | None = None
+    """An expert takes at most this many times its even share of a sequence's tokens; those of lowest score are dropped, of
+    equal ones the later. None: nothing is dropped."""
     num_nextn_predict_layers: int = 0
     """Multi-token prediction: further blocks that predict the tokens after the next (DeepSeek-V3, section 2.2)."""
+    mtp_loss_coef: float = 0.3
+    """Weight of the mean of their losses (DeepSeek-V3: 0.3, then 0.1 for the last third)."""
     q_lora_rank: int | None = None
     """Latent attention: width from which queries are made. None: they come straight from the hidden states."""
     kv_lora_rank: int | None = None
@@ -204,6 +217,7 @@ class Model:
         expect(norm_holds, "qk_norm_whole", "has no effect without qk_norm", "Leave it out, or set both.")
         gate_holds = self.gated_mlp or self.hidden_act not in ("silu", "swigluoai")
         expect(gate_holds, "hidden_act", "must be gelu_pytorch_tanh or relu2 without a gate", "Leave it out.")
+        expect(self.mtp_loss_coef >= 0, "mtp_loss_coef", "must be at least 0", "0.3 is usual.")
         for key, usual in (("norm_eps", "1e-5"), ("rope_theta", "10000"), ("initializer_range", "0.02")):
             expect(getattr(self, key) > 0, key, "must be above 0", f"{usual} is usual.")
         return found
@@ -214,6 +228,7 @@ _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OF_EXPERTS = (
     "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "first_k_dense_replace", "scoring_func",
     "topk_method", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "router_aux_loss_coef",
+    "router_aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate", "expert_capacity_factor",
 )  # fmt: skip
 
 
@@ -273,7 +288,11 @@ def _expect_experts(model: Model, expect: _Expect) -> None:
         rule = f"must be at most the {room} experts of topk_group = {chosen} groups"
         expect(each <= room, "num_experts_per_tok", rule, "Raise topk_group, or choose fewer.")
     expect(model.routed_scaling_factor > 0, "routed_scaling_factor", "must be above 0", "1 is usual.")
-    expect(model.router_aux_loss_coef >= 0, "router_aux_loss_coef", "must be at least 0", "0.001 is usual.")
+    for key in ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"):
+        expect(getattr(model, key) >= 0, key, "must be at least 0", "0.001 is usual.")
+    capacity = model.expert_capacity_factor
+    holds = capacity is None or capacity > 0
+    expect(holds, "expert_capacity_factor", "must be above 0", 'Leave it out, or "none", so that no token is dropped.')
 
 
 def _expect_latent_attention(model: Model, expect: _Expect) -> None:

@@ -96,6 +96,15 @@ def layer_weights(model: Model, layer: int) -> Iterator[Weight]:
         yield from _norm(model, f"{block}.shared_head.norm", layer, d)
 
 
+def score_biases(model: Model) -> Iterator[Weight]:
+    """The biases that balance experts' load: state of the model that no gradient teaches (`topk_method = "noaux_tc"`)."""
+    if model.num_experts and model.topk_method == "noaux_tc":
+        for layer in range(model.num_hidden_layers + model.num_nextn_predict_layers):
+            if model.is_moe(layer):
+                name = f"layers.{layer}.mlp.router.e_score_correction_bias"
+                yield Weight(name, (model.num_experts,), "router", layer, decay=False)
+
+
 def layer_kinds(model: Model) -> list[tuple[int, int]]:
     """(layer, how many have the same weights) of each kind of decoder block: dense ones first, then those with experts."""
     dense = min(model.first_k_dense_replace, model.num_hidden_layers) if model.num_experts else model.num_hidden_layers

@@ -1,0 +1,82 @@
+"""The order of rows around experts: a row for every (token, expert) pair, in the order of experts, and back.
+
+    tokens [N, D] --- spread ---> rows [R, D] --- experts ---> rows [R, D] --- weighted_sum ---> [N, D]
+
+R is N k less the pairs that were dropped. Pair p = n k + j is the j-th choice of token n; `pairs` [R] says which pair each row
+is. Gradients are sums of k rows in the order of choices, never atomic additions, so that they are the same bits every time.
+Saved for the backward pass: `pairs` and, by `weighted_sum` alone, the rows in their own dtype and the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def spread(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
+    """The token of each pair: of [N, D] and `pairs` [R] int64, [R, D]."""
+    return _Spread.apply(tokens, pairs, choices)  # pyright: ignore[reportReturnType]
+
+
+def weighted_sum(rows: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
+    """Each token's rows [R, D], summed by `weights` [N, k] in fp32 (fp64 in fp64), in the rows' dtype: [N, D]."""
+    return _WeightedSum.apply(rows, pairs, weights)  # pyright: ignore[reportReturnType]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(pairs)
+        ctx.num_tokens, ctx.choices = len(tokens), choices
+        return tokens.index_select(0, pairs // choices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (pairs,) = ctx.saved_tensors
+        rows = _row_of_pair(pairs, ctx.num_tokens, ctx.choices)
+        return _sum_choices(grad, rows, None).to(grad.dtype), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, pairs, weights)
+        return _sum_choices(rows, _row_of_pair(pairs, *weights.shape), weights).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        rows, pairs, weights = ctx.saved_tensors
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        of_row = grad.index_select(0, pairs // weights.shape[1]).to(wide)  # [R, D]
+        of_weights = weights.new_zeros(weights.numel(), dtype=wide)
+        of_weights.index_copy_(0, pairs, torch.linalg.vecdot(of_row, rows.to(wide)))
+        of_rows = of_row.mul_(weights.flatten().index_select(0, pairs)[:, None])
+        return of_rows.to(rows.dtype), None, of_weights.view_as(weights).to(weights.dtype)
+
+
+def _row_of_pair(pairs: Tensor, num_tokens: int, choices: int) -> Tensor:
+    """Where each token's choices are among R rows, [N, k]; R where one was dropped."""
+    rows = pairs.new_full((num_tokens * choices,), len(pairs))
+    rows[pairs] = torch.arange(len(pairs), device=pairs.device)
+    return rows.view(num_tokens, choices)
+
+
+def _sum_choices(rows: Tensor, row_of_pair: Tensor, weights: Tensor | None) -> Tensor:
+    """[N, D] in at least fp32: the rows of each token's choices, one choice after the other."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    num_tokens, choices = row_of_pair.shape
+    if len(rows) < row_of_pair.numel():  # what was dropped adds zeros
+        rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    total = torch.zeros(num_tokens, rows.shape[1], dtype=wide, device=rows.device)
+    for choice in range(choices):
+        found = rows.index_select(0, row_of_pair[:, choice])
+        if weights is None:
+            total += found
+        else:
+            total.addcmul_(found.to(wide), weights[:, choice, None].to(wide))
+    return total

@@ -1,0 +1,121 @@
+"""Attention layers: grouped key/value heads, and DeepSeek's, whose keys and values come from one narrow projection."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ultrascale.kernels.attention import attention
+from ultrascale.kernels.rotary import Angles, rotate, score_factor
+from ultrascale.models.feed_forward import fan_in, fan_out
+from ultrascale.models.norms import RMSNorm
+from ultrascale.spec.model import Model
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside latent attention, whatever the model's other norms have: transformers' and DeepSeek's own code."""
+
+
+class KeyValues(Protocol):
+    """Keys and values of one layer's earlier tokens."""
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys [B, S, K, E] and values [B, S, K, E'], and return all there are, [B, T, K, E] and [B, T, K, E']."""
+        ...
+
+
+def whole(shares: Tensor) -> Tensor:
+    """All of it."""
+    return shares
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        d, q, kv = model.hidden_size, model.query_size, model.key_value_size
+        self.head_dim, self.norms_whole = model.head_dim, model.qk_norm_whole
+        self.q_proj = nn.Linear(d, q, bias=model.qkv_bias)
+        self.k_proj = nn.Linear(d, kv, bias=model.qkv_bias)
+        self.v_proj = nn.Linear(d, kv, bias=model.qkv_bias)
+        sizes = (q, kv) if model.qk_norm_whole else (model.head_dim, model.head_dim)
+        self.q_norm = RMSNorm(sizes[0], model.norm_eps) if model.qk_norm else None
+        self.k_norm = RMSNorm(sizes[1], model.norm_eps) if model.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(model.num_attention_heads)) if model.attention_sinks else None
+        self.o_proj = nn.Linear(q, d, bias=model.attention_output_bias)
+        self.scale = model.head_dim**-0.5 * score_factor(model.rope_scaling)
+        self.core, self.fan_out, self.fan_in = attention, fan_out, fan_in
+
+    def forward(self, hidden: Tensor, angles: Angles | None, mask: Any, earlier: KeyValues | None = None) -> Tensor:
+        query, key, value = self.fan_out(hidden, self.q_proj, self.k_proj, self.v_proj)
+        if self.norms_whole:
+            query, key = self._normed(query, key)
+        query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key, value))  # [B, S, H or K, E]
+        if not self.norms_whole:
+            query, key = self._normed(query, key)
+        if angles is not None:
+            query, key = rotate(query, angles), rotate(key, angles)
+        if earlier is not None:
+            key, value = earlier.extend(key, value)  # [B, T, K, E]
+        gathered = self.core(query, key, value, mask, sinks=self.sinks, scale=self.scale)
+        return self.fan_in(gathered.flatten(2), self.o_proj)  # [B, S, D]
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
+
+
+class LatentAttention(nn.Module):
+    """Queries, keys and values through narrow projections (DeepSeek-V2, section 2.1).
+
+    Of a head, N dimensions stay and R turn; the R of the keys are one set for all heads.
+
+        hidden -- q_a_proj, norm, q_b_proj ------------> queries [H, N+R]        or q_proj alone
+        hidden -- kv_a_proj_with_mqa --+-- norm, kv_b_proj --> keys [H, N], values [H, E']
+                                       '-- whole, turned ----> keys [1, R]
+
+    Narrow projections and their norms run on `own_share` of a sequence; `whole` is what brings the shared key to every rank.
+    """
+
+    def __init__(self, model: Model):
+        super().__init__()
+        d, heads, q_rank, kv_rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank, model.kv_lora_rank
+        assert kv_rank is not None
+        self.head_dim, self.still_dim, self.value_dim = model.head_dim, model.qk_nope_head_dim, model.v_head_dim
+        self.scale = model.head_dim**-0.5 * score_factor(model.rope_scaling)
+        if q_rank is None:
+            self.q_proj = nn.Linear(d, model.query_size, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(d, q_rank, bias=model.qkv_bias)
+            self.q_a_layernorm = RMSNorm(q_rank, LATENT_NORM_EPS)
+            self.q_b_proj = nn.Linear(q_rank, model.query_size, bias=False)
+        self.is_q_narrow, self.kv_rank = q_rank is not None, kv_rank
+        self.kv_a_proj_with_mqa = nn.Linear(d, kv_rank + model.qk_rope_head_dim, bias=model.qkv_bias)
+        self.kv_a_layernorm = RMSNorm(kv_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = nn.Linear(kv_rank, heads * (model.qk_nope_head_dim + model.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(heads * model.v_head_dim, d, bias=model.attention_output_bias)
+        self.core, self.fan_out, self.fan_in, self.whole = attention, fan_out, fan_in, whole
+
+    def forward(self, hidden: Tensor, angles: Angles | None, mask: Any, earlier: KeyValues | None = None) -> Tensor:
+        assert angles is not None
+        query = self._queries(hidden).unflatten(-1, (-1, self.head_dim))  # [B, S, H, N+R]
+        query = rotate(query, angles, start=self.still_dim, neighbours=True)
+        latent, shared = self.kv_a_proj_with_mqa(hidden).split((self.kv_rank, self.head_dim - self.still_dim), -1)
+        (key_value,) = self.fan_out(self.kv_a_layernorm(latent), self.kv_b_proj)
+        still, value = key_value.unflatten(-1, (-1, self.still_dim + self.value_dim)).split(
+            (self.still_dim, self.value_dim), -1
+        )
+        turned = rotate(self.whole(shared).unsqueeze(2), angles, neighbours=True)  # [B, S, 1, R]
+        key = torch.cat((still, turned.expand(-1, -1, still.shape[2], -1)), dim=-1)  # [B, S, H, N+R]
+        value = value.contiguous()  # or the keys beside it would be kept with it for the backward pass
+        if earlier is not None:
+            key, value = earlier.extend(key, value)
+        return self.fan_in(self.core(query, key, value, mask, scale=self.scale).flatten(2), self.o_proj)
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        if not self.is_q_narrow:
+            return self.fan_out(hidden, self.q_proj)[0]
+        return self.fan_out(self.q_a_layernorm(self.q_a_proj(hidden)), self.q_b_proj)[0]

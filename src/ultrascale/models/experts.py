@@ -1,0 +1,194 @@
+"""A feed-forward layer made of experts (Shazeer et al. 2017): each token visits k of X, and a shared one if there is one.
+
+    hidden [B, S, D] -- router --> routing            where each token goes, and by what weights its results count
+        |-- dispatch.start ---> rows on their way
+        |-- shared_experts ---> [B, S, D]             computed meanwhile
+        '-- dispatch.finish --> experts, back, sum    [N, D]
+
+What others replace: `dispatch` (rows travel between ranks), `router.sum_counts` and `router.keep`, and the seams of the shared
+experts.
+
+Two things happen in the backward pass of an identity, where each micro-batch comes by exactly once, recomputed or not: losses
+that keep the load even get their gradient, and choices are counted. So neither needs a way out of a pipeline's stage.
+`auxiliary_scale` is what the loss is multiplied by before its backward pass: one over the step's number of valid targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ultrascale.kernels.expert_rows import spread, weighted_sum
+from ultrascale.kernels.grouped_matmul import grouped_linear
+from ultrascale.models.feed_forward import activate, build_mlp
+from ultrascale.models.router import Router, Routing
+from ultrascale.spec.model import Model
+
+
+class Dispatch(Protocol):
+    """Takes tokens to experts and results home, in two halves."""
+
+    def start(self, tokens: Tensor, routing: Routing) -> Any:
+        """Send tokens [N, D] off."""
+        ...
+
+    def finish(self, under_way: Any, experts: Experts) -> Tensor:
+        """Let experts compute, and sum each token's results by their weights: [N, D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalDispatch:
+    """All experts are here."""
+
+    num_experts: int
+    drops: bool = False
+    """Whether a choice may have been dropped; then the host asks how many are left."""
+
+    def start(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows [R, D] in the order of experts, which pairs they are, how many each expert has, and their weights."""
+        flat = routing.experts.flatten()
+        counts = torch.bincount(flat, minlength=self.num_experts + 1)[: self.num_experts]
+        pairs = flat.argsort(stable=True)
+        if self.drops:
+            pairs = pairs[: int(counts.sum())]
+        return spread(tokens, pairs, routing.experts.shape[1]), pairs, counts, routing.weights
+
+    def finish(self, under_way: tuple[Tensor, Tensor, Tensor, Tensor], experts: Experts) -> Tensor:
+        rows, pairs, counts, weights = under_way
+        return weighted_sum(experts(rows, counts), pairs, weights)
+
+
+class GroupedLinear(nn.Module):
+    """One matrix per expert."""
+
+    def __init__(self, num_experts: int, columns: int, rows: int, *, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, rows, columns))
+        self.bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """[M, D] in the order of experts to [M, F]; counts [X] int64."""
+        return grouped_linear(rows, self.weight, counts, self.bias)
+
+
+class Experts(nn.Module):
+    """X feed-forward layers side by side."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        count, d, f, bias = model.num_experts, model.hidden_size, model.moe_intermediate_size, model.mlp_bias
+        self.activation = model.activation
+        self.gate_proj = GroupedLinear(count, d, f, bias=bias) if model.gated_mlp else None
+        self.up_proj = GroupedLinear(count, d, f, bias=bias)
+        self.down_proj = GroupedLinear(count, f, d, bias=bias)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """[M, D] in the order of experts to [M, D]; counts [X] int64: rows of each."""
+        gate = () if self.gate_proj is None else (self.gate_proj(rows, counts),)
+        return self.down_proj(activate(self.activation, *gate, self.up_proj(rows, counts)), counts)
+
+
+class MoE(nn.Module):
+    """Router, experts, and a shared expert if there is one."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.router = Router(model)
+        self.experts = Experts(model)
+        shared = model.shared_expert_intermediate_size
+        self.shared_experts = build_mlp(model, shared) if shared else None
+        self.dispatch: Dispatch = LocalDispatch(model.num_experts, drops=model.expert_capacity_factor is not None)
+        self.auxiliary_scale = 1.0
+        self.seen = Seen()
+
+    # Sorting and counting are not worth compiling, and what is noted in a backward pass must not be noted while tracing.
+    @torch.compiler.disable
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] to [B, S, D]."""
+        routing, counts, auxiliary = self.router(hidden)
+        under_way = self.dispatch.start(hidden.flatten(0, 1), routing)
+        shared = None if self.shared_experts is None else self.shared_experts(hidden)
+        out = self.dispatch.finish(under_way, self.experts).view_as(hidden)
+        out = out if shared is None else out + shared
+        return _Note.apply(out, auxiliary, counts, self.seen, self.auxiliary_scale) if torch.is_grad_enabled() else out
+
+
+class Seen:
+    """What the backward passes of a layer have seen since it was taken last."""
+
+    def __init__(self) -> None:
+        self.counts: Tensor | None = None
+        self.auxiliary: Tensor | None = None
+
+    def add(self, counts: Tensor, auxiliary: Tensor | None) -> None:
+        """Counts [X] int64, and the auxiliary losses' sum, 0-d."""
+        self.counts = counts if self.counts is None else self.counts + counts
+        if auxiliary is not None:
+            self.auxiliary = auxiliary if self.auxiliary is None else self.auxiliary + auxiliary
+
+    def take(self) -> tuple[Tensor | None, Tensor | None]:
+        """Both, and forget them."""
+        taken = self.counts, self.auxiliary
+        self.counts = self.auxiliary = None
+        return taken
+
+
+class _Note(torch.autograd.Function):
+    """The identity; backward, the auxiliary losses get their gradient and the choices are counted."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, auxiliary: Tensor | None, counts: Tensor, seen: Seen, scale: float) -> Tensor:
+        ctx.noted, ctx.seen, ctx.scale = (counts, None if auxiliary is None else auxiliary.detach()), seen, scale
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        counts, auxiliary = ctx.noted
+        ctx.seen.add(counts, auxiliary)
+        of_auxiliary = None if auxiliary is None else torch.full_like(auxiliary, ctx.scale)
+        return grads[0], of_auxiliary, None, None, None
+
+
+def moe_layers(decoder: nn.Module) -> Iterator[tuple[int, MoE]]:
+    """Every layer of experts in `decoder`, with its block's number in the whole model."""
+    for name, module in decoder.named_modules():
+        if isinstance(module, MoE):
+            yield int(name.split(".")[1]), module
+
+
+def scale_auxiliary_losses(decoder: nn.Module, scale: float) -> None:
+    """Say what the loss will be multiplied by before its backward pass; before the forward passes of a step."""
+    for _, layer in moe_layers(decoder):
+        layer.auxiliary_scale = scale
+
+
+def take_load(decoder: nn.Module) -> tuple[dict[int, Tensor], Tensor]:
+    """What this rank's backward passes have seen since the last call: by block, how often each expert was chosen, [X] int64;
+    and the sum over tokens and layers of weighted auxiliary losses, 0-d. Blocks without a backward pass have zeros."""
+    load: dict[int, Tensor] = {}
+    total = torch.zeros((), dtype=torch.float64)
+    for number, layer in moe_layers(decoder):
+        counts, auxiliary = layer.seen.take()
+        weight = layer.router.weight
+        load[number] = torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device) if counts is None else counts
+        if auxiliary is not None:
+            total = total.to(auxiliary.device) + auxiliary.double()
+    return load, total
+
+
+@torch.no_grad()
+def update_expert_bias(decoder: nn.Module, load: Mapping[int, Tensor]) -> None:
+    """After a step: experts chosen more often than the mean become less attractive, the others more.
+
+    `load`: of the global batch, by block [X], equal on every rank.
+    """
+    for number, layer in moe_layers(decoder):
+        bias = layer.router.e_score_correction_bias
+        if bias is not None:
+            counts = load[number].double()
+            bias += layer.router.spec.router_bias_update_rate * (counts.mean() - counts).sign().to(bias.dtype)

@@ -1,0 +1,64 @@
+"""Feed-forward layers that every token visits, and the seams around matrix products that tensor parallelism replaces."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
+from ultrascale.spec.model import Model
+
+_GATED = {"silu": swiglu, "swigluoai": clamped_swiglu}
+
+
+def fan_out(hidden: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
+    """Several projections of one input: of [B, S, D], [B, S, F] each."""
+    return tuple(projection(hidden) for projection in projections)
+
+
+def fan_in(inner: Tensor, projection: nn.Linear) -> Tensor:
+    """The projection back to the residual stream: [B, S, F] to [B, S, D]."""
+    return projection(inner)
+
+
+def activate(activation: str, *inner: Tensor) -> Tensor:
+    """act(gate) * up of two tensors of one shape, act(up) of one."""
+    if len(inner) == 2 and activation in _GATED:
+        return _GATED[activation](*inner)
+    activated = F.relu(inner[0]).square() if activation == "relu2" else F.gelu(inner[0], approximate="tanh")
+    return activated * inner[1] if len(inner) == 2 else activated
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), of which SwiGLU is one."""
+
+    def __init__(self, model: Model, width: int):
+        super().__init__()
+        self.activation = model.activation
+        self.gate_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
+        self.up_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
+        self.down_proj = nn.Linear(width, model.hidden_size, bias=model.mlp_bias)
+        self.fan_out, self.fan_in = fan_out, fan_in
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.fan_out(hidden, self.gate_proj, self.up_proj)
+        return self.fan_in(activate(self.activation, *inner), self.down_proj)
+
+
+class MLP(nn.Module):
+    """down(act(up(x))), as in GPT-2."""
+
+    def __init__(self, model: Model, width: int):
+        super().__init__()
+        self.activation = model.activation
+        self.up_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
+        self.down_proj = nn.Linear(width, model.hidden_size, bias=model.mlp_bias)
+        self.fan_out, self.fan_in = fan_out, fan_in
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.fan_in(activate(self.activation, *self.fan_out(hidden, self.up_proj)), self.down_proj)
+
+
+def build_mlp(model: Model, width: int) -> GatedMLP | MLP:
+    """The feed-forward layer of `model` with this inner width."""
+    return GatedMLP(model, width) if model.gated_mlp else MLP(model, width)

@@ -1,0 +1,165 @@
+"""Which experts each token visits, and what keeps their load even.
+
+    logits = hidden W^T (+ b), in fp32        scores = softmax or sigmoid of them
+    chosen = the k best by score              greedy
+             ... of the best groups           group_limited_greedy: a group is as good as its best expert (DeepSeek-V2)
+             by score + bias, of the groups   noaux_tc: a group is as good as its two best (DeepSeek-V3)
+    weights = scores of the chosen, perhaps made to sum to one, times a factor. The bias chooses and does not weigh.
+
+A softmax after the choice (GPT-OSS) is a softmax before it, made to sum to one.
+
+Three things keep the load even, all of them sums over tokens like the loss itself, so that no layout changes their scale:
+
+    balance loss   c X sum_t sum_i p_i(t) n_i / sum(n)      p: scores of token t that sum to one; n: tokens that chose i in its
+                                                           sequence, micro-batch or all ranks' micro-batches. c a token where
+                                                           choices are even; no gradient through n (Fedus et al. 2022)
+    z-loss         c sum_t logsumexp(logits(t))^2          (Zoph et al. 2022)
+    bias           b_i += rate * sign(mean(n) - n_i)       after a step, by counts of the global batch (Wang et al. 2024)
+
+transformers' own balance loss is k times ours and pools all layers, which hides a layer's imbalance behind another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ultrascale.spec.model import Model
+
+TINY = 1e-20
+"""Keeps a sum of sigmoids from zero (DeepSeek-V3)."""
+
+
+class Routing(NamedTuple):
+    """Where tokens go."""
+
+    experts: Tensor
+    """[N, k] int64; X, one past the last expert, where a choice was dropped."""
+    weights: Tensor
+    """[N, k] in at least fp32."""
+
+
+def same_counts(counts: Tensor) -> Tensor:
+    """The counts themselves."""
+    return counts
+
+
+def drop_over_capacity(chosen: Tensor, weights: Tensor, num_experts: int, factor: float) -> Tensor:
+    """Which choices [B, S, k] are kept: of each sequence an expert takes its `factor` even shares, those of highest weight
+    first and of equal ones the earlier. Needs whole sequences."""
+    batch, length, choices = chosen.shape
+    capacity = ceil(factor * length * choices / num_experts)
+    wanted = weights.new_full((batch, length, num_experts), -torch.inf).scatter_(2, chosen, weights.detach())
+    order = wanted.argsort(dim=1, descending=True, stable=True)
+    places = torch.arange(length, device=chosen.device)[:, None].expand_as(order)
+    ranks = torch.empty_like(order).scatter_(1, order, places)  # [B, S, X]
+    return ranks.gather(2, chosen) < capacity
+
+
+class Router(nn.Module):
+    """Scores every expert for every token.
+
+    `sum_counts` and `keep` are seams: counts of choices [1 or B, X] are summed over the ranks that hold the other tokens of the
+    same sequence, micro-batch or batch; `keep` sees whole sequences.
+    """
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.spec = model
+        self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size))
+        self.bias = nn.Parameter(torch.empty(model.num_experts)) if model.mlp_bias else None
+        balances = model.topk_method == "noaux_tc"
+        self.register_buffer(
+            "e_score_correction_bias", torch.zeros(model.num_experts, dtype=torch.float32) if balances else None
+        )
+        self.sum_counts: Callable[[Tensor], Tensor] = same_counts
+        self.keep = drop_over_capacity
+
+    def forward(self, hidden: Tensor) -> tuple[Routing, Tensor, Tensor | None]:
+        """Of [B, S, D]: where tokens go; how many chose each expert, [X] int64, dropped ones included; and the sum over tokens
+        of weighted auxiliary losses, 0-d."""
+        spec, logits = self.spec, _RouterLogits.apply(hidden, self.weight, self.bias)  # [B, S, X]
+        scores = logits.sigmoid() if spec.scoring_func == "sigmoid" else logits.softmax(-1)
+        chosen = choose(scores.detach(), spec, self.e_score_correction_bias)  # [B, S, k]
+        weights = scores.gather(-1, chosen)
+        if spec.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        if spec.routed_scaling_factor != 1:
+            weights = weights * spec.routed_scaling_factor
+        counts = count_choices(chosen, spec.num_experts)  # [B, X]
+        auxiliary = self._auxiliary(logits, scores, counts)
+        if spec.expert_capacity_factor is not None:
+            kept = self.keep(chosen, weights, spec.num_experts, spec.expert_capacity_factor)
+            chosen, weights = chosen.masked_fill(~kept, spec.num_experts), weights.masked_fill(~kept, 0)
+        return Routing(chosen.flatten(0, 1), weights.flatten(0, 1)), counts.sum(0), auxiliary
+
+    def _auxiliary(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor | None:
+        spec, total = self.spec, None
+        if spec.router_aux_loss_coef:
+            shares = scores / (scores.sum(-1, keepdim=True) + TINY) if spec.scoring_func == "sigmoid" else scores
+            counts = counts if spec.router_aux_loss_scope == "sequence" else counts.sum(0, keepdim=True)
+            counts = self.sum_counts(counts).to(scores.dtype)
+            load = counts / counts.sum(1, keepdim=True)  # [1 or B, X]
+            total = spec.router_aux_loss_coef * spec.num_experts * (shares.sum(1) * load).sum()
+        if spec.router_z_loss_coef:
+            z_loss = spec.router_z_loss_coef * logits.logsumexp(-1).square().sum()
+            total = z_loss if total is None else total + z_loss
+        return total
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """The bias moves by thousandths, which bf16 would swallow: it follows to other devices, not to narrow dtypes."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)  # pyright: ignore[reportPrivateUsage]
+        after = self.e_score_correction_bias
+        if before is not None and after is not None and after.itemsize < before.itemsize:
+            self.e_score_correction_bias = before.to(after.device)
+        return self
+
+
+def choose(scores: Tensor, model: Model, bias: Tensor | None) -> Tensor:
+    """The experts of each token, [..., k] int64, by scores [..., X]."""
+    if bias is not None:
+        scores = scores + bias
+    if model.n_group > 1:
+        groups = scores.unflatten(-1, (model.n_group, -1))
+        best = 2 if model.topk_method == "noaux_tc" else 1
+        worth = groups.topk(min(best, groups.shape[-1]), -1).values.sum(-1)  # [..., groups]
+        visited = torch.zeros_like(worth, dtype=torch.bool).scatter_(-1, worth.topk(model.topk_group, -1).indices, True)
+        scores = groups.masked_fill(~visited.unsqueeze(-1), -torch.inf).flatten(-2)
+    return scores.topk(model.num_experts_per_tok, -1).indices
+
+
+def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
+    """How often each expert was chosen in each sequence: of [B, S, k], [B, X] int64."""
+    rows = chosen.flatten(1)
+    counts = torch.zeros(len(rows), num_experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(1, rows, torch.ones_like(rows))
+
+
+class _RouterLogits(torch.autograd.Function):
+    """hidden W^T + b in at least fp32. Saves hidden in its own dtype: a wide copy would be twice as large."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        ctx.save_for_backward(hidden, weight)
+        ctx.has_bias = bias is not None
+        rows = hidden.flatten(0, -2).to(wide)
+        logits = torch.mm(rows, weight.to(wide).t()) if bias is None else torch.addmm(bias.to(wide), rows, weight.to(wide).t())
+        return logits.unflatten(0, hidden.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        grad = grad.flatten(0, -2)
+        grad_hidden = torch.mm(grad, weight.to(grad.dtype)).to(hidden.dtype).view_as(hidden)
+        grad_weight = torch.mm(grad.t(), hidden.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
+        return grad_hidden, grad_weight, grad.sum(0).to(weight.dtype) if ctx.has_bias else None
