@@ -61,9 +61,9 @@ def errors_of(rank: int, cases: dict[str, Case]) -> dict[str, dict[str, float]]:
 def errors(rank: int, case: Case) -> dict[str, float]:
     layout = Layout(tp=dist.get_world_size(), sequence_parallel=case.sequence_parallel, recompute=case.recompute)  # pyright: ignore
     expected_loss, expected = computed(decoder_of(case.model), case)
-    decoder = tensor_parallel_decoder(case.model, layout, rank)
     if case.fault is not None:
         case.fault()
+    decoder = tensor_parallel_decoder(case.model, layout, rank)
     loss, found = computed(decoder, case)
     # The gradient of a key's bias is zero but for rounding, so no gradient is measured by less than this.
     least = ROUNDING_SCALE * max(float(gradient.abs().max()) for gradient in expected.values())
@@ -95,6 +95,8 @@ def tensor_parallel_decoder(model: Model, layout: Layout, rank: int) -> Decoder:
 def fill(decoder: Decoder, places: dict[str, Place]) -> None:
     """Random values for every weight, biases and norms too: zeros and ones would hide much."""
     parameters = dict(decoder.named_parameters())
+    for buffer in decoder.buffers():
+        buffer.zero_()
     for weight in weights(decoder.spec):
         drawn = replace(weight, init_std=weight.init_std or 0.3)
         parameters[weight.name].copy_(slice_of(initial_value(drawn, 1) + weight.init_fill, places[weight.name]))
@@ -112,7 +114,7 @@ def computed(decoder: Decoder, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
         options["positions"] = torch.where(options["document_ids"] == 0, 0, -(case.length // 3) - 1) + torch.arange(case.length)
     if case.compiled:
         for _, block in decoder.blocks():
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
     loss = decoder(inputs, **options)
     (loss / 7).backward()
     return loss.detach(), {name: grad_of(parameter) for name, parameter in decoder.named_parameters()}
@@ -129,6 +131,8 @@ def finished(
     table, result = {weight.name: weight for weight in weights(model)}, {}
     for name, gradient in found.items():
         part = place(table[name], layout, Coordinates.of(layout, rank))
+        if table[name].is_expert:
+            part = part._replace(copies=layout.tp, copy=rank, is_partial=True)
         if part.is_partial and sum_copies:
             every = [torch.empty_like(gradient) for _ in range(layout.tp)]
             dist.all_gather(every, gradient)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
-from models.families import FAMILIES
-from parallel.tensor_cases import Case, divisible, errors_of
+import torch
+import torch.distributed as dist
+from models.families import EXPERT_FAMILIES, FAMILIES
+from parallel.tensor_cases import Case, WholeWorld, divisible, errors_of, tensor_parallel_decoder
 from ranks import run_ranks
+from torch import Tensor
+
+from ultrascale.models.decoder import Decoder
+from ultrascale.parallel import tensor_loss, tensor_ops
+from ultrascale.parallel.pipeline_weights import WeightGradients, make_gradients
+from ultrascale.parallel.precision import apply_mixed_precision
+from ultrascale.parallel.tensor import apply_tensor_parallel, cut_parameters
+from ultrascale.parallel.tensor_ops import Cut
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.places import Coordinates, even_part
 
 LIMIT = 1e-12
 
@@ -28,6 +45,18 @@ def test_every_family_computes_what_one_process_does(tp, sequence_parallel):
     cases = {name: Case(divisible(model, tp), sequence_parallel) for name, model in FAMILIES.items()}
     assert any(case.model.num_key_value_heads < tp for case in cases.values())
     expect_equal(tp, cases)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_family_with_experts_computes_what_one_process_does(tp):
+    """Experts are whole on every rank, which sends them its own positions; their gradients are summed."""
+    cases = {name: Case(without_balance(model)) for name, model in EXPERT_FAMILIES.items()}
+    cases["two tokens ahead"] = Case(replace(cases["deepseek-v3"].model, num_nextn_predict_layers=1), length=19)
+    expect_equal(tp, cases)
+
+
+def without_balance(model: Model) -> Model:
+    return replace(model, router_aux_loss_coef=0.0, router_z_loss_coef=0.0)
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
@@ -51,3 +80,204 @@ def test_recomputation_and_packed_documents_change_nothing(tp):
         for sequence_parallel in (True, False)
     }
     expect_equal(tp, cases)
+
+
+def test_a_compiled_block_is_one_graph_and_computes_the_same():
+    """Traced and differentiated as the compiler would; its code generator has nothing to do with ranks."""
+    cases = {
+        f"{recompute}, {sequence_parallel}": Case(
+            FAMILIES["llama-biases"], sequence_parallel, length=19, recompute=recompute, compiled=True
+        )
+        for recompute, sequence_parallel in (("none", True), ("full", True), ("selective", False))
+    }
+    expect_equal(2, cases)
+
+
+def narrow_loss(rank: int, compiled: bool) -> tuple[float, float, float]:
+    """Of copies in bf16: the loss, and the norms of the gradients of a cut weight's slice and of a norm's share."""
+    decoder = tensor_parallel_decoder(FAMILIES["llama"], Layout(tp=dist.get_world_size()), rank).float()
+    apply_mixed_precision(decoder, torch.bfloat16)
+    if compiled:
+        decoder.loss = partial(decoder.loss, compiled=True)
+    loss = decoder(TOKENS, targets=TOKENS.roll(-1, 1))
+    loss.backward()
+    head, norm = (decoder.get_parameter(name).grad for name in ("lm_head.weight", "norm.weight"))
+    assert head is not None and norm is not None and head.dtype == norm.dtype == torch.float32
+    dist.all_reduce(norm)
+    square = head.square().sum()
+    dist.all_reduce(square)
+    return float(loss), float(square.sqrt()), float(norm.norm())
+
+
+def test_bf16_is_near_one_process_in_bf16():
+    (one,) = run_ranks(1, narrow_loss, False)
+    for found in run_ranks(2, narrow_loss, False):
+        assert found == pytest.approx(one, rel=1e-2) and found != one
+
+
+def forget_other_ranks() -> None:
+    tensor_ops.sum_parts = lambda whole, group: lambda: part_of(whole, group)
+
+
+def part_of(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return whole.tensor_split(group.size(), dim=1)[group.rank()].contiguous()
+
+
+def add_bias_on_every_rank() -> None:
+    Cut.fan_in = lambda cut, inner, projection: plain_fan_in(cut, inner, projection) + projection.bias  # pyright: ignore
+
+
+def count_vocabulary_from_the_second_row() -> None:
+    tensor_loss.even_part = lambda length, parts, part: (even_part(length, parts, part)[0] + part, 0)
+
+
+def forget_a_part_of_the_normalizer() -> None:
+    tensor_loss.gather_rows = lambda own, group: own.unsqueeze(0)
+
+
+plain_fan_in = Cut.fan_in
+FAULTS = {
+    "sums forget other ranks": (Case(FAMILIES["llama"], fault=forget_other_ranks), "loss"),
+    "bias added by every rank": (Case(FAMILIES["llama-biases"], fault=add_bias_on_every_rank), "loss"),
+    "vocabulary off by one": (Case(FAMILIES["llama"], fault=count_vocabulary_from_the_second_row), "loss"),
+    "loss over one part of the vocabulary": (Case(FAMILIES["llama"], fault=forget_a_part_of_the_normalizer), "loss"),
+    "norm not summed": (Case(FAMILIES["llama"], sum_copies=False), "layers.1.input_layernorm.weight"),
+    "head norm not summed": (Case(FAMILIES["qwen3"], False, sum_copies=False), "layers.1.self_attn.q_norm.weight"),
+    "key heads not summed": (Case(FAMILIES["llama-wide-heads"], False, sum_copies=False), "layers.2.self_attn.k_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault):
+    case, seen_in = FAULTS[fault]
+    for found in run_ranks(2, errors_of, {fault: case}):
+        assert found[fault][seen_in] > 1e-4
+        assert case.sum_copies or found[fault]["loss"] <= LIMIT
+
+
+def raised(rank: int, run: Callable[[Any], object]) -> str:
+    """What the whole decoder of a rank says to `run`."""
+    decoder = tensor_parallel_decoder(FAMILIES["llama"], Layout(tp=2), rank)
+    with pytest.raises((IndexError, ValueError)) as caught:
+        run(decoder)
+    return str(caught.value)
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+@pytest.mark.parametrize(
+    "tokens, targets, message",
+    [
+        (TOKENS + 86, TOKENS, "a token is 97, outside the vocabulary of 97"),
+        (TOKENS - 1, TOKENS, "a token is -1, outside the vocabulary of 97"),
+        (TOKENS, TOKENS + 86, "a target is 97, outside the vocabulary of 97"),
+        (TOKENS, TOKENS - 7, "a target is -7, outside the vocabulary of 97"),
+        (TOKENS, None, "over several ranks of tp a decoder computes losses"),
+    ],
+)
+def test_an_id_of_no_rank_is_refused_and_so_are_logits(tokens, targets, message):
+    for said in run_ranks(2, raised, lambda decoder: decoder(tokens, targets=targets)):
+        assert message in said
+
+
+def middle_stage_without_positions(rank: int) -> str:
+    model, layout = FAMILIES["llama"], Layout(tp=2)
+    with torch.device("meta"):
+        decoder = Decoder(model, layers=range(1, 2), is_first=False, is_last=False)
+    apply_tensor_parallel(decoder, layout, WholeWorld(Coordinates.of(layout, rank)))
+    with pytest.raises(ValueError) as caught:
+        decoder(torch.zeros(2, 3, 32))
+    return str(caught.value)
+
+
+def test_a_later_stage_must_be_told_positions():
+    for said in run_ranks(2, middle_stage_without_positions):
+        assert "a stage that is not the first must be given positions" in said
+
+
+def shapes(rank: int, model: Model, tp: int) -> dict[str, tuple[int, ...]]:
+    layout = Layout(tp=tp)
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    cut_parameters(decoder, layout, Coordinates.of(layout, rank))
+    assert decoder.head_weight is decoder.get_parameter("embed_tokens.weight" if decoder.lm_head is None else "lm_head.weight")
+    return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+
+
+def test_a_rank_holds_its_slices_and_a_tied_embedding_once():
+    found = shapes(2, replace(FAMILIES["llama-biases"], tie_word_embeddings=True), 4)
+    assert "lm_head.weight" not in found
+    assert found["embed_tokens.weight"] == (24, 32) and shapes(0, FAMILIES["llama"], 4)["lm_head.weight"] == (25, 32)
+    block = {name.removeprefix("layers.1."): shape for name, shape in found.items()}
+    assert block["self_attn.q_proj.weight"] == (8, 32) and block["self_attn.k_proj.bias"] == (8,)  # 2 heads for 4 ranks
+    assert block["mlp.up_proj.weight"] == (12, 32) and block["mlp.down_proj.weight"] == (32, 12)
+    assert block["mlp.down_proj.bias"] == block["input_layernorm.weight"] == (32,)
+
+
+class Traffic:
+    """Counts what `tensor_ops` starts to send, by kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        for kind in ("gather_parts", "sum_parts", "sum_whole"):
+            setattr(tensor_ops, kind, partial(self._note, kind, getattr(tensor_ops, kind)))
+
+    def _note(self, kind: str, send: Callable[..., Any], *arguments: Any) -> Any:
+        self.counts[kind] += 1
+        return send(*arguments)
+
+    def take(self) -> dict[str, int]:
+        taken, self.counts = dict(self.counts), Counter()
+        return taken
+
+
+def block_traffic(rank: int, recompute: str, sequence_parallel: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """What one more block sends, forward and backward."""
+    traffic, found = Traffic(), []
+    for layers in (1, 2):
+        model = replace(FAMILIES["llama"], num_hidden_layers=layers)
+        layout = Layout(tp=2, sequence_parallel=sequence_parallel, recompute=recompute)  # pyright: ignore
+        decoder = tensor_parallel_decoder(model, layout, rank)
+        loss = decoder(TOKENS, targets=TOKENS)
+        forward = traffic.take()
+        loss.backward()
+        found.append((forward, traffic.take()))
+    return tuple({kind: more[kind] - less.get(kind, 0) for kind in more} for less, more in zip(*found, strict=True))  # pyright: ignore
+
+
+GATHERS, SUMS, WHOLE = "gather_parts", "sum_parts", "sum_whole"
+
+
+@pytest.mark.parametrize(
+    "recompute, sequence_parallel, forward, backward",
+    [
+        ("none", True, {GATHERS: 2, SUMS: 2}, {GATHERS: 4, SUMS: 2}),
+        ("selective", True, {GATHERS: 2, SUMS: 2}, {GATHERS: 4, SUMS: 2}),
+        ("full", True, {GATHERS: 2, SUMS: 2}, {GATHERS: 6, SUMS: 4}),
+        ("none", False, {WHOLE: 2}, {WHOLE: 2}),
+        ("selective", False, {WHOLE: 2}, {WHOLE: 2}),
+    ],
+)
+def test_a_block_sends_as_little_as_it_can(recompute, sequence_parallel, forward, backward):
+    for found in run_ranks(2, block_traffic, recompute, sequence_parallel):
+        assert found == (forward, backward)
+
+
+def put_off_backward(rank: int) -> tuple[int, list[float]]:
+    """How many weights' gradients wait, and how far those made later are from those made at once."""
+    decoder = tensor_parallel_decoder(FAMILIES["llama-biases"], Layout(tp=2), rank)
+    parameters = list(decoder.parameters())
+    expected = torch.autograd.grad(decoder(TOKENS, targets=TOKENS), parameters)
+    weights = WeightGradients()
+    decoder.layers["0"].mlp.fan_in.__self__.put_off = weights.add  # pyright: ignore
+    with weights.put_off() as waiting:
+        decoder(TOKENS, targets=TOKENS).backward()
+    count = len(waiting)
+    make_gradients(waiting)
+    return count, [float((p.grad - e).abs().max()) for p, e in zip(parameters, expected, strict=True)]  # pyright: ignore
+
+
+def test_gradients_of_weights_can_wait():
+    for count, errors in run_ranks(2, put_off_backward):
+        assert count == 3 * 7 and max(errors) < 1e-14

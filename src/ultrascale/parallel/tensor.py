@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ultrascale.models.decoder import Decoder
+from ultrascale.models.decoder import Decoder, PredictionBlock
 from ultrascale.parallel.tensor_loss import look_up, vocabulary_cross_entropy
 from ultrascale.parallel.tensor_ops import Cut
 from ultrascale.spec.layout import Layout
@@ -38,26 +38,33 @@ class Groups(Protocol):
     def group(self, axis: Any, /) -> dist.ProcessGroup | None: ...
 
 
-def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> None:
+def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Cut | None:
     """Cut `decoder`, whose weights are still on the meta device, over tp, in place. Does nothing if that is one rank.
 
-    Weights of experts are left to `expert_tp`. The forward pass then raises ValueError if it is to give logits, and of a stage
-    that is not the first without positions: with sequence parallelism it could not know how long its sequences are.
+    Returns what the seams share: a zero-bubble schedule sets its `put_off`. Weights of experts are left to `expert_tp`. The
+    forward pass then raises ValueError if it is to give logits, and of a stage that is not the first without positions: with
+    sequence parallelism it could not know how long its sequences are.
     """
     group = mesh.group("tp")
     if group is None:
-        return
+        return None
     cut = Cut(group, layout.sequence_parallel)
     cut_parameters(decoder, layout, mesh.at)
     for module in decoder.modules():
         for seam in ("fan_out", "fan_in", "whole"):
             if hasattr(module, seam):
                 setattr(module, seam, getattr(cut, seam))
+        if getattr(module, "norms_whole", False):  # norms over all heads together see those of all ranks
+            for norm in (module.q_norm, module.k_norm):
+                setattr(norm, "forward", partial(_rms_norm, norm, cut))  # noqa: B010
+        if isinstance(module, PredictionBlock):
+            module.eh_proj.forward = partial(cut.columns_home, module.eh_proj)
     vocab_size = decoder.spec.vocab_size
     decoder.look_up = partial(look_up, vocab_size=vocab_size, cut=cut)  # pyright: ignore[reportAttributeAccessIssue]
     decoder.loss = partial(vocabulary_cross_entropy, vocab_size=vocab_size, cut=cut)
     decoder.own_share = cut.own_share
     decoder.register_forward_pre_hook(partial(_measure, cut), with_kwargs=True)
+    return cut
 
 
 def cut_parameters(decoder: nn.Module, layout: Layout, at: Coordinates) -> None:
@@ -70,6 +77,10 @@ def cut_parameters(decoder: nn.Module, layout: Layout, at: Coordinates) -> None:
         owner, _, leaf = name.rpartition(".")
         shape = place(weight, layout, at).shape
         setattr(decoder.get_submodule(owner), leaf, nn.Parameter(parameter.new_empty(shape)))
+
+
+def _rms_norm(norm: Any, cut: Cut, x: Tensor) -> Tensor:
+    return cut.rms_norm(x, norm.weight, norm.eps)
 
 
 def _measure(cut: Cut, decoder: Decoder, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:

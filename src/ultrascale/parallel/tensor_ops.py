@@ -20,6 +20,7 @@ nothing twice, and the compiler sees one node and need not look inside.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,19 +44,18 @@ def column_products(hidden: Tensor, weights: list[Tensor], biases: list[Tensor],
 
 @custom_op("ultrascale::column_products_backward", mutates_args=())
 def column_products_backward(
-    grads: list[Tensor], hidden: Tensor, weights: list[Tensor], group: str, length: int, want_input: bool, want_weights: bool
+    grads: list[Tensor], hidden: Tensor, weights: list[Tensor], group: str, length: int, want_weights: bool
 ) -> list[Tensor]:
-    """dx, if wanted, and dW of each weight, if wanted."""
-    ranks, found = group_named(group), []
+    """dx and, if wanted, dW of each weight."""
+    ranks = group_named(group)
     gathered = gather_parts(hidden, length, ranks) if length and want_weights else None
-    summed = None
-    if want_input:
-        grad = _sum_of_products(grads, weights)
-        summed = sum_parts(grad, ranks) if length else sum_whole(grad, ranks)
+    grad = _sum_of_products(grads, weights)
+    summed = sum_parts(grad, ranks) if length else sum_whole(grad, ranks)
+    found = []
     if want_weights:
         rows = (hidden if gathered is None else gathered()).flatten(0, 1)
         found = [torch.mm(grad.flatten(0, 1).t(), rows) for grad in grads]
-    return found if summed is None else [summed(), *found]
+    return [summed(), *found]
 
 
 @custom_op("ultrascale::row_product", mutates_args=())
@@ -63,16 +63,6 @@ def row_product(inner: Tensor, weight: Tensor, group: str, length: int) -> Tenso
     """[B, S, F] and weight [D, F] to the sum over ranks of their products, [B, S/tp, D], or [B, S, D] where `length` is 0."""
     product, ranks = F.linear(inner, weight), group_named(group)
     return (sum_parts(product, ranks) if length else sum_whole(product, ranks))()
-
-
-@custom_op("ultrascale::row_product_backward", mutates_args=())
-def row_product_backward(
-    grad: Tensor, inner: Tensor, weight: Tensor, group: str, length: int, want_input: bool, want_weight: bool
-) -> list[Tensor]:
-    """d inner, if wanted, and dW, if wanted."""
-    whole = _whole(grad, group, length)
-    found = [torch.matmul(whole, weight)] if want_input else []
-    return [*found, torch.mm(whole.flatten(0, 1).t(), inner.flatten(0, 1))] if want_weight else found
 
 
 @custom_op("ultrascale::gathered_sequence", mutates_args=())
@@ -94,24 +84,14 @@ def _(hidden: Tensor, weights: list[Tensor], biases: list[Tensor], group: str, l
 
 
 @column_products_backward.register_fake
-def _(
-    grads: list[Tensor], hidden: Tensor, weights: list[Tensor], group: str, length: int, want_input: bool, want_weights: bool
-) -> list[Tensor]:
+def _(grads: list[Tensor], hidden: Tensor, weights: list[Tensor], group: str, length: int, want_weights: bool) -> list[Tensor]:
     found = [torch.empty_like(weight) for weight in weights] if want_weights else []
-    return [torch.empty_like(hidden, memory_format=torch.contiguous_format), *found] if want_input else found
+    return [torch.empty_like(hidden, memory_format=torch.contiguous_format), *found]
 
 
 @row_product.register_fake
 def _(inner: Tensor, weight: Tensor, group: str, length: int) -> Tensor:
     return inner.new_empty(inner.shape[0], own_length(inner.shape[1], group, length), len(weight))
-
-
-@row_product_backward.register_fake
-def _(
-    grad: Tensor, inner: Tensor, weight: Tensor, group: str, length: int, want_input: bool, want_weight: bool
-) -> list[Tensor]:
-    found = [torch.empty_like(inner, memory_format=torch.contiguous_format)] if want_input else []
-    return [*found, torch.empty_like(weight)] if want_weight else found
 
 
 @gathered_sequence.register_fake
@@ -125,7 +105,7 @@ def _(whole: Tensor, group: str, length: int) -> Tensor:
 
 
 _ops = torch.ops.ultrascale
-PRODUCTS = (_ops.column_products.default, _ops.row_product.default, _ops.gathered_sequence.default)
+PRODUCTS = (_ops.column_products.default, _ops.row_product.default, _ops.gathered_sequence.default, _ops.summed.default)
 """What selective recomputation keeps: computing these again would send messages again."""
 
 
@@ -161,17 +141,20 @@ class Cut:
     sequence_parallel: bool
     length: int = 0
     """Positions of the sequences now passing through; 0 without sequence parallelism, where none is cut."""
+    put_off: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
+    """Told a weight, the gradient of its product and the product's input, [B, S, F] and [B, S, D]; gives the weight's gradient,
+    or None to make it later (`pipeline_weights`)."""
 
     def fan_out(self, hidden: Tensor, *projections: torch.nn.Linear) -> tuple[Tensor, ...]:
         """Several projections, cut by columns, of one input: of [B, S/tp, D], [B, S, F/tp] each."""
         weights = [projection.weight for projection in projections]
         biases = [projection.bias for projection in projections if projection.bias is not None]
         assert len(biases) in (0, len(weights)), "projections of one input all have a bias, or none"
-        return _Columns.apply(self.group.group_name, self.length, len(weights), hidden, *weights, *biases)  # pyright: ignore
+        return _Columns.apply(self, len(weights), hidden, *weights, *biases)  # pyright: ignore
 
     def fan_in(self, inner: Tensor, projection: torch.nn.Linear) -> Tensor:
         """A projection cut by rows: [B, S, F/tp] to [B, S/tp, D]. The bias, whole on every rank, is added once, to the sum."""
-        out: Tensor = _Row.apply(self.group.group_name, self.length, inner, projection.weight)  # pyright: ignore
+        out: Tensor = _Row.apply(self, inner, projection.weight)  # pyright: ignore
         return out if projection.bias is None else out + projection.bias
 
     def whole(self, part: Tensor) -> Tensor:
@@ -181,6 +164,20 @@ class Cut:
     def sum(self, whole: Tensor) -> Tensor:
         """The sum over ranks of [B, S, D]: [B, S/tp, D]."""
         return _Summed.apply(self.group.group_name, self.length, whole)  # pyright: ignore
+
+    def columns_home(self, projection: torch.nn.Linear, hidden: Tensor) -> Tensor:
+        """A projection cut by columns between two shares: [B, S/tp, D] to [B, S/tp, F]."""
+        (columns,) = self.fan_out(hidden, projection)  # [B, S, F/tp]
+        width = projection.out_features
+        first, count = even_part(width, self.group.size(), self.group.rank())
+        return self.sum(F.pad(columns, (first, width - first - count)))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight, of whose last dimension each rank has an equal part; the same one, where there are copies."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        squares: Tensor = _SumBothWays.apply(self, wide.square().sum(-1, keepdim=True))  # pyright: ignore
+        mean = squares / (self.group.size() * x.shape[-1])
+        return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)
 
     def own_share(self, hidden: Tensor) -> Tensor:
         """This rank's positions of [B, S, ...]."""
@@ -192,35 +189,54 @@ class Cut:
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: str, length: int, count: int, hidden: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        weights, biases = list(parameters[:count]), list(parameters[count:])
-        ctx.save_for_backward(hidden, *weights)
-        ctx.group, ctx.length, ctx.has_bias = group, length, bool(biases)
-        return tuple(column_products(hidden, weights, biases, group, length))
+    def forward(ctx: Any, cut: Cut, count: int, hidden: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.weights, biases = list(parameters[:count]), list(parameters[count:])
+        ctx.save_for_backward(hidden)
+        ctx.cut, ctx.length, ctx.has_bias = cut, cut.length, bool(biases)
+        return tuple(column_products(hidden, ctx.weights, biases, cut.group.group_name, cut.length))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, *weights = ctx.saved_tensors
-        want_input, want_weights = _wanted(ctx, 0), any(_wanted(ctx, 1 + index) for index in range(len(weights)))
-        found = column_products_backward(list(grads), hidden, weights, ctx.group, ctx.length, want_input, want_weights)
-        of_input = found.pop(0) if want_input else None
-        of_weights = found if want_weights else [None] * len(weights)
+        (hidden,), group, put_off = ctx.saved_tensors, ctx.cut.group.group_name, ctx.cut.put_off
+        put_off = None if torch.compiler.is_compiling() else put_off
+        here = put_off is None
+        of_input, *of_weights = column_products_backward(list(grads), hidden, ctx.weights, group, ctx.length, here)
+        if put_off is not None:
+            whole = gathered_sequence(hidden, group, ctx.length) if ctx.length else hidden
+            of_weights = [put_off(weight, grad, whole) for weight, grad in zip(ctx.weights, grads, strict=True)]
         of_biases = [grad.flatten(0, 1).sum(0) for grad in grads] if ctx.has_bias else []
-        return None, None, None, of_input, *of_weights, *of_biases
+        return None, None, of_input, *of_weights, *of_biases
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: str, length: int, inner: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(inner, weight)
-        ctx.group, ctx.length = group, length
-        return row_product(inner, weight, group, length)
+    def forward(ctx: Any, cut: Cut, inner: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inner)
+        ctx.cut, ctx.length, ctx.weight = cut, cut.length, weight
+        return row_product(inner, weight, cut.group.group_name, cut.length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        want_input, want_weight = _wanted(ctx, 0), _wanted(ctx, 1)
-        found = row_product_backward(grads[0], *ctx.saved_tensors, ctx.group, ctx.length, want_input, want_weight)
-        return None, None, found.pop(0) if want_input else None, found.pop(0) if want_weight else None
+        (inner,), group, put_off = ctx.saved_tensors, ctx.cut.group.group_name, ctx.cut.put_off
+        whole = gathered_sequence(grads[0], group, ctx.length) if ctx.length else grads[0]
+        if put_off is None or torch.compiler.is_compiling():
+            of_weight = torch.mm(whole.flatten(0, 1).t(), inner.flatten(0, 1))
+        else:
+            of_weight = put_off(ctx.weight, whole, inner)
+        return None, torch.matmul(whole, ctx.weight), of_weight
+
+
+class _SumBothWays(torch.autograd.Function):
+    """The sum over ranks, on every rank, each of which makes something else of it."""
+
+    @staticmethod
+    def forward(ctx: Any, cut: Cut, x: Tensor) -> Tensor:
+        ctx.group = cut.group.group_name
+        return summed(x, ctx.group, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, summed(grads[0], ctx.group, 0)
 
 
 class _Whole(torch.autograd.Function):
@@ -243,14 +259,3 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, gathered_sequence(grads[0], ctx.group, ctx.length) if ctx.length else grads[0]
-
-
-def _wanted(ctx: Any, index: int) -> bool:
-    """Whether this backward pass goes on to tensor `index`: a zero-bubble schedule asks for inputs and for weights apart."""
-    node = ctx.next_functions[index][0]
-    if node is None or torch.compiler.is_compiling():
-        return node is not None
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a parameter asked for by name
-        return True
