@@ -119,9 +119,8 @@ class Dispatch:
             arriving = arriving.view(len(sizes), own)
         if self.expert_tp is None:
             return arriving.view(1, -1, arriving.shape[-1])
-        gathered = arriving.new_empty(self.expert_tp.size() * arriving.numel())
-        dist.all_gather_into_tensor(gathered, arriving.flatten(), group=self.expert_tp)
-        return gathered.view(self.expert_tp.size(), -1, arriving.shape[-1])
+        ranks = self.expert_tp.size()
+        return gather(arriving.view(1, -1), [1] * ranks, self.expert_tp).view(ranks, -1, arriving.shape[-1])
 
 
 @dataclass
