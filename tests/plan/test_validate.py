@@ -228,6 +228,21 @@ def test_steps_captured_as_one_graph_wait_for_no_launches():
     assert in_bf16.workload.stack.overheads.op_seconds == 1.8e-4
 
 
+def test_megatrons_own_table_overlaps_what_its_text_says():
+    stacks = [
+        setup_of(asked(framework="Megatron-LM", source=source)).workload.stack
+        for source in ("NVIDIA Megatron-LM README, model table", "a paper")
+    ]
+    assert [stack.overlaps_tensor_parallel for stack in stacks] == [True, False]
+
+
+def test_a_device_said_to_be_power_limited_is_priced_slower():
+    plain, limited = predict_rows([asked(gpu="B200"), asked(gpu="B200-180GB-SXM (power limited)")])
+    assert plain.step_seconds is not None and limited.step_seconds is not None
+    assert limited.step_seconds == pytest.approx(plain.step_seconds * 0.75 ** (-1 / 3), rel=0.03)
+    assert "three quarters of its power" in limited.reason and "power" not in plain.reason
+
+
 def test_hybrid_sharding_is_read():
     layout = setup_of(asked(zero_stage="hsdp8")).layouts[0]
     assert (layout.zero_stage, layout.dp_shard) == (3, 8)

@@ -66,6 +66,8 @@ _NARROW_MOMENTS = r"megatron-bridge|hai-llm"
 3.3.2), and as Megatron-Bridge's recipes for DeepSeek, Moonlight and Kimi do (exp_avg_dtype)."""
 _PLAIN_MEGATRON = {"overlaps_tensor_parallel": False}
 """Megatron-LM overlaps TP only through Transformer Engine's user buffers, which NeMo's recipes switch on."""
+_OVERLAPPED_TABLE = r"megatron-lm.*readme"
+"""Megatron-LM's own table of scaling was made with --tp-comm-overlap, as the text beside it says."""
 _LIKENESSES = (
     _Likeness(r"torchtitan", "torchtitan", True, {}),
     _Likeness(r"nanotron|picotron", "nanotron", True, {}),
@@ -83,6 +85,9 @@ _LIKENESSES = (
     _Likeness(r"neox|internevo|internlm|colossal", "megatron", False, _PLAIN_MEGATRON),
     _Likeness(r"hai-llm|megascale", "megatron", False, {}),
 )  # fmt: skip
+LIMITED_POWER = 0.75
+"""Of a device's power, where it is said to be limited and not to what: an assumption, told with the prediction. Clocks follow
+its third root, as for an H100 of 500 W (`constants.DEVICE_DERATES`)."""
 SOME_FUSED = 1.0
 """Time of element-wise work where some of a source's runs fuse their norms, over that of its bytes when unfused."""
 LAST_YEAR_WITHOUT_FLASH = 2022
@@ -101,6 +106,8 @@ LAST_YEAR_OF_EAGER_LOSS = 2024
 def stack_of(asked: Asked, tuning: Tuning = TUNING) -> tuple[Stack, tuple[str, ...]]:
     """The row's stack and what had to be assumed."""
     assumed: list[str] = []
+    if _is_limited(asked):
+        assumed.append("three quarters of its power, as the GPU is said to be limited")
     stack = _refined(_closest(asked, assumed, tuning.overheads), asked)
     return replace(stack, kernels=_kernels(stack, asked, assumed), overheads=_overheads(stack, asked, tuning.vintage)), tuple(
         assumed
@@ -129,6 +136,8 @@ def _refined(stack: Stack, asked: Asked) -> Stack:
         stack = replace(stack, **_NO_OVERLAP)
     if stack.name == "nanotron" and (asked.year or 9999) <= LAST_YEAR_OF_WHOLE_INPUTS:
         stack = replace(stack, autograd_gradient_bytes=0)
+    if re.search(_OVERLAPPED_TABLE, asked.source, re.IGNORECASE):
+        stack = replace(stack, overlaps_tensor_parallel=True)
     if asked.attn_kind.lower().startswith("mla") and re.search(_NARROW_MOMENTS, asked.framework, re.IGNORECASE):
         stack = with_optimizer(stack, "adamw-bf16")
     detail = asked.recompute_detail.lower()
@@ -170,12 +179,18 @@ def _in_graphs(asked: Asked) -> bool:
     return bool(release and (int(release[1]), int(release[2])) >= FIRST_RELEASE_IN_GRAPHS and narrow and blackwell)
 
 
+def _is_limited(asked: Asked) -> bool:
+    return re.search(r"power.?(?:limited|capped)", asked.gpu, re.IGNORECASE) is not None
+
+
 def _overheads(stack: Stack, asked: Asked, vintage: Vintage) -> Overheads:
     """What the row's year, precision and framework change in the time a program adds."""
     overheads, words = stack.overheads, asked.framework.lower()
     products, attention, elementwise, op_seconds = 1.0, 1.0, 1.0, overheads.op_seconds
+    if _is_limited(asked):
+        products = attention = LIMITED_POWER ** (-1 / 3)
     if "nvfp4" in asked.precision.lower():
-        products = vintage.nvfp4_over_fp8
+        products *= vintage.nvfp4_over_fp8
     if "vtrain" in words or (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH:
         op_seconds = max(op_seconds, vintage.old_op_seconds)
     if _in_graphs(asked):
@@ -183,9 +198,9 @@ def _overheads(stack: Stack, asked: Asked, vintage: Vintage) -> Overheads:
     elif asked.experts:
         op_seconds = max(op_seconds, vintage.expert_op_seconds)
     if stack.name == "llm-foundry":  # its biases of positions (ALiBi) kept it on the first version's kernels
-        attention = vintage.flash_1_over_2
+        attention *= vintage.flash_1_over_2
     if stack.name == "aleph-alpha" and asked.recompute != "none":  # a half of those runs
-        attention = (1 + vintage.flash_1_over_2) / 2
+        attention *= (1 + vintage.flash_1_over_2) / 2
     is_eager_moe = stack.name == "torchtitan" and bool(asked.experts)  # its dispatch is torch's own operations
     # Aleph Alpha's own RMSNorm kernel ran in some runs, all without checkpointing (arXiv 2311.05610, section 4.1). Which, a row
     # does not say: memory is that of runs without it, which need more, time lies between.
