@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import yaml
 
-from ultrascale.plan.flags import cannot_express, trainer_flags
+from ultrascale.plan.flags import cannot_express, not_searched, trainer_flags
 from ultrascale.plan.space import legal_layouts
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
@@ -17,7 +18,7 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack import STACKS, with_optimizer
 
 
 def workload(stack: str, model: str = "llama-3-8b") -> Workload:
@@ -128,3 +129,57 @@ def test_what_a_trainer_has_no_setting_for_is_refused(stack: str, layout: Layout
     with pytest.raises(SpecError) as error:
         trainer_flags(workload(stack), layout)
     assert error.value.problems[0].key == key and f"--stack {stack}" in error.value.problems[0].remedy
+
+
+def test_megatron_gets_stages_that_are_not_even_one_by_one() -> None:
+    layout = Layout(dp=4, pp=16, ep=4, zero_stage=1, precision="bf16", schedule="1f1b")
+    words = megatron_words(trainer_flags(workload("megatron", "deepseek-v3"), layout))
+    stages = words["pipeline-model-parallel-layout"].strip("'").split("|")
+    assert len(stages) == 16 and stages[0].startswith("E") and stages[-1].endswith("mL")
+    assert sum(stage.count("t") for stage in stages) == 61 and words["mtp-num-layers"] == "1"
+    assert "pipeline-model-parallel-layout" not in megatron_words(trainer_flags(workload("megatron"), PIPED))
+
+
+def test_torchtitan_gets_its_stages_and_its_float8() -> None:
+    layout = replace(PIPED, zero_stage=2, precision="fp8")
+    settings = tomllib.loads(trainer_flags(workload("torchtitan"), layout))
+    parallelism = settings["parallelism"]
+    assert parallelism["pipeline_parallel_layers_per_stage"] == 32 // 8
+    less = [parallelism[f"pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last")]
+    assert less == [0, 0] and settings["model"]["converters"] == ["quantize.linear.float8"]
+    odd = replace(workload("torchtitan"), model=replace(preset("llama-3-8b"), num_hidden_layers=9))
+    with pytest.raises(SpecError, match="into 5 stages, the plan wants 8"):
+        trainer_flags(odd, layout)
+    table = legal_layouts(odd).table
+    assert {2, 4} & set(table.pp) and 8 not in set(table.pp * table.virtual_stages)
+
+
+def test_deepspeed_and_composer_get_the_names_that_they_read() -> None:
+    experts = trainer_flags(workload("deepspeed", "mixtral-8x7b"), Layout(dp=64, ep=8, zero_stage=1, precision="bf16"))
+    assert "--moe-expert-parallel-size 8" in experts
+    hybrid = Layout(dp=64, dp_shard=8, zero_stage=3, precision="bf16")
+    for layout, strategy in ((replace(hybrid, zero_stage=2), "_HYBRID_SHARD_ZERO2"), (hybrid, "HYBRID_SHARD")):
+        text = trainer_flags(workload("llm-foundry"), layout)
+        assert yaml.safe_load(text)["fsdp_config"]["sharding_strategy"] == strategy
+
+
+@pytest.mark.parametrize(
+    ("stack", "change", "said"),
+    [
+        ("nanotron", {"precision": "fp8"}, "nanotron trains in fp32, fp16, bf16"),
+        ("deepspeed", {"precision": "fp8"}, "deepspeed trains in"),
+        ("torchtitan", {"precision": "fp16"}, "torchtitan trains in"),
+        ("megatron", {"offload_activations": True}, "no offload of activations"),
+        ("nanotron", {"offload_optimizer": True}, "no offload of optimizer"),
+    ],
+)
+def test_what_a_trainer_has_no_setting_for_is_refused_before_a_search(stack: str, change: dict, said: str) -> None:
+    (problem,) = not_searched(STACKS[stack], replace(Layout(precision="bf16"), **change))
+    assert said in problem.rule and not not_searched(STACKS[stack], Layout(precision="bf16"))
+
+
+def test_an_optimizer_that_a_trainer_lacks_is_refused_and_one_it_has_is_printed() -> None:
+    assert not_searched(with_optimizer(STACKS["nanotron"], "muon"), Layout())[0].key == "--optimizer"
+    narrow = replace(workload("megatron"), stack=with_optimizer(STACKS["megatron"], "adamw-bf16"))
+    words = megatron_words(trainer_flags(narrow, PIPED))
+    assert words["exp-avg-dtype"] == "bf16" and "use-precision-aware-optimizer" in words

@@ -10,6 +10,7 @@ from typing import Any
 
 from ultrascale.cli import plan as verb
 from ultrascale.plan.explain import changes, marginals, rungs
+from ultrascale.plan.flags import not_searched
 from ultrascale.plan.price import Prediction
 from ultrascale.plan.report import TRAINED_OPTIMIZER, RunPlan, plan_run, prediction_json, workload_of
 from ultrascale.plan.scaling import Scaled, elsewhere, scaling, smallest_that_fits
@@ -41,6 +42,8 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     asked, base = _choices(settings)
     run = _described(parsed, others, asked, base, cluster)
     verb.refuse_imbalance(parsed, run.model)
+    if problems := not_searched(stack, base):
+        raise SpecError(problems)
     workload = workload_of(run, cluster, stack, **verb.conditions(parsed))
     if parsed["runnable"]:
         if problems := untrainable_model(run.model):

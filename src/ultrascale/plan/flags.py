@@ -15,10 +15,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ultrascale.plan.memory import num_micro_batches
+from ultrascale.plan.stages import chunk_layers_of
 from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.stack import Stack
 
 MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a"}
 TORCHTITAN_CP = {"ring": "alltoall", "all-gather": "allgather"}
@@ -26,6 +28,15 @@ TORCHTITAN_SCHEDULES = {
     "1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble", "dualpipe-v": "DualPipeV",
 }  # fmt: skip
 COMPOSER_STRATEGIES = {0: "NO_SHARD", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
+COMPOSER_HYBRIDS = {2: "_HYBRID_SHARD_ZERO2", 3: "HYBRID_SHARD"}
+PRECISIONS = {
+    "torchtitan": ("fp32", "bf16", "fp8"), "megatron": ("fp32", "fp16", "bf16", "fp8"), "nanotron": ("fp32", "fp16", "bf16"),
+    "llm-foundry": ("fp32", "fp16", "bf16", "fp8"), "deepspeed": ("fp32", "fp16", "bf16"),
+}  # fmt: skip
+OPTIMIZERS = {"megatron": ("adamw", "adamw-bf16")}
+"""Of trainers that have more than AdamW with moments in fp32."""
+OFFLOAD_OPTIMIZER = ("ultrascale", "torchtitan", "megatron", "deepspeed")
+OFFLOAD_ACTIVATIONS = ("ultrascale", "llm-foundry")
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -67,11 +78,40 @@ def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
         ("recompute", layout.recompute in can.recompute, f"recompute {', '.join(can.recompute)}"),
         ("dp_shard", layout.dp_replicate in (1, layout.dp) or can.hybrid, "no hybrid sharding"),
     ]
-    return [
+    found = [
         Problem(f"layout.{key}", f"{name} has {has}, the plan wants {getattr(layout, key)}", f"Search for it: --stack {name}.")
         for key, holds, has in checks
         if not holds
     ]
+    return found + not_searched(workload.stack, layout) + _uneven_stages(workload, layout)
+
+
+def not_searched(stack: Stack, layout: Layout) -> list[Problem]:
+    """What `stack` has no setting for, of what a search takes as it is given: dtype, optimizer, offload."""
+    name, found = stack.name, []
+    known, optimizers = PRECISIONS.get(name, (layout.precision,)), OPTIMIZERS.get(name, ("adamw",))
+    if layout.precision not in known:
+        rule = f"{name} trains in {', '.join(known)}, the plan wants {layout.precision}"
+        found.append(Problem("layout.precision", rule, f"Use --precision {known[-1]}, or another --stack."))
+    if name != "ultrascale" and stack.optimizer not in optimizers:
+        rule = f"{name} has {', '.join(optimizers)}, the plan wants {stack.optimizer}"
+        found.append(Problem("--optimizer", rule, "Leave it out, or use another --stack."))
+    for key, able in (("offload_optimizer", OFFLOAD_OPTIMIZER), ("offload_activations", OFFLOAD_ACTIVATIONS)):
+        if getattr(layout, key) and name not in able:
+            what = key.removeprefix("offload_")
+            found.append(Problem(f"layout.{key}", f"{name} has no offload of {what} that is planned", "Leave it out."))
+    return found
+
+
+def _uneven_stages(workload: Workload, layout: Layout) -> list[Problem]:
+    """Stages that a number of layers a stage does not make."""
+    layers, stages = workload.model.num_hidden_layers, layout.num_stages
+    if layout.pp == 1 or abilities(workload.stack).cuts(layers, stages):
+        return []
+    per_stage = -(-layers // stages)
+    made = f"{layers} layers, {per_stage} a stage, into {-(-layers // per_stage)} stages"
+    rule = f"{workload.stack.name} cuts {made}, the plan wants {stages}"
+    return [Problem("layout.pp", rule, "Choose pp x virtual stages that divide the layers.")]
 
 
 def _ultrascale(plan: _Plan) -> str:
@@ -136,7 +176,6 @@ def _megatron_layout(plan: _Plan) -> dict[str, Any]:
         "tensor-model-parallel-size": layout.tp,
         "sequence-parallel": layout.tp > 1 and layout.sequence_parallel,
         "pipeline-model-parallel-size": layout.pp,
-        "num-virtual-stages-per-pipeline-rank": layout.virtual_stages if layout.virtual_stages > 1 else "",
         "context-parallel-size": layout.cp,
         "cp-comm-type": MEGATRON_CP[layout.cp_method] if layout.cp > 1 else "",
         "expert-model-parallel-size": layout.ep if plan.workload.model.num_experts else "",
@@ -146,16 +185,34 @@ def _megatron_layout(plan: _Plan) -> dict[str, Any]:
         "overlap-grad-reduce": layout.dp > 1,
         "overlap-param-gather": layout.zero_stage == 1,
         "cross-entropy-loss-fusion": True,
+        **_megatron_stages(plan),
         "bf16": layout.precision in ("bf16", "fp8"),
         "fp16": layout.precision == "fp16",
         "fp8-format": "hybrid" if layout.precision == "fp8" else "",
         "optimizer-cpu-offload": layout.offload_optimizer,
     }
+    if plan.workload.stack.optimizer == "adamw-bf16":
+        words |= {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "bf16"}
     if layout.recompute == "full":
         words |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     if layout.recompute == "selective":
         words |= {"recompute-granularity": "selective"}
     return words
+
+
+def _megatron_stages(plan: _Plan) -> dict[str, Any]:
+    """Virtual stages where blocks are cut evenly; else each stage: E embedding, t block, m prediction block, L loss."""
+    layout, predicted = plan.layout, plan.workload.model.num_nextn_predict_layers
+    words: dict[str, Any] = {"mtp-num-layers": predicted or ""}
+    if layout.pp == 1:
+        return words
+    chunks = chunk_layers_of(plan.workload, layout.num_stages, layout.layers_per_stage)
+    if len(set(chunks)) == 1 and not predicted:
+        return words | {"num-virtual-stages-per-pipeline-rank": layout.virtual_stages if layout.virtual_stages > 1 else ""}
+    chunks[-1] -= predicted
+    stages = ["t" * count for count in chunks]
+    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}{'m' * predicted}L"
+    return words | {"pipeline-model-parallel-layout": f"'{'|'.join(stages)}'"}
 
 
 def _torchtitan(plan: _Plan) -> str:
@@ -175,6 +232,9 @@ def _torchtitan(plan: _Plan) -> str:
     if piped:
         parallelism["pipeline_parallel_schedule"] = TORCHTITAN_SCHEDULES[layout.schedule]
         parallelism["pipeline_parallel_microbatch_size"] = layout.micro_batch_size
+        parallelism["pipeline_parallel_layers_per_stage"] = -(-plan.workload.model.num_hidden_layers // layout.num_stages)
+        parallelism["pipeline_parallel_first_stage_less_layers"] = 0
+        parallelism["pipeline_parallel_last_stage_less_layers"] = 0
     training = {
         # A pipeline cuts the local batch into micro-batches; without one the trainer accumulates up to the global batch.
         "local_batch_size": layout.micro_batch_size * (plan.accumulation if piped else 1),
@@ -188,7 +248,14 @@ def _torchtitan(plan: _Plan) -> str:
     checkpointing: dict[str, Any] = {"mode": mode}
     if mode == "selective":
         checkpointing["selective_ac_option"] = str(layout.recompute_every) if layout.recompute == "every-k" else "op"
-    return _toml({"training": training, "parallelism": parallelism, "activation_checkpoint": checkpointing})
+    sections: dict[str, dict[str, Any]] = {"training": training, "parallelism": parallelism}
+    sections["activation_checkpoint"] = checkpointing
+    if layout.precision == "fp8":
+        sections["model"] = {"converters": ["quantize.linear.float8"]}
+        sections["quantize.linear.float8"] = {
+            "enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True,
+        }  # fmt: skip
+    return _toml(sections)
 
 
 def _nanotron(plan: _Plan) -> str:
@@ -215,7 +282,7 @@ def _llm_foundry(plan: _Plan) -> str:
     hybrid = 1 < layout.shard_size < layout.dp
     strategy = COMPOSER_STRATEGIES[layout.zero_stage]
     fsdp: dict[str, Any] = {
-        "sharding_strategy": "HYBRID_SHARD" if hybrid else strategy,
+        "sharding_strategy": COMPOSER_HYBRIDS[layout.zero_stage] if hybrid else strategy,
         "mixed_precision": "PURE" if layout.gradient_reduce_dtype == "bf16" else "DEFAULT",
         "activation_checkpointing": layout.recompute == "full",
         "activation_checkpointing_reentrant": False,
@@ -248,7 +315,7 @@ def _deepspeed(plan: _Plan) -> str:
         config[layout.precision] = {"enabled": True}
     words = {
         "tensor-model-parallel-size": layout.tp, "pipeline-model-parallel-size": layout.pp,
-        "ds-sequence-parallel-size": layout.cp, "expert-parallel-size": layout.ep,
+        "ds-sequence-parallel-size": layout.cp, "moe-expert-parallel-size": layout.ep,
     }  # fmt: skip
     said = [f"--{name} {value}" for name, value in words.items() if value > 1]
     said += ["--checkpoint-activations --deepspeed-activation-checkpointing"] if layout.recompute == "full" else []

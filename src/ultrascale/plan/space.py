@@ -237,6 +237,8 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
             for chunks in _chunks(rules, schedule, pp):
                 if pp * chunks > layers:
                     rules.refuse(schedule, f"pp x {chunks} stages are more than the {layers} layers")
+                elif not abilities(rules.workload.stack).cuts(layers, pp * chunks):
+                    rules.refuse(schedule, f"{rules.workload.stack.name} does not cut {layers} layers so")
                 else:
                     yield chunks, schedule
     if "schedule" not in rules.asked:

@@ -32,6 +32,12 @@ class Abilities:
     recompute: tuple[str, ...] = ("none", "full")
     any_micro_batches: bool = False
     """Interleaved pipelines run any number of micro-batches; else they want a multiple of pp."""
+    equal_stages: bool = False
+    """All stages but the last hold as many layers: a number of layers a stage is what can be asked for."""
+
+    def cuts(self, num_layers: int, num_stages: int) -> bool:
+        """Whether so many layers can be cut into so many stages."""
+        return not self.equal_stages or -(-num_layers // -(-num_layers // num_stages)) == num_stages
 
     @property
     def hybrid(self) -> bool:
@@ -48,6 +54,7 @@ ABILITIES: dict[str, Abilities] = {
     "torchtitan": Abilities(
         (2, 3), (2, 3), (2, 3), True, ("ring", "all-gather"), False,
         ("1f1b", "afab", "interleaved", "zb-v", "dualpipe-v"), True, True, ("none", "selective", "full", "every-k"),
+        equal_stages=True,
     ),
     # --use-distributed-optimizer is stage 1; --num-distributed-optimizer-instances makes it hybrid.
     "megatron": Abilities(
