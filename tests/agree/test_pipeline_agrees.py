@@ -69,10 +69,11 @@ def saved_of(rank: int, steps: list[Step]) -> list[tuple[int, dict[int, int], in
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_activations_in_flight_on_every_rank_and_stage_are_those_the_planner_counts(pp):
-    steps = [
-        Step(layout_of(name, pp, v, layers_per_stage=(1,) * (pp * v)), 6, replace(MODEL, num_hidden_layers=pp * v))
-        for name, v in SCHEDULES
-    ]
+    steps = []
+    for name, virtual in SCHEDULES:
+        stages = pp * virtual
+        layout = layout_of(name, pp, virtual, layers_per_stage=(1,) * stages)
+        steps.append(Step(layout, 6, replace(MODEL, num_hidden_layers=stages)))
     by_rank = run_ranks(pp, saved_of, steps)
     for index, step in enumerate(steps):
         planned = in_flight(step.layout.schedule, pp, step.layout.virtual_stages, 6)
@@ -104,7 +105,7 @@ def test_between_the_input_gradient_and_the_weight_gradient_only_the_inputs_of_p
     # Per token and block: the normed input of q, k and v, that of gate and up, what attention gives, what SwiGLU gives.
     d, f = MODEL.hidden_size, MODEL.intermediate_size
     assert left == MODEL.num_hidden_layers * 10 * (d + d + MODEL.query_size + f) * 8
-    assert left < whole / 3
+    assert left < 0.4 * whole
 
 
 def collectives_of(rank: int, steps: list[Step]) -> list[dict[str, int]]:
