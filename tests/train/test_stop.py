@@ -59,8 +59,8 @@ def test_a_signal_is_a_good_end(home, monkeypatch):
 
 
 def make_loss_nan(trainer: Trainer) -> None:
-    forward = trainer.forward
-    trainer.forward = lambda batch: forward(batch) * float("nan")  # type: ignore[method-assign]
+    forward = trainer.passes.forward
+    trainer.passes.forward = lambda batch, **at: forward(batch, **at) * float("nan")  # type: ignore[method-assign]
 
 
 def make_gradient_infinite(trainer: Trainer) -> None:
