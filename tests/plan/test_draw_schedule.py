@@ -69,3 +69,12 @@ def test_a_trace_has_a_track_a_rank_every_pass_and_every_message(timeline):
     assert all(after["ts"] >= before["ts"] for before, after in zip(sent, received, strict=True))
     held = [event["args"]["whole"] for event in events if event["ph"] == "C" and event["name"].endswith("rank 0")]
     assert (max(held), held[-1]) == (2, 0)
+
+
+def test_no_text_leaves_the_picture_however_many_stages_a_rank_has():
+    timeline = simulate(build_schedule("interleaved", 4, 8, 10), StageSeconds(1.0, 1.0, 1.0))
+    root = ElementTree.fromstring(draw_svg(timeline, title="ten stages a rank"))
+    texts = [one for one in root.iter(f"{SVG}text") if one.get("text-anchor") == "end"]
+    assert "10 stages from 3" in [one.text for one in texts]
+    for one in texts:  # a letter of Helvetica is 0.5 of its size wide on average
+        assert float(one.attrib["x"]) - 0.5 * float(one.attrib["font-size"]) * len(one.text or "") > 0

@@ -35,6 +35,8 @@ LEFT, RIGHT, TOP, ROW, GAP, BOTTOM, WIDTH = 96, 128, 62, 30, 6, 78, 1280
 DIGIT = 6.4
 """Pixels of a digit at the boxes' font size, 11."""
 MOST_TICKS = 12
+STAGES_WIDTH = 17
+"""Letters of the small font that fit left of the rows."""
 
 
 class Box(NamedTuple):
@@ -139,7 +141,7 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "") -> str:
 
 
 def _subtitle(timeline: Timeline, unit: str) -> str:
-    return f"step {timeline.step_seconds:g}{' ' + unit if unit else ' s'}, ranks wait {timeline.bubble_fraction:.1%} of it"
+    return f"step {timeline.step_seconds:.4g} {unit or 's'}, ranks wait {timeline.bubble_fraction:.1%} of it"
 
 
 def _row_frame(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
@@ -147,6 +149,8 @@ def _row_frame(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
     top = TOP + rank * (ROW + GAP)
     held_stages = sorted(timeline.in_flight[rank].by_stage)
     stages = f"stage{'s' * (len(held_stages) > 1)} {', '.join(map(str, held_stages))}"
+    if len(stages) > STAGES_WIDTH:
+        stages = f"{len(held_stages)} stages from {held_stages[0]}"
     held = timeline.in_flight[rank].total
     idle = timeline.bubble_seconds[rank] / timeline.step_seconds
     yield f'<text x="{LEFT - 10}" y="{top + 13}" font-size="12" text-anchor="end" fill="#1f2933">rank {rank}</text>'

@@ -35,7 +35,8 @@ def write_step(plan: RunPlan, *, svg: str | None, perfetto: str | None) -> None:
     if svg is not None:
         drawn = min(count, DRAWN_PER_RANK * prediction.layout.pp)
         part = "" if drawn == count else f", {drawn} of {count} micro-batches"
-        Path(svg).write_text(draw_svg(step_timeline(prediction, num_micro_batches=drawn), title=title + part))
+        unit = "" if drawn == count else "s for those that are drawn"
+        Path(svg).write_text(draw_svg(step_timeline(prediction, num_micro_batches=drawn), title=title + part, unit=unit))
     if perfetto is not None:
         Path(perfetto).write_text(json.dumps(trace_events(step_timeline(prediction), title=title)))
 
