@@ -137,7 +137,7 @@ def test_a_folder_with_quotes_and_spaces_makes_a_readable_run(in_tmp):
     assert recipe.write_run(odd).data.sources[0].path == str(odd / "data")
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(0.01, 800), (0.22, 500), (0.2201, 500), (3.0, 240)])
+@pytest.mark.parametrize(("seconds", "steps"), [(0.01, 640), (0.18, 500), (0.1801, 500), (3.0, 240)])
 def test_the_length_of_the_run_follows_the_speed_of_the_machine_within_bounds(seconds, steps):
     assert recipe.fitting_steps(seconds) == steps
 
@@ -187,6 +187,7 @@ for step in range(5):
     row(step, 9.0 - step)
 worker = subprocess.Popen([sys.executable, "-c", WORKER])
 assert worker.wait() == -signal.SIGKILL
+time.sleep(0.5)  # a restart takes its time: whoever killed has looked at the clock by then
 (folder / "metrics.jsonl").write_text("".join(line + "\\n" for line in (folder / "metrics.jsonl").read_text().splitlines()[:3]))
 start(3)
 for step in range(3, 8):
