@@ -3,7 +3,8 @@
     python benchmarks/plan/search_speed.py [--json FILE]
 
 CPU seconds of this process with one thread, best of `--repeats`; the first search, with nothing cached, is told apart.
-Beside them stand the peers' own figures or those measured by others: none of them installs from a registry.
+Beside them stand figures of peers as the project's brief gives them: quoted, not measured here, on other machines. None of
+the peers installs from a package registry, so that the same machine cannot run them.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from ultrascale.spec.model_presets import preset
 from ultrascale.spec.stack import STACKS
 
 PEERS = (
-    ("Calculon", "one layout", 13e-3, "measured by us elsewhere: 4,866 layouts of GPT-3 in 71 s; quoted"),
-    ("SimuMax", "one layout", 100e-3, "its own documentation; quoted"),
-    ("PyTorch MemTracker", "one layout, memory only", 30.0, "fake tensors, Llama-3 8B; quoted"),
+    ("Calculon", "one layout of many", 13e-3, "quoted: 4,866 layouts in 71 s"),
+    ("SimuMax", "one layout", 100e-3, "quoted"),
+    ("PyTorch MemTracker", "one layout, memory only", 30.0, "quoted: fake tensors, Llama-3 8B"),
 )
 """Name, what it does, seconds, where that comes from."""
 

@@ -1,4 +1,4 @@
-"""First-order time of a step: the FLOPs of the model over what matrix products reach on the device.
+"""FLOPs of a model by their conventions, and the time of a step if devices reached a given share of their peak.
 
     model FLOPs     6 N per token, N the weights of matrix products (the head with them, the input embedding and norms not),
                     plus 12 x (heads x head dim) x context per token and layer for attention
@@ -8,8 +8,8 @@
                     the full square of scores where attention needs a mask, for documents or a window: SDPA then skips nothing
     MFU, HFU        model or hardware FLOPs over the *peak*; both conventions of context are given, and each says which
 
-Not in it: communication (gathers and reductions are taken as hidden behind computation), element-wise work, the optimizer,
-data, stragglers. Real runs are slower, small models and many nodes most of all; prices for these come with the simulator.
+The price of a step, with communication, bubbles and the rest, is `plan.price`'s. `plan_time` here is a bound: no communication,
+no element-wise work, no optimizer, data or stragglers; for devices whose rates only a run can measure.
 """
 
 from __future__ import annotations
