@@ -72,3 +72,43 @@ def test_all_layers_save_one_mask():
         attention(query, query, query, mask)
     assert mask.data_ptr() in first
     assert len(saved) == len(first) + 2  # a second output and logsumexp, nothing else
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("groups", "value_dim"), [(4, 8), (2, 8), (4, 5)])
+def test_a_sink_draws_weight_and_has_no_value_with_gradients_of_it_too(groups, value_dim, documents):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    query, key, value, sinks = random(2, 7, 4, 8), random(2, 7, groups, 8), random(2, 7, groups, value_dim), random(4)
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0] * 7]) if documents else None
+    found = attention(query, key, value, mask_of(7, 7, document_ids=ids), sinks=sinks, scale=0.4)
+    repeated = [tensor.repeat_interleave(4 // groups, dim=2) for tensor in (key, value)]
+    scores = torch.einsum("bshe,bthe->bhst", query, repeated[0]) * 0.4
+    scores = scores.masked_fill(~visible(7, 7, document_ids=ids).unsqueeze(1), float("-inf"))
+    joined = torch.cat((scores, sinks[:, None, None].expand(2, -1, 7, 1)), dim=-1)
+    expected = torch.einsum("bhst,bthe->bshe", joined.softmax(-1)[..., :-1], repeated[1])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    grad = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    inputs = (query, key, value, sinks)
+    for one, other in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_values_narrower_than_queries_and_a_scale_of_ones_own_give_the_softmax_written_out():
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, 7, 4, 12, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
+    value = torch.randn(2, 7, 4, 8, dtype=torch.float64, generator=generator).requires_grad_()
+    found = attention(query, key, value, None, scale=0.3)
+    scores = torch.einsum("bshe,bthe->bhst", query, key) * 0.3
+    expected = torch.einsum("bhst,bthe->bshe", scores.masked_fill(~visible(7, 7), float("-inf")).softmax(-1), value)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    inputs, grad = (query, key, value), torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    for one, other in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+    saved = found.grad_fn.next_functions[0][0]
+    while "ScaledDotProduct" not in type(saved).__name__:  # the fused kernel, not scores in memory
+        saved = saved.next_functions[0][0]
+    assert "Flash" in type(saved).__name__

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ultrascale.kernels.rotary import attention_factor, inverse_frequencies, rotary_angles, rotate
+from ultrascale.kernels.rotary import _traced_turn, attention_factor, inverse_frequencies, rotary_angles, rotate
 from ultrascale.spec.model import Model, RopeScaling
 
 MODEL = Model(
@@ -44,8 +44,9 @@ def test_scores_depend_on_the_distance_alone():
         RopeScaling("llama3", factor=8.0, original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0),
         RopeScaling("yarn", factor=4.0, original_max_position_embeddings=2048),
         RopeScaling("yarn", factor=4.0, original_max_position_embeddings=2048, beta_fast=16, attention_factor=0.7),
+        RopeScaling("yarn", factor=4.0, original_max_position_embeddings=2048, truncate=False),
     ],
-    ids=["llama3", "yarn", "yarn-own-factor"],
+    ids=["llama3", "yarn", "yarn-own-factor", "yarn-not-truncated"],
 )
 def test_scaled_frequencies_equal_transformers_to_the_bit(scaling):
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
@@ -58,3 +59,24 @@ def test_scaled_frequencies_equal_transformers_to_the_bit(scaling):
     frequencies, factor = rope_utils.ROPE_INIT_FUNCTIONS[scaling.rope_type](config, torch.device("cpu"))
     assert torch.equal(inverse_frequencies(model), frequencies)
     assert attention_factor(scaling) == factor
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize(("start", "planes"), [(0, 4), (0, 2), (4, 2), (2, 2)])
+def test_a_part_of_a_head_turns_plane_by_plane_and_the_rest_stays(start, planes, neighbours):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 3, 2, 8, dtype=torch.float64, generator=generator).requires_grad_()
+    angle = torch.randn(1, 3, 1, planes, dtype=torch.float64, generator=generator)
+    expected = x.detach().clone()
+    for plane in range(planes):
+        first = start + (2 * plane if neighbours else plane)
+        second = first + (1 if neighbours else planes)
+        turn = torch.polar(torch.ones_like(angle[..., plane]), angle[..., plane])
+        turned = torch.complex(expected[..., first], expected[..., second]) * turn
+        expected[..., first], expected[..., second] = turned.real, turned.imag
+    angles = (angle.cos(), angle.sin())
+    found = rotate(x, angles, start=start, neighbours=neighbours)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(_traced_turn(x, *angles, start, neighbours), expected, rtol=0, atol=1e-15)
+    (grad,) = torch.autograd.grad(found, x, found.detach())  # the turn back
+    torch.testing.assert_close(grad, x.detach(), rtol=0, atol=1e-14)

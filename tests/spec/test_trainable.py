@@ -12,8 +12,7 @@ from ultrascale.spec.trainable import TRAINED_FAMILIES, expect_trainable, untrai
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 4, "schedule": "zb-h1"}, {"dp": 2, "ep": 2},
-        {"tp": 2, "expert_tp": 2}, {"offload_activations": True}, {"offload_optimizer": True}, {"precision": "fp16"},
+        {"offload_activations": True}, {"offload_optimizer": True}, {"precision": "fp16"},
         {"precision": "fp8"}, {"precision": "bf16", "reduce_dtype": "fp16"},
     ],
 )  # fmt: skip
@@ -42,7 +41,7 @@ def test_families_that_are_only_planned_are_refused_by_name(kind):
     assert [problem.key for problem in caught.value.problems] == ["model.model_type"]
 
 
-@pytest.mark.parametrize("words", [["--layout.tp", "2"], ["--model.preset", "tiny-nemotron"]])
+@pytest.mark.parametrize("words", [["--layout.offload_optimizer", "true"], ["--model.preset", "tiny-nemotron"]])
 def test_a_run_that_is_only_planned_resolves_but_no_verb_starts_it(words, tmp_path):
     from ultrascale.cli import check, train
 
@@ -57,8 +56,12 @@ def test_a_run_that_is_only_planned_resolves_but_no_verb_starts_it(words, tmp_pa
 
 def test_what_is_only_planned_is_told_together_with_the_corpus_that_is_missing():
     with pytest.raises(SpecError) as caught:
-        resolve(None, {"model.preset": "tiny-nemotron", "batch.sequence_length": 64, "layout.pp": 2}, require_data=True)
-    assert [p.key for p in caught.value.problems] == ["model.model_type", "layout.pp", "data.sources"]
+        resolve(
+            None,
+            {"model.preset": "tiny-nemotron", "batch.sequence_length": 64, "layout.offload_activations": True},
+            require_data=True,
+        )
+    assert [p.key for p in caught.value.problems] == ["model.model_type", "layout.offload_activations", "data.sources"]
 
 
 def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
@@ -71,7 +74,7 @@ def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
 
     with pytest.raises(SpecError, match=r"model\.model_type"):
         Decoder(PRESETS["tiny-nemotron"])
-    with pytest.raises(SpecError, match=r"layout\.tp"):
-        build_share(PRESETS["tiny-llama"], Layout(tp=2), Ranks(0, 1, torch.device("cpu")), seed=0)
+    with pytest.raises(SpecError, match=r"layout\.offload_optimizer"):
+        build_share(PRESETS["tiny-llama"], Layout(offload_optimizer=True), Ranks(0, 1, torch.device("cpu")), seed=0)
     with pytest.raises(SpecError, match=r"model\.model_type"):
         export_folder({}, PRESETS["tiny-nemotron"], tmp_path / "out")
