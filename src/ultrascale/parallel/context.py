@@ -1,7 +1,8 @@
 """Context parallelism: every sequence is cut over cp ranks, all of which hold the whole model (or the same part of it).
 
-    everything else         works on S/cp tokens of each sequence, at the positions they have in it
-    attention               every query still meets every key: `self_attn.core` and `decoder.make_mask` are replaced
+    everything else     works on S/cp tokens of each sequence, at the positions they have in it
+    attention           every query still meets every key: `self_attn.core` and `decoder.make_mask` are replaced
+    next targets        of multi-token prediction may be on another rank: `decoder.following` is replaced
 
     method              places of the ring    ranks that swap heads    keys and values
     ring                cp                    1                        travel while attention works
@@ -27,10 +28,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ultrascale.models.decoder import Decoder
+from ultrascale.models.decoder import Decoder, following
 from ultrascale.parallel.context_attention import Setting, ring_attention
 from ultrascale.parallel.context_masks import ContextMask, Rows, context_mask, document_rows, positions_of
-from ultrascale.parallel.context_ring import Ring
+from ultrascale.parallel.context_ring import Messages, Ring
 from ultrascale.parallel.context_swap import Swap, own_heads, to_heads, to_sequence
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.spec.context_order import own_pieces, ring_order
@@ -38,6 +39,7 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.places import even_part
 
 Integers = NDArray[np.int64]
+TARGETS_TAG = 14
 
 
 class LocalBatch(NamedTuple):
@@ -70,7 +72,7 @@ def apply_context_parallel(decoder: Decoder, layout: Layout, mesh: Mesh) -> None
     core = cast(Any, torch.compiler.disable(context.core))  # messages are no part of a compiled graph
     for _, block in decoder.blocks():
         block.self_attn.core = core
-    decoder.make_mask = cast(Any, context.make_mask)
+    decoder.make_mask, decoder.following = cast(Any, context.make_mask), context.following
 
 
 def cut_batch(
@@ -111,6 +113,9 @@ class ContextParallel:
         place, own = divmod(group.rank(), heads)
         self.ring = Ring(group, ring, place, stride=heads, first=own)
         self.swap = Swap(group, heads, own, first=place * heads)
+        self.group = group
+        self.slots: list[Integers] = []
+        """Of the newest masks: where in its sequence each token of each rank is, [1 or B, S/cp]."""
 
     def core(
         self,
@@ -161,7 +166,21 @@ class ContextParallel:
         if num_queries != num_keys or num_queries != swapped[self.swap.place]:
             rule = f"cp = {self.layout.cp} gives this rank {swapped[self.swap.place]} of {length} tokens, not {num_queries}"
             raise ValueError(f"{rule}; pass the document ids of whole sequences, and no cache")
+        self.slots = [own_positions(rows, self.layout, rank) for rank in range(self.layout.cp)]
         return AllMasks(mask, swapped)
+
+    def following(self, targets: Tensor) -> Tensor:
+        """The target of the next position in the sequence, [B, S/cp], of the tokens that the newest masks were made for."""
+        parts = [targets.new_empty(len(targets), slots.shape[1]) for slots in self.slots]
+        own = self.group.rank()
+        others = [rank for rank in range(len(parts)) if rank != own]
+        sent = targets.contiguous()
+        Messages(self.group, TARGETS_TAG, [(rank, sent) for rank in others], [(rank, parts[rank]) for rank in others]).wait()
+        parts[own] = targets
+        at = [torch.from_numpy(slots).to(targets.device).expand(len(targets), -1) for slots in self.slots]
+        whole = torch.cat(parts, dim=1)
+        whole = torch.empty_like(whole).scatter_(1, torch.cat(at, dim=1), whole)
+        return following(whole).gather(1, at[own])
 
 
 def _rows(document_ids: Integers | None, length: int, ring: int) -> Rows:
