@@ -116,17 +116,20 @@ def play_many(program: Program, seconds: StageSeconds) -> Floats:
     """When every action ends, for many cases at once: [actions + 1, cases], the last row zeros. Wave by wave."""
     table, send = duration_table(program, seconds), _send_table(program, seconds)
     ends = np.zeros((len(program.codes) + 1, max(table.shape[1], send.shape[1])))
-    sends, blocks = bool(send.any()), seconds.receives_block
-    for first, beyond in program.waves:
+    source, other = np.ascontiguousarray(program.sources.T)
+    lag, other_lag = send[program.borders.T]
+    work, late = table[program.codes], bool(send.any()) and not seconds.receives_block
+    if seconds.receives_block:
+        work = work + np.maximum(lag, other_lag)
+    for first, beyond in program.waves:  # as few calls as can be: a wave is short, and a step has thousands
         wave = slice(first, beyond)
-        arrived = ends[program.sources[wave]]  # [actions, 2, cases]
-        lag = send[program.borders[wave]] if sends else 0.0
-        if sends and not blocks:
-            arrived += lag
-        start = np.maximum(arrived.max(axis=1), ends[program.previous[wave]])
-        if sends and blocks:
-            start += np.max(lag, axis=1)
-        ends[wave] = start + table[program.codes[wave]]
+        start, beside = ends[source[wave]], ends[other[wave]]
+        if late:
+            start += lag[wave]
+            beside += other_lag[wave]
+        np.maximum(start, beside, out=start)
+        np.maximum(start, ends[program.previous[wave]], out=start)
+        np.add(start, work[wave], out=ends[wave])
     return ends
 
 
