@@ -17,11 +17,11 @@ from torch import Tensor
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import moe_layers, scale_auxiliary_losses, take_load, update_expert_bias
 from ultrascale.models.router import drop_over_capacity
-from ultrascale.parallel import expert, expert_sequences
+from ultrascale.parallel import all_to_all, expert, expert_sequences
 from ultrascale.parallel.context import apply_context_parallel, cut_batch, own_positions
 from ultrascale.parallel.expert import apply_expert_parallel, sum_load
 from ultrascale.parallel.mesh import Mesh, Ranks
-from ultrascale.parallel.recompute import apply_recompute
+from ultrascale.parallel.recompute import KEPT_OPS, apply_recompute
 from ultrascale.parallel.tensor import apply_tensor_parallel
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
@@ -292,3 +292,26 @@ FAULTS = {
 @pytest.mark.parametrize(("fault", "case"), FAULTS.items(), ids=FAULTS)
 def test_a_planted_fault_is_seen(fault, case):
     assert worst(replace(case, fault=fault)) > (1e-3, "")
+
+
+def messages(rank: int, recompute: str) -> tuple[int, float]:
+    """All-to-alls of a step, and the largest error."""
+    calls, send = [], dist.all_to_all_single
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return send(*arguments, **options)
+
+    dist.all_to_all_single = counted  # type: ignore[assignment]
+    KEPT_OPS.update(all_to_all.KEPT_OPS)
+    errors = errors_of(rank, of("dp2 ep2", recompute=recompute))
+    return len(calls), max(errors.values())
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 0), ("full", 3)])
+def test_selective_recomputation_sends_nothing_again(recompute, again):
+    """A layer sends counts, tokens, results and two gradients; computed again, counts, tokens and results."""
+    expected = MIXTRAL.num_hidden_layers * (5 + again)
+    found = run_ranks(2, messages, recompute)
+    assert [calls for calls, _ in found] == [expected] * 2
+    assert max(error for _, error in found) < EXACT

@@ -15,7 +15,10 @@ An exchange can be left under way while something else computes, on the way ther
 Cost on each rank: of P elements there P (n-1)/n are sent, and as many on the way back. Everything is one `all_to_all_single`,
 which NCCL and gloo both have with uneven parts (gloo's all-gather and reduce-scatter want equal ones); the sum is taken here,
 in order of ranks, so that it is the same bits every time. Price: `gather` copies its rows n times before they leave.
-Not torch's own functional collectives: they go through the dispatcher, allocate wrappers, and wait where autograd wants it.
+Not torch's own functional collectives: they allocate wrappers, and wait where autograd wants it.
+
+Exchanges and sums are operations of torch's (`ultrascale::...`), so that selective recomputation can keep their results
+(`KEPT_OPS`) and send nothing twice.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import distributed_c10d
+from torch.library import custom_op
+
+_begun: list[dist.Work] = []
+"""From an operation, which may return tensors only, to whoever called it. Empty if a kept result came instead."""
 
 
 def gather(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -54,7 +62,7 @@ class Exchange:
 
     def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup):
         self.sent, self.received, self.group = list(sent), list(received), group
-        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = None
+        self._under_way: tuple[dist.Work | None, Tensor, Tensor] | None = None
         """Also what is sent and what fills: their memory must outlast the messages."""
 
     def depart(self, rows: Tensor) -> Tensor:
@@ -69,18 +77,47 @@ class Exchange:
         """Memory that fills with rows, sent there or, with `back`, returned."""
         sent, received = (self.received, self.sent) if back else (self.sent, self.received)
         rows = rows.contiguous()
-        filling = rows.new_empty(sum(received), *rows.shape[1:])
-        work = dist.all_to_all_single(filling, rows, received, sent, group=self.group, async_op=True)
-        assert work is not None, "this rank is not in the group"
-        self._under_way = work, rows, filling
+        filling = begin_exchange(rows, sent, received, self.group.group_name)
+        self._under_way = _begun.pop() if _begun else None, rows, filling
         return filling
 
     def wait(self) -> Tensor:
         """What `begin` gave, full (on CUDA: when the current stream comes to it)."""
         assert self._under_way is not None, "nothing is under way"
         (work, _, filling), self._under_way = self._under_way, None
-        work.wait()
+        if work is not None:
+            work.wait()
         return filling
+
+
+@custom_op("ultrascale::begin_exchange", mutates_args=())
+def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """Memory that fills with [sum(received), ...]; the work to wait for is left in `_begun`."""
+    ranks = distributed_c10d._resolve_process_group(group)  # pyright: ignore
+    filling = rows.new_empty(sum(received), *rows.shape[1:])
+    work = dist.all_to_all_single(filling, rows, received, sent, group=ranks, async_op=True)
+    assert work is not None, "this rank is not in the group"
+    _begun.append(work)
+    return filling
+
+
+@custom_op("ultrascale::sum_rows", mutates_args=())
+def sum_rows(rows: Tensor, lengths: list[int], group: str) -> Tensor:
+    """This rank's part of the sum over ranks. Narrow dtypes are added up in fp32 and rounded once."""
+    ranks = distributed_c10d._resolve_process_group(group)  # pyright: ignore
+    own = lengths[ranks.rank()]
+    parts = rows.new_empty(ranks.size(), own, *rows.shape[1:])
+    dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), [own] * ranks.size(), lengths, group=ranks)
+    total = parts[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(rows.dtype)
+
+
+_ops = torch.ops.ultrascale
+KEPT_OPS = (_ops.begin_exchange.default, _ops.sum_rows.default)
+"""Results that selective recomputation keeps: they came over the network. Gathered rows are as many times as large as there are
+ranks, and are gathered again."""
 
 
 class _Depart(torch.autograd.Function):
@@ -111,20 +148,20 @@ class _Arrive(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.lengths, ctx.group = lengths, group
+        ctx.lengths, ctx.group = list(lengths), group
         return _gathered(rows, lengths, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _summed(grad, ctx.lengths, ctx.group), None, None
+        return sum_rows(grad, ctx.lengths, ctx.group.group_name), None, None
 
 
 class _SumScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.lengths, ctx.group = lengths, group
-        return _summed(rows, lengths, group)
+        ctx.lengths, ctx.group = list(lengths), group
+        return sum_rows(rows, list(lengths), group.group_name)
 
     @staticmethod
     @once_differentiable
@@ -135,7 +172,7 @@ class _SumScatter(torch.autograd.Function):
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.lengths, ctx.group = lengths, group
+        ctx.lengths, ctx.group = list(lengths), group
         return _own(rows, lengths, group)
 
     @staticmethod
@@ -147,7 +184,7 @@ class _Cut(torch.autograd.Function):
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.lengths, ctx.group = lengths, group
+        ctx.lengths, ctx.group = list(lengths), group
         return _gathered(rows, lengths, group)
 
     @staticmethod
@@ -166,14 +203,3 @@ def _gathered(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) ->
     gathered = rows.new_empty(sum(lengths), *rows.shape[1:])
     dist.all_to_all_single(gathered, copies, list(lengths), [len(rows)] * group.size(), group=group)
     return gathered
-
-
-def _summed(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Narrow dtypes are added up in fp32 and rounded once."""
-    own = lengths[group.rank()]
-    parts = rows.new_empty(group.size(), own, *rows.shape[1:])
-    dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), [own] * group.size(), list(lengths), group=group)
-    total = parts[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(rows.dtype)

@@ -114,9 +114,9 @@ class Dispatch:
         if self.ep is not None:
             sizes = [end - first for first, end in pairwise(self.bounds)]
             own = sizes[self.ep.rank()]
-            arriving = sent.new_empty(len(sizes) * own)
-            dist.all_to_all_single(arriving, sent, [own] * len(sizes), sizes, group=self.ep)
-            arriving = arriving.view(len(sizes), own)
+            numbers = Exchange(sizes, [own] * len(sizes), self.ep)
+            numbers.begin(sent)
+            arriving = numbers.wait().view(len(sizes), own)
         if self.expert_tp is None:
             return arriving.view(1, -1, arriving.shape[-1])
         ranks = self.expert_tp.size()
