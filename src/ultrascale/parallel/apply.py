@@ -11,6 +11,7 @@ from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
 from ultrascale.parallel.context import apply_context_parallel
 from ultrascale.parallel.data import apply_data_parallel
+from ultrascale.parallel.expert import apply_expert_parallel
 from ultrascale.parallel.mesh import Mesh, Ranks
 from ultrascale.parallel.precision import TORCH_DTYPE, apply_mixed_precision
 from ultrascale.parallel.recompute import apply_recompute
@@ -65,6 +66,7 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
     # 2. The part of each weight that a rank holds, and what ranks send each other within a block.
     apply_tensor_parallel(stage, layout, mesh)
     apply_context_parallel(stage, layout, mesh)
+    apply_expert_parallel(stage, layout, mesh)
     # 3. Recomputation inside compilation, so that the compiler sees what it may drop.
     apply_recompute(stage, layout)
     # 4. Compilation inside sharding: gathering parameters stays outside the compiled graph.

@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ultrascale.models.decoder import Decoder
+from ultrascale.models.experts import Experts
 from ultrascale.parallel.collectives import DirectAllGather, DirectReduceScatter, NothingToScatter
+from ultrascale.parallel.expert import expert_modules
 from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.parallel.reduced_buckets import release_reduced_buckets
 from ultrascale.schedules.actions import Action
@@ -31,6 +33,8 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE[layout.precision], reduce_dtype=TORCH_DTYPE[layout.gradient_reduce_dtype]
     )
+    for experts in expert_modules(decoder) if expert_mesh is not None else ():
+        fully_shard(experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=layout.zero_stage == 3)
     blocks: list[nn.Module] = [block for _, block in decoder.blocks()]
     for first in range(0, len(blocks), layout.layers_per_bucket):
         bucket = blocks[first : first + layout.layers_per_bucket]
@@ -40,7 +44,8 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
     for module in sharded_modules(decoder):
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        if layout.shard_size == 1:
+        own_mesh = expert_mesh if isinstance(module, Experts) and expert_mesh is not None else mesh
+        if own_mesh["dp_shard"].size() == 1:
             module.set_custom_reduce_scatter(NothingToScatter())
         elif mesh.device_type == "cpu":
             module._set_unshard_async_op(True)  # the CPU has no streams: else FSDP2 waits where it starts

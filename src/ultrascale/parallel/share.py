@@ -6,7 +6,7 @@ the backward pass goes (`parallel.data`). Two sums are left for the end of a ste
 
     copies along tp     norms under sequence parallelism, heads of keys and values that several ranks hold: each rank computed a
                         share of the gradient
-    tied embedding      the first stage and the last one hold it, and each computed its share
+    tied embedding      the first stage and the last one hold it, and each computed its share; so with multi-token prediction
 
 Both are all-gathered or exchanged and added in order of ranks, so that copies stay equal to the bit.
 """
@@ -107,7 +107,7 @@ class Share:
 
     def _sum_tied(self) -> None:
         tied = [one for one in self.held if one.name == TIED]
-        if self.layout.pp == 1 or not self.model.tie_word_embeddings or not tied:
+        if self.layout.pp == 1 or not tied or not (self.model.tie_word_embeddings or self.model.num_nextn_predict_layers):
             return
         gradients = [_gradient_or_zeros(one.parameter) for one in tied]
         group = self.mesh.group("pp")

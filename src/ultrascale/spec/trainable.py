@@ -13,8 +13,6 @@ TRAINED_FAMILIES = (
 _PLANNED = "`ultrascale plan` handles it."
 # Field of `Layout`: the only value that runs, and the nearest thing that works.
 _LAYOUT: dict[str, tuple[object, str]] = {
-    "ep": (1, "1, which dense models need"),
-    "expert_tp": (1, "1, which dense models need"),
     "offload_activations": (False, "recompute = \"full\" or a smaller micro_batch_size saves activations"),
     "offload_optimizer": (False, "zero_stage = 1 cuts optimizer state over dp ranks"),
 }  # fmt: skip

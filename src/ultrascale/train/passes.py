@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ultrascale.models.experts import scale_auxiliary_losses
 from ultrascale.parallel.data import prepare_action
 from ultrascale.parallel.pipeline import Pipeline
 from ultrascale.parallel.precision import TORCH_DTYPE
@@ -39,6 +40,8 @@ class Passes:
         targets, 0-d each; in a pipeline only on the rank of the last stage."""
         losses: list[Tensor] = []
         scale = 1 / max(1, num_targets)
+        for stage in self.share.stages.values():
+            scale_auxiliary_losses(stage, scale)
         if self.pipeline is not None:
             self._through(self.pipeline.train, micro_batches, losses, scale)
             return losses

@@ -75,6 +75,12 @@ class Performance:
             "progress/tokens": tokens_after(run.batch, gradients.step + 1),
             "progress/tokens_per_batch": gradients.num_sequences * run.batch.sequence_length,
         }
+        if (balance := result.expert_balance) is not None:
+            values |= {
+                "moe/load_max_over_mean": balance.worst,
+                "moe/load_min_over_mean": balance.idlest,
+                "moe/auxiliary_loss": balance.auxiliary_loss,
+            }
         if self.memory is None and self._is_warm:
             values |= self._speed(gradients.num_sequences * run.batch.sequence_length, seconds, gradients.data_seconds)
         self._is_warm = True

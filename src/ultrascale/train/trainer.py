@@ -26,6 +26,7 @@ from ultrascale.parallel.share import Share
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.progress import StepSpan, step_span
 from ultrascale.spec.run import Run
+from ultrascale.train.expert_balance import ExpertBalance, balance_experts
 from ultrascale.train.gradients import (
     NonFiniteError,
     clip_gradients,
@@ -72,6 +73,8 @@ class StepResult:
 
     gradients: Gradients
     learning_rate: float
+    expert_balance: ExpertBalance | None = None
+    """Of models with experts."""
 
 
 class StopRequested(Exception):
@@ -134,10 +137,11 @@ class Trainer:
         """
         gradients = self.compute_gradients()
         rate = self.update(gradients.norm)
+        balance = balance_experts(self.share, self.ranks, gradients.num_targets)
         if self._just_compiled:
             self._just_compiled = False
             _return_free_memory()
-        return StepResult(gradients, rate)
+        return StepResult(gradients, rate, balance)
 
     def compute_gradients(self) -> Gradients:
         """Everything of the next step up to and including the norm of its gradient, which is left in the parameters."""

@@ -1,0 +1,68 @@
+"""How evenly a step's tokens visited the experts, over all ranks, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ultrascale.models.experts import take_load, update_expert_bias
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.share import Share
+
+
+class ExpertBalance(NamedTuple):
+    """Of one step, equal on every rank."""
+
+    load: Tensor
+    """[layers, experts] int64: how often each was chosen, dropped choices included. Layers without experts have zeros."""
+    auxiliary_loss: float
+    """Weighted losses for balance, per valid target, summed over layers."""
+
+    @property
+    def worst(self) -> float:
+        """The busiest expert of any layer over the mean of its layer: 1 is even; the step waits for it."""
+        return self._over_mean(self.load.amax(dim=1)).amax().item()
+
+    @property
+    def idlest(self) -> float:
+        """The least busy expert of any layer over the mean of its layer; 0: a token never came."""
+        return self._over_mean(self.load.amin(dim=1)).amin().item()
+
+    def _over_mean(self, chosen: Tensor) -> Tensor:
+        has_experts = self.load.sum(dim=1) > 0
+        return chosen[has_experts] / self.load[has_experts].double().mean(dim=1)
+
+
+def balance_experts(share: Share, ranks: Ranks, num_targets: int) -> ExpertBalance | None:
+    """Sum the loads of a step's backward passes over all ranks, and move the biases that even them out. None without experts.
+
+    Collective; after the update, once a step.
+    """
+    if not share.model.num_experts:
+        return None
+    layers = share.model.num_hidden_layers + share.model.num_nextn_predict_layers
+    sums = torch.zeros(layers * share.model.num_experts + 1, dtype=torch.float64)  # exact for counts below 2^53
+    load = sums[:-1].view(layers, -1)
+    # Without sequence parallelism all ranks of tp see the same tokens, and one of them counts.
+    counts = share.layout.sequence_parallel or share.mesh.at.leads_replica
+    for counted, auxiliary in _taken(share):
+        for layer, chosen in counted.items():
+            load[layer] += chosen.cpu() * counts
+        sums[-1] += auxiliary.cpu() * counts
+    ranks.sum(sums)
+    for stage in share.stages.values():
+        update_expert_bias(stage, {layer: chosen for layer, chosen in enumerate(load)})
+    return ExpertBalance(load.long(), sums[-1].item() / max(1, num_targets))
+
+
+def forget_load(share: Share) -> None:
+    """Drop what the last passes have counted."""
+    for _ in _taken(share):
+        pass
+
+
+def _taken(share: Share) -> Iterable[tuple[dict[int, Tensor], Tensor]]:
+    return (take_load(stage) for stage in share.stages.values())
