@@ -1,9 +1,11 @@
+from ultrascale.plan.block_memory import block_memory
 from ultrascale.plan.recomputation import recomputation_statement, ways_to_recompute
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import PRESETS
 from ultrascale.spec.stack import STACKS
+from ultrascale.spec.work import Shape
 
 
 def test_selective_recomputation_of_experts_saves_less_than_full_and_costs_less():
@@ -19,3 +21,17 @@ def test_recomputing_the_core_of_fused_attention_saves_nothing_today():
     selective, _ = ways_to_recompute(dense, layout)
     assert selective.saved_bytes < 0.01 * 80e9
     assert "attention's core again) saves nothing to speak of" in recomputation_statement(dense, layout)
+
+
+def test_torchtitans_policy_keeps_no_grouped_product_of_experts():
+    """Its list names aten.mm, attention and what came over the network; grouped products are another operator."""
+    model, stack = PRESETS["mixtral-8x7b"], STACKS["torchtitan"]
+    shape = Shape(1, 4096, "bf16", ep=8, kernels=stack.kernels)
+    kept, whole = (block_memory(model, 0, shape, recompute=way, stack=stack).saved_by_kind for way in ("selective", "full"))
+    token = 4096 * 2  # bytes of one element of every token
+    # Its input; every second of q, k, v, o and the router; attention's result; two exchanges of two experts' tokens each.
+    exchanged = 2 * 2 * model.hidden_size
+    products = model.query_size + model.key_value_size + 2 * model.num_experts  # the router's are fp32
+    assert whole == {"residual": token * model.hidden_size}
+    assert kept["matmul"] == token * products
+    assert kept["exchange"] == token * exchanged

@@ -191,9 +191,9 @@ class _Part:
             inside = {one.name for op in self.ops if op.kind == "attention" for one in op.makes}
             return frozenset(inside - elsewhere), frozenset()
         ops = [op for op in self.ops if op.kept_by_selective]
-        if selective == "alternate-products":
-            products = [op for op in ops if op.kind == "matmul"]
-            ops = [op for op in ops if op.kind != "matmul" or products.index(op) % 2 == 0]
+        if selective == "alternate-products":  # of aten.mm: grouped products of experts are another operator, and not kept
+            products = [op for op in ops if op.kind == "matmul" and not op.name.startswith("mlp.experts.")]
+            ops = [op for op in ops if op.kind != "matmul" or (op in products and products.index(op) % 2 == 0)]
         return frozenset(), frozenset(one.name for op in ops for one in op.makes)
 
     def _forward(
