@@ -38,8 +38,9 @@ def build_share(
 ) -> Share:
     """What this rank holds of `model`, cut as `layout` says, on its device, with the initial weights of `seed`.
 
-    `sequence_length` decides where a pipeline is cut, unless the layout does. Weights are the same bits for every layout. A process group of `layout.world_size` ranks must be up unless that is one.
-    Raises SpecError for what can be planned but not run.
+    `sequence_length` decides where a pipeline is cut, unless the layout does. Weights are the same bits for every layout. A
+    process group of `layout.world_size` ranks must be up unless that is one. Raises SpecError for what can be planned but not
+    run.
     """
     expect_trainable(model, layout)
     mesh = Mesh(layout, ranks, has_experts=model.num_experts > 0)
