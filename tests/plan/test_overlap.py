@@ -1,9 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from ultrascale.plan.blocks import price_blocks
+from ultrascale.plan.constants import CONSTANTS
+from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.overlap import overlapped
+from ultrascale.plan.price import predict
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model_presets import preset
+from ultrascale.spec.stack import STACKS
 
 
 def test_communication_that_fits_beside_compute_shows_only_as_what_it_slows() -> None:
@@ -25,3 +36,22 @@ def test_the_total_lies_between_the_longer_and_the_sum() -> None:
     assert (total >= np.maximum(compute, comm) - 1e-12).all()
     assert (total <= compute + comm + 1e-12).all()
     assert (np.diff(total, axis=0) >= -1e-12).all() and (np.diff(total, axis=1) >= -1e-12).all()
+
+
+@pytest.mark.parametrize(("sequence_parallel", "share"), [(True, 2 / 3), (False, 1.0)])
+def test_a_column_parallel_layer_hides_its_own_backward_traffic_where_it_is_fused(
+    sequence_parallel: bool, share: float
+) -> None:
+    """With sequence parallelism a block's backward pass gathers twice and scatters once for each pair of layers, all as large:
+    gathering the gradient of a row-parallel layer has nothing beside it. Without, it sums the column-parallel layer's alone."""
+    layout = Layout(dp=8, tp=8, sequence_parallel=sequence_parallel, zero_stage=1, precision="bf16")
+    fused = Workload(preset("llama-3-70b"), parse_cluster("64xh100"), 8192, 64, STACKS["megatron"])
+    block = price_blocks(fused, LayoutTable.of([layout])).block[0]
+    assert block.tp_beside[0] / block.tp_backward[0] == pytest.approx(share, rel=0.02)
+    alone = replace(fused, stack=replace(fused.stack, overlaps_tensor_parallel=False))
+    exposed = [predict(one, layout).waterfall["tensor_parallel"] for one in (fused, alone)]
+    layers, hides = 80 * 8, 1 - CONSTANTS.overlap_slowdown
+    gone = layers * (block.tp_beside[0] * hides)
+    rest = layers * (block.tp_forward[0] + block.tp_backward[0]) - gone
+    assert exposed[0] == pytest.approx(rest * (1 - CONSTANTS.tensor_parallel_hidden), rel=0.02)
+    assert exposed[1] == pytest.approx(rest + gone, rel=0.02)

@@ -7,7 +7,7 @@ work by its bytes, collectives of tp, cp and ep from `plan.collectives`, all of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,12 +40,17 @@ class PartSeconds:
     weight_gradient: Floats
     tp_forward: Floats
     tp_backward: Floats
+    tp_beside: Floats
+    """Of `tp_backward`: what a column-parallel layer's backward pass can run beside its own two products. The input is gathered
+    again beside the gradient of the input, whose sum travels beside the gradient of the weight (Megatron)."""
     cp_forward: Floats
     cp_backward: Floats
     ep_forward: Floats
     ep_backward: Floats
     partial_product: Floats
     """Of `product`: row-parallel ones, whose results selective recomputation does not keep."""
+    grouped_product: Floats
+    """Of `product`: those of experts, whose results torchtitan's policy does not keep."""
     num_ops: Floats
     """Operations launched in a forward pass."""
     num_collectives: Floats
@@ -144,21 +149,26 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
 
 def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
     compute = np.array([_compute(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
-    columns = compute.reshape(len(shapes), 7).T
+    columns = compute.reshape(len(shapes), 8).T
     traffic, counts = _traffic(workload, shapes, works)
+    beside = _traffic(workload, shapes, [[op for op in ops if _is_of_column(op)] for ops in works])[0]["tp", "backward"]
+    axes = {f"{axis}_{when}": traffic[axis, when] for axis in ("tp", "cp", "ep") for when in PASSES}
     return PartSeconds(
         *columns[:5],
-        *(traffic[axis, when] for axis in ("tp", "cp", "ep") for when in PASSES),
+        **axes,
+        tp_beside=np.minimum(beside, columns[3] + columns[4]),
         partial_product=columns[5],
-        num_ops=columns[6],
+        grouped_product=columns[6],
+        num_ops=columns[7],
         num_collectives=counts,
     )
 
 
 def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
-    """Seconds of products, attention and element-wise work forward, of both gradients, of partial products; operations."""
+    """Seconds of products, attention and element-wise work forward, of both gradients, of partial and of grouped products;
+    operations."""
     accelerator, stack = workload.cluster.accelerator, workload.stack
-    product = attention = elementwise = inputs = weights = partial = count = 0.0
+    product = attention = elementwise = inputs = weights = partial = grouped = count = 0.0
     # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in another pass.
     gradient_bytes = 2.0 * stack.gradient_bytes if stack.fuses_gradient_accumulation else float(shape.itemsize)
     added_bytes = 0 if stack.fuses_gradient_accumulation else 2 * stack.gradient_bytes + shape.itemsize
@@ -171,6 +181,7 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
             forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies)
             product += forward
             partial += forward if op.makes_partial_sums else 0.0
+            grouped += forward if op.name.startswith("mlp.experts.") else 0.0
             inputs += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient")
             weights += matmul_seconds(
                 accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient", output_bytes=gradient_bytes
@@ -189,7 +200,12 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
             elementwise += stack.overheads.elementwise * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:
             inputs += stack.overheads.elementwise * elementwise_seconds(accelerator, op.backward_moved_bytes)
-    return product, attention, elementwise, inputs, weights, partial, count
+    return product, attention, elementwise, inputs, weights, partial, grouped, count
+
+
+def _is_of_column(op: Op) -> bool:
+    """Whether an operation's backward traffic is that of a column-parallel product."""
+    return any(item.axis == "tp" and item.when == "backward" and item.kind != "all_gather" for item in op.collectives)
 
 
 def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float:
@@ -211,7 +227,7 @@ def _merge_bytes(scores: Scores) -> int:
 
 
 def _traffic(
-    workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]]
+    workload: Workload, shapes: list[Shape], works: Sequence[Iterable[Op]]
 ) -> tuple[dict[tuple[str, str], Floats], Floats]:
     """Seconds of collectives by axis and pass, and how many there are in a forward pass."""
     seconds = {(axis, when): np.zeros(len(shapes)) for axis in ("tp", "cp", "ep") for when in PASSES}

@@ -27,8 +27,9 @@ class Constants:
     """The same for one kind of accelerator, on top; 1 for those not named."""
     compiled_host_fraction: float = 0.5
     """Of the time Python needs to launch a block's operations, when it is compiled."""
-    tensor_parallel_hidden: float = 0.42
-    """Share of tensor-parallel traffic hidden where the stack overlaps it (Megatron's user buffers)."""
+    tensor_parallel_hidden: float = 0.2
+    """Share of tensor-parallel traffic hidden where the stack overlaps it (Megatron's user buffers), beyond what travels beside
+    the two products of a column-parallel layer's backward pass (`plan.blocks.PartSeconds.tp_beside`)."""
     data_parallel_window: float = 0.9
     """Share of the compute of a pass that traffic can run beside: the rest has no traffic ready, or none left."""
     overlap_slowdown: float = 0.15

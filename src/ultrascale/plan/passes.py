@@ -73,14 +73,15 @@ def pass_seconds(
     if stack.selective == "elementwise":
         selective = selective + derate * sum_of("partial_product", in_blocks)
     if stack.selective == "alternate-products":
-        selective = selective + derate * sum_of("product", in_blocks) / 2
+        selective = selective + derate * (sum_of("product", in_blocks) + sum_of("grouped_product", in_blocks)) / 2
     recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective
 
     shown = 1.0 - constants.tensor_parallel_hidden if stack.overlaps_tensor_parallel else 1.0
+    beside = sum_of("tp_beside") * (1 - constants.overlap_slowdown) if stack.overlaps_tensor_parallel else 0.0
     overheads = stack.overheads
     crossed = -(-table.tp // workload.cluster.node.num_accelerators)
     latency = overheads.crossing_seconds * np.where(crossed > 1, crossed, 0) * sum_of("num_collectives")
-    tp_forward, tp_backward = latency + shown * sum_of("tp_forward"), latency + shown * sum_of("tp_backward")
+    tp_forward, tp_backward = latency + shown * sum_of("tp_forward"), latency + shown * (sum_of("tp_backward") - beside)
     tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)
 
     # A device that is faster than Python waits for it.
