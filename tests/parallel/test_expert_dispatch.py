@@ -124,3 +124,24 @@ def test_the_same_run_twice_gives_the_same_bits():
     cut = CUTS["ep2 expert_tp2"]
     first, second = (run_ranks(cut.world, one_rank, cut, "4") for _ in range(2))
     assert all(torch.equal(a, b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True))
+
+
+def in_bf16(rank: int, cut: Cut) -> tuple[Tensor, torch.dtype, torch.dtype]:
+    """Results, and the dtypes of the gradients of tokens and of weights, which are fp32 as a router's are."""
+    whole, dispatch = draw(cut, "2"), my_dispatch(rank, cut)
+    experts = my_experts(rank, cut, whole).bfloat16()
+    tokens = whole.tokens[rank // cut.same].bfloat16().requires_grad_()
+    weights = whole.weights[rank // cut.same].float().requires_grad_()
+    results = dispatch(tokens, (whole.chosen[rank // cut.same], weights), experts)
+    results.sum().backward()
+    assert tokens.grad is not None and weights.grad is not None
+    return results.detach(), tokens.grad.dtype, weights.grad.dtype
+
+
+def test_bf16_tokens_meet_fp32_weights():
+    cut = CUTS["same2 ep2 expert_tp2"]
+    results, *dtypes = run_ranks(cut.world, in_bf16, cut)[0]
+    expected = formula(draw(cut, "2")).results[0]
+    assert dtypes == [torch.bfloat16, torch.float32]
+    assert results.dtype == torch.bfloat16
+    assert ((results - expected).abs().max() / expected.abs().max()).item() < 0.02

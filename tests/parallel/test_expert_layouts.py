@@ -259,6 +259,7 @@ CASES = {
     "the same without sequence parallelism": of("tp2 expert_tp2 whole", DEEPSEEK),
     "biases": of("dp2 tp2 ep2 expert_tp2", BIASED),
     "biases without sequence parallelism": of("tp2 expert_tp2 whole", BIASED),
+    "predicted later tokens": of("tp2 ep2", replace(DEEPSEEK, num_nextn_predict_layers=1)),
     "documents over cp and tp": of("cp2 tp2 ep2", documents=True),
     "dropped over tp": of("tp2 ep2", DROPPING, documents=True),
     "dropped where all tp ranks have the same": of("tp2 ep2 whole", DROPPING, documents=True),
