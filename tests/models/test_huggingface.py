@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models.families import EXPERT_FAMILIES, FAMILIES, LLAMA
+from models.families import DEEPSEEK_V3, EXPERT_FAMILIES, FAMILIES, LLAMA
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
@@ -122,6 +122,38 @@ def test_export_then_import_is_bit_equal(family, max_shard_bytes, tmp_path):
     assert replace(found, name="") == model
     assert restored.keys() == state.keys()
     assert all(torch.equal(restored[name], state[name]) for name in state)
+
+
+def test_prediction_blocks_go_out_with_copies_of_embedding_and_head_as_in_deepseeks_files_and_come_back(tmp_path):
+    model = replace(DEEPSEEK_V3, num_nextn_predict_layers=1)
+    state = state_of(random_decoder(model, torch.float32))
+    folder = export_folder(state, model, tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    block = "model.layers.3."
+    assert {f"{block}{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")} <= tensors.keys()
+    assert torch.equal(tensors[f"{block}embed_tokens.weight"], state["embed_tokens.weight"])
+    assert torch.equal(tensors[f"{block}shared_head.head.weight"], state["lm_head.weight"])
+    found, restored = import_folder(folder)
+    assert found.num_nextn_predict_layers == 1
+    assert all(torch.equal(restored[name], state[name]) for name in state)
+
+    ours, tokens = Decoder(found), torch.arange(30)[None] % model.vocab_size
+    ours.load_state_dict(restored)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)  # which leaves prediction blocks out
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+    tensors[f"{block}shared_head.head.weight"] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(SpecError, match=r"shared_head\.head\.weight.*differs from lm_head\.weight"):
+        import_folder(folder)
+
+
+def test_the_bias_that_balances_load_goes_out_in_full_whatever_the_rest_is_cast_to(tmp_path):
+    decoder = random_decoder(DEEPSEEK_V3, torch.float32)
+    folder = export_folder(state_of(decoder), DEEPSEEK_V3, tmp_path / "hf", dtype=torch.bfloat16)
+    name = "layers.1.mlp.router.e_score_correction_bias"
+    stored = load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert stored.dtype == torch.float32 and torch.equal(stored, decoder.state_dict()[name])
 
 
 @pytest.mark.parametrize(
