@@ -67,7 +67,7 @@ class Knob:
 
 KNOBS = (
     Knob("constants", "compute_derate", 1.06, 0.05),
-    Knob("constants", "tensor_parallel_hidden", 0.35, 0.7, is_share=True),
+    Knob("constants", "tensor_parallel_hidden", 0.2, 0.7, is_share=True),
     Knob("constants", "data_parallel_window", 0.9, 0.7, is_share=True),
     Knob("constants", "overlap_slowdown", 0.15, 0.5),  # Calculon
     Knob("constants", "straggler_per_doubling", 0.006, 0.7),

@@ -1,4 +1,7 @@
 from ultrascale.plan.block_memory import block_memory
+from ultrascale.plan.blocks import price_blocks
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.price import predict
 from ultrascale.plan.recomputation import recomputation_statement, ways_to_recompute
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
@@ -35,3 +38,17 @@ def test_torchtitans_policy_keeps_no_grouped_product_of_experts():
     assert whole == {"residual": token * model.hidden_size}
     assert kept["matmul"] == token * products
     assert kept["exchange"] == token * exchanged
+
+
+def test_torchtitans_policy_computes_all_experts_again_and_half_of_the_rest():
+    workload = Workload(PRESETS["mixtral-8x7b"], parse_cluster("64xh100"), 4096, 256, STACKS["torchtitan"])
+    blocks = price_blocks(workload, LayoutTable.of([Layout(dp=64, ep=8, zero_stage=3, precision="bf16")])).block[0]
+    experts, others = float(blocks.grouped_product[0]), float((blocks.product - blocks.grouped_product)[0])
+    assert experts > 3 * others
+    again, plain = (
+        predict(workload, Layout(dp=64, ep=8, zero_stage=3, precision="bf16", recompute=way)).waterfall["recompute"]
+        for way in ("selective", "none")
+    )
+    layers, rounds = 32, 4
+    least = layers * rounds * (experts + others / 2)
+    assert plain == 0 and least < again < 1.6 * least  # and what is element-wise
