@@ -101,7 +101,8 @@ def narrow_loss(rank: int, compiled: bool) -> tuple[float, float, float]:
         decoder.loss = partial(decoder.loss, compiled=True)
     loss = decoder(TOKENS, targets=TOKENS.roll(-1, 1))
     loss.backward()
-    head, norm = (decoder.get_parameter(name).grad for name in ("lm_head.weight", "norm.weight"))
+    parameters = dict(decoder.named_parameters())
+    head, norm = parameters["lm_head.weight"].grad, parameters["norm.weight"].grad
     assert head is not None and norm is not None and head.dtype == norm.dtype == torch.float32
     dist.all_reduce(norm)
     square = head.square().sum()

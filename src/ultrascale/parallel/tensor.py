@@ -58,7 +58,7 @@ def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Cut
             for norm in (module.q_norm, module.k_norm):
                 setattr(norm, "forward", partial(_rms_norm, norm, cut))  # noqa: B010
         if isinstance(module, PredictionBlock):
-            module.eh_proj.forward = partial(cut.columns_home, module.eh_proj)
+            setattr(module.eh_proj, "forward", partial(cut.columns_home, module.eh_proj))  # noqa: B010
     vocab_size = decoder.spec.vocab_size
     decoder.look_up = partial(look_up, vocab_size=vocab_size, cut=cut)  # pyright: ignore[reportAttributeAccessIssue]
     decoder.loss = partial(vocabulary_cross_entropy, vocab_size=vocab_size, cut=cut)
