@@ -160,7 +160,8 @@ def test_a_model_of_smollm3_without_bare_layers_comes_back():
         ("llama", "hidden_size", "4096"), ("llama", "num_hidden_layers", True), ("llama", "rope_theta", -1.0),
         ("smollm3", "use_sliding_window", True), ("llama", "num_key_value_heads", 3), ("llama", "logit_scale", 0.1),
         ("olmoe", "clip_qkv", 8.0), ("mixtral", "router_jitter_noise", 0.1), ("qwen3_moe", "decoder_sparse_step", 2),
-        ("deepseek_v2", "topk_method", "noaux_tc"), ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v2", "topk_method", "noaux_tc"), ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v3", "scoring_func", "softmax"),
         ("deepseek_v3", "n_group", 3), ("gpt_oss", "swiglu_limit", 5.0), ("nemotron", "hidden_act", "silu"),
     ],
 )  # fmt: skip

@@ -80,10 +80,11 @@ def _read_deepseek(reader: Reader, kind: str, fields: dict[str, Any]) -> dict[st
     found |= {"num_experts": _read_count(reader), "moe_intermediate_size": width}
     found |= {"shared_expert_intermediate_size": shared * width, "first_k_dense_replace": take("first_k_dense_replace", int)}
     found |= {key: take(key, int, optional=True) or 1 for key in ("n_group", "topk_group")}
-    found |= {"norm_topk_prob": take("norm_topk_prob", bool), "routed_scaling_factor": take("routed_scaling_factor", float)}
+    found["routed_scaling_factor"] = take("routed_scaling_factor", float)
     found["router_aux_loss_coef"] = take("aux_loss_alpha", float, optional=True) or 0.0
     if kind == "deepseek_v2":
         reader.must_be("scoring_func", ("softmax",), "this family scores by softmax")
+        reader.must_be("norm_topk_prob", (False, None), "transformers never normalises scores of this family")
         found["topk_method"] = take("topk_method", str)
         if found["topk_method"] not in ("greedy", "group_limited_greedy"):
             reader.problem(
@@ -91,6 +92,7 @@ def _read_deepseek(reader: Reader, kind: str, fields: dict[str, Any]) -> dict[st
             )
     else:
         reader.must_be("scoring_func", ("sigmoid",), "this family scores by sigmoid")
+        found["norm_topk_prob"] = take("norm_topk_prob", bool)
         reader.must_be("topk_method", ("noaux_tc",), "this family balances by a bias")
         names = ("num_mtp_layers", "num_nextn_predict_layers")
         found["num_nextn_predict_layers"] = reader.take_first(names, int, optional=True) or 0

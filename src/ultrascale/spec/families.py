@@ -81,6 +81,7 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV2ForCausalLM",
         _ROTARY | _LATENT | _ALL_SEEN | {
             "qk_norm": False, "mlp_bias": False, "scoring_func": "softmax", "num_nextn_predict_layers": 0,
+            "norm_topk_prob": False,
         },
     ),
     "deepseek_v3": Family(
