@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ultrascale.kernels.attention_with_lse import attend, attend_backward, join
 from ultrascale.parallel.context_gather import GatheredKeys, ScatteredGradients
-from ultrascale.parallel.context_masks import NOTHING, Block, ContextMask
+from ultrascale.parallel.context_masks import Block, ContextMask, Slots
 from ultrascale.parallel.context_ring import Held, Ring, RingGradients, RingKeys, pack, unpack
 
 
@@ -95,8 +95,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask, ring, wide = setting.mask, setting.ring, _wide(query.dtype)
     going_home = (ScatteredGradients if setting.gathers else RingGradients)(key, value, mask, ring, wide)
-    grad_query = torch.zeros_like(query, dtype=wide)
-    own = None
+    total_query, total_key, total_value = (_Total(like, wide) for like in (query, key, value))
     for distance, (held, blocks) in enumerate(zip(_keys(key, value, setting).hops(), mask.hops, strict=True)):
         parts = []
         for block in blocks:
@@ -105,19 +104,40 @@ def _backward(
                 grad_out[:, :, rows], *_block(query, held, block), out[:, :, rows], lse[:, :, rows],
                 mask=block.mask, is_causal=block.is_causal, scale=setting.scale,
             )  # fmt: skip
-            grad_query[:, :, rows] += found[0]
-            parts.append((block, pack(*found[1:]).to(wide)))
-        needed = (0, key.shape[2]) if distance == 0 else mask.needs[ring.source(distance)][distance]
-        gradient = _over(needed, parts)
-        if distance == 0:
-            own = gradient
-        else:
-            going_home.add(distance, gradient)
-    assert own is not None
+            total_query.add(rows, found[0])
+            if distance == 0:
+                total_key.add(block.keys, found[1])
+                total_value.add(block.keys, found[2])
+            else:
+                parts.append((block.keys, pack(*found[1:], dtype=wide)))
+        if distance > 0:
+            going_home.add(distance, _over(mask.needs[ring.source(distance)][distance], parts))
     for slots, packed in going_home.arrived():
-        own[slice(*slots)] += packed
-    grad_key, grad_value = unpack(own.to(key.dtype), key.shape[-1])
-    return grad_query.to(query.dtype), grad_key, grad_value
+        grad_key, grad_value = unpack(packed, key.shape[-1])
+        total_key.add(slice(*slots), grad_key)
+        total_value.add(slice(*slots), grad_value)
+    return total_query.done(), total_key.done(), total_value.done()
+
+
+class _Total:
+    """A gradient [B, H, S, E] that parts of the slots are added to."""
+
+    def __init__(self, like: Tensor, wide: torch.dtype):
+        self.like, self.wide = like, wide
+        self.total: Tensor | None = None
+
+    def add(self, slots: slice, part: Tensor) -> None:
+        if self.total is not None:
+            self.total[:, :, slots] += part
+        elif slots == slice(0, self.like.shape[2]):
+            self.total = part.to(self.wide)
+        else:
+            self.total = torch.zeros_like(self.like, dtype=self.wide)
+            self.total[:, :, slots] = part
+
+    def done(self) -> Tensor:
+        assert self.total is not None, "every token sees itself"
+        return self.total.to(self.like.dtype)
 
 
 def _keys(key: Tensor, value: Tensor, setting: Setting) -> GatheredKeys | RingKeys:
@@ -131,16 +151,16 @@ def _block(query: Tensor, held: Held | None, block: Block) -> tuple[Tensor, Tens
     return query[:, :, block.queries], held.key[:, :, keys], held.value[:, :, keys]
 
 
-def _over(slots: tuple[int, int], parts: list[tuple[Block, Tensor]]) -> Tensor | None:
+def _over(slots: Slots, parts: list[tuple[slice, Tensor]]) -> Tensor | None:
     """Packed gradients of all `slots` from those of the blocks."""
-    if slots == NOTHING or not parts:
+    if not parts:
         return None
-    block, packed = parts[0]
-    if len(parts) == 1 and block.keys == slice(*slots):
+    keys, packed = parts[0]
+    if len(parts) == 1 and keys == slice(*slots):
         return packed
     whole = packed.new_zeros(slots[1] - slots[0], *packed.shape[1:])
-    for block, packed in parts:
-        whole[block.keys.start - slots[0] : block.keys.stop - slots[0]] += packed
+    for keys, packed in parts:
+        whole[keys.start - slots[0] : keys.stop - slots[0]] += packed
     return whole
 
 

@@ -73,9 +73,12 @@ class Messages:
         self.kept = []
 
 
-def pack(key: Tensor, value: Tensor) -> Tensor:
-    """[T, B, K, E + E'] of keys [B, K, T, E] and values [B, K, T, E']."""
-    return torch.cat((key, value), dim=-1).permute(2, 0, 1, 3).contiguous()
+def pack(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[T, B, K, E + E'] of keys [B, K, T, E] and values [B, K, T, E'], in another `dtype` if asked for."""
+    packed = room_for((0, key.shape[2]), key, value, key.dtype if dtype is None else dtype)
+    for part, into in zip((key, value), unpack(packed, key.shape[-1]), strict=True):
+        into.copy_(part)
+    return packed
 
 
 def unpack(packed: Tensor, width: int) -> tuple[Tensor, Tensor]:
