@@ -2,7 +2,7 @@
 
     F   take the stage's input (tokens, a message, or what another stage of this rank made), run the stage, send the result on
     B   take the gradient of the result, run the backward pass, send the gradient of the input back
-    I   the same without the gradients of most weights        W   those
+    I   the same without the gradients of most weights        W   those; in the first stage, whose I nobody waits for, all of it
     F beside B   one after the other: nothing of ours runs two streams of computation
 
 The planner plays the same lists (`plan.pipeline`). Of a micro-batch in flight a rank holds what autograd saved and the stage's
@@ -193,6 +193,8 @@ class Passing:
     """[stage, micro-batch]: between F and B or I."""
     waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
     """[stage, micro-batch]: between I and W."""
+    _postponed: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    """[stage, micro-batch]: gradients of results of the first stage, between I and W."""
     _handed: dict[tuple[bool, int, int], Tensor] = field(default_factory=dict)
     """Results for another stage of this rank."""
 
@@ -207,11 +209,15 @@ class Passing:
     def do(self, part: Action, given: Tensor | None) -> None:
         """One pass; `given`: what it reads."""
         stage, at = self.stages[part.stage], (part.stage, part.micro_batch)
-        if part.kind is Kind.WEIGHT_GRADIENT:
+        if part.kind is Kind.INPUT_GRADIENT and part.stage == 0:
+            self._postponed[at] = given
+            return
+        if part.kind is Kind.WEIGHT_GRADIENT and at not in self._postponed:
             make_gradients(self.waiting.pop(at))
             reduce_weight_gradients(stage, part)
             return
         prepare_action(stage, part)
+        given = self._postponed.pop(at) if part.kind is Kind.WEIGHT_GRADIENT else given
         result = self._forward(part, given) if part.kind is Kind.FORWARD else self._backward(part, given)
         key = made_by(part, self.last_stage)
         if key is None:

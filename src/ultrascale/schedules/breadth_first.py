@@ -1,7 +1,8 @@
 """Breadth-first (Lamy-Poirier 2022): all micro-batches through a rank's first stage, then all through its next, and back.
 
 Idle (p-1)(F+B) of one stage, as interleaved 1F1B, but with the activations of all m micro-batches in all v stages. Its use: a
-stage's weights are needed in one stretch each way, so that ZeRO 3 gathers them, and reduces gradients, once a step.
+stage's weights are needed in one stretch each way, so that ZeRO 3 could gather them, and reduce gradients, once a step. The
+executor does not: it gathers block by block in every pass, for a whole stage at a time is the memory of ZeRO 2.
 """
 
 from __future__ import annotations
