@@ -49,10 +49,10 @@ def test_a_choice_is_kept_and_only_the_rest_is_searched(capsys) -> None:
 def test_runnable_searches_what_the_trainer_runs(capsys) -> None:
     plan = answer(capsys, "--runnable", "--top", "50")
     assert plan["trainable"]
-    for one in plan["search"]["ranked"]:
-        assert [one["layout"][axis] for axis in ("tp", "cp", "pp", "ep")] == [1, 1, 1, 1]
-    assert main([*ISSUE, "--runnable", "--model", "mixtral-8x7b"]) == 2
-    assert "experts" in capsys.readouterr().err
+    axes = [[one["layout"][axis] > 1 for axis in ("tp", "cp", "pp")] for one in plan["search"]["ranked"]]
+    assert any(pp for _, _, pp in axes) and any(cp for _, cp, _ in axes)
+    assert main([*ISSUE, "--runnable", "--precision", "fp8"]) == 2
+    assert "fp64, fp32, bf16 only so far" in capsys.readouterr().err
 
 
 def test_on_processes_of_this_machine_stages_and_recomputation_are_compared(capsys) -> None:
@@ -226,7 +226,7 @@ def test_a_run_file_with_axes_is_planned_on_the_machines_that_are_named(tmp_path
     file.write_text('[model]\npreset = "llama-3-8b"\n[batch]\nsequence_length = 8192\nsequences_per_batch = 64\n' + layout)
     assert main(["plan", str(file), "--gpus", "32xh100", "--layout.zero-stage", "1", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["layout"]["dp"] == 4 and not plan["trainable"] and plan["time"]["waterfall_seconds"]["bubble"] > 0
+    assert plan["layout"]["dp"] == 4 and plan["trainable"] and plan["time"]["waterfall_seconds"]["bubble"] > 0
     assert main(["plan", str(file), "--gpus", "4xh100"]) == 2
     assert "not a multiple of the run's tp x cp x pp = 8" in capsys.readouterr().err
 

@@ -28,7 +28,7 @@ def run_file(tmp_path) -> Path:
         (["--sequences-per-batch", "512", "--tokens-per-batch", "4M"], "say the same thing twice"),
         (["--print-flags", "--json"], "both want the whole output"),
         (["--runnable", "--stack", "megatron"], "is about `ultrascale train`"),
-        (["--runnable", "--tp", "2"], "--runnable searches what"),
+        (["--runnable", "--layout.offload-optimizer", "true"], "the trainer runs offload_optimizer = false only"),
         (["--layout.reduce-dtype", "fp32,bf16"], "are 2 values"),
         (["--tokens", "0"], "must be more than 0"),
         (["--tokens", "xyz", "--print-flags"], "Write 300B or 1T"),
@@ -77,7 +77,7 @@ def test_a_run_that_its_trainer_cannot_be_asked_for_is_refused_with_what_to_chan
 
 def test_what_follows_is_something_that_can_be_done(capsys, tmp_path) -> None:
     file = tmp_path / "run.toml"
-    assert main([*ON_64, "--tp", "2", "--save", str(file)]) == 0
+    assert main([*ON_64, "--pp", "2", "--schedule", "dualpipe", "--save", str(file)]) == 0
     said = capsys.readouterr().out.partition("next  ")[2]
     assert "check" not in said and f"ultrascale plan {file} --perfetto" in said
     assert main(["plan", str(file)]) == 0

@@ -35,7 +35,7 @@ def refuse_conflicts(parsed: dict[str, Any], arguments: list[str]) -> None:
 
 
 def refuse_on_measured_device(parsed: dict[str, Any], arguments: list[str]) -> None:
-    """The same for a device whose speed is measured at run time: only layouts that we train are compared, by memory."""
+    """The same for a device whose speed is measured at run time: only data parallelism is compared, by memory."""
     problems = [
         Problem(f"--{name}", "is of step times, and this machine's are measured at run time", "Leave it out.")
         for name in OF_TIMES
@@ -46,7 +46,7 @@ def refuse_on_measured_device(parsed: dict[str, Any], arguments: list[str]) -> N
         problems.append(Problem("--stack", rule, "Leave it out, or plan for an accelerator such as 8xh100."))
     for name in AXES:
         if parsed[name] not in (None, "1"):
-            rule = f"is {parsed[name]}; of a machine whose speed is measured at run time, only what we train is planned"
+            rule = f"is {parsed[name]}; of a machine whose speed is measured at run time, only data parallelism is compared"
             problems.append(Problem(f"--{name}", rule, "Leave it out, or plan for an accelerator such as 8xh100."))
     if problems:
         raise SpecError(problems)

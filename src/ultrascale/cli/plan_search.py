@@ -12,7 +12,7 @@ from ultrascale.cli import plan as verb
 from ultrascale.plan.explain import changes, marginals, rungs
 from ultrascale.plan.flags import not_searched
 from ultrascale.plan.price import Prediction
-from ultrascale.plan.report import TRAINED_OPTIMIZER, RunPlan, plan_run, prediction_json, workload_of
+from ultrascale.plan.report import RunPlan, not_trainable, plan_run, prediction_json, workload_of
 from ultrascale.plan.scaling import Scaled, elsewhere, scaling, smallest_that_fits
 from ultrascale.plan.search import TIE, SearchResult, search
 from ultrascale.plan.search_view import distinct, layout_words, no_layout_fits, show_explanation, show_ranking
@@ -33,7 +33,6 @@ SEARCHED = (
     "dp", "tp", "sequence_parallel", "cp", "cp_method", "pp", "virtual_stages", "schedule", "zero_stage", "dp_shard",
     "micro_batch_size", "recompute", "recompute_every", "ep", "expert_tp",
 )  # fmt: skip
-RUNNABLE = {name: (1,) for name in ("tp", "cp", "pp", "ep", "expert_tp")}
 
 
 def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], cluster: Cluster, stack: Stack) -> int:
@@ -45,13 +44,8 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     if problems := not_searched(stack, base):
         raise SpecError(problems)
     workload = workload_of(run, cluster, stack, **verb.conditions(parsed))
-    if parsed["runnable"]:
-        if problems := untrainable_model(run.model):
-            raise SpecError(problems)
-        _refuse_axes(asked)
-        if problems := untrainable_layout(base):
-            raise SpecError(problems)
-        asked = RUNNABLE | asked
+    if parsed["runnable"] and (problems := untrainable_model(run.model) + untrainable_layout(base)):
+        raise SpecError(problems)
     result = search(workload, base=base, asked=asked)
     best = result.best or result.smallest
     assert best is not None
@@ -67,21 +61,6 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     else:
         _print(result, chosen, parsed, arguments, base, asked)
     return 0 if chosen.fits else 1
-
-
-def _refuse_axes(asked: dict[str, tuple[Any, ...]]) -> None:
-    """Raises SpecError with every axis that is asked for and that our trainer does not run."""
-    wrong = {name: asked[name] for name in RUNNABLE if name in asked and set(asked[name]) != {1}}
-    if wrong:
-        said = {name: ",".join(map(str, values)) for name, values in wrong.items()}
-        raise SpecError(
-            [
-                Problem(
-                    f"layout.{name}", f"is {text}, and --runnable searches what `ultrascale train` runs: 1", "Leave out one."
-                )
-                for name, text in said.items()
-            ]
-        )
 
 
 def _split(parsed: dict[str, Any], rest: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -202,7 +181,7 @@ def _print(
     if parsed["explain"]:
         console.print()
         show_explanation(result, *_compared(result, base, asked), console)
-    console.print(f"\n[bold]next[/bold]  {_next_command(chosen, base, parsed, arguments)}", soft_wrap=True)
+    console.print(f"\n[bold]next[/bold]  {_next_command(chosen, parsed, arguments)}", soft_wrap=True)
 
 
 def _batch_note(text: str | None, workload: Workload) -> str:
@@ -231,7 +210,7 @@ def _what_would_fit(workload: Workload, base: Layout, asked: dict[str, tuple[Any
     return f"{one.layout.world_size} GPUs would do: {words}."
 
 
-def _next_command(chosen: RunPlan, base: Layout, parsed: dict[str, Any], arguments: list[str]) -> str:
+def _next_command(chosen: RunPlan, parsed: dict[str, Any], arguments: list[str]) -> str:
     words = ["ultrascale plan", *arguments]
     if not chosen.fits:
         return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
@@ -239,11 +218,8 @@ def _next_command(chosen: RunPlan, base: Layout, parsed: dict[str, Any], argumen
         return verb.next_of_run(chosen, [parsed["save"]])
     if chosen.stack.name != "ultrascale":
         return " ".join([*words, "--print-flags"])
-    ours_never = untrainable_model(chosen.run.model) or untrainable_layout(base) or chosen.stack.optimizer != TRAINED_OPTIMIZER
-    if ours_never or any(parsed[axis] not in (None, "1") for axis in ("tp", "cp", "pp", "ep")):
+    if not_trainable(chosen.run, chosen.stack):
         return " ".join([*words, "" if parsed["explain"] else "--explain"]).rstrip()
-    if untrainable_layout(chosen.run.layout):
-        words.append("--runnable")
     return " ".join([*words, "--save run.toml"])
 
 

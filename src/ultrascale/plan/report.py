@@ -31,6 +31,8 @@ HEADROOM_BYTES = {"cuda": 3 * 2**30, "cpu": 2**29}
 """CUDA's context and kernels 0.5 to 0.9 GiB, NCCL 1 to 2 GiB; on a CPU the interpreter and torch, about 0.4 GiB a process."""
 TRAINED_OPTIMIZER = "adamw"
 """What our trainer runs, and the replay counts."""
+TWO_COPIES = "dualpipe"
+"""The schedule whose two copies of the weights our trainer does not keep."""
 RECOMPUTE_FROM_CHEAP = ("none", "selective", "full")
 Device = Literal["cpu", "cuda"]
 
@@ -197,6 +199,8 @@ _NO_RATES = (
 def not_trainable(run: Run, stack: Stack = STACKS["ultrascale"]) -> list[str]:
     """What of `run` and of how `stack` trains it our trainer does not run yet, as dotted keys."""
     found = [problem.key for problem in (*untrainable_model(run.model), *untrainable_layout(run.layout))]
+    if run.layout.pp > 1 and run.layout.schedule == TWO_COPIES:
+        found.append("layout.schedule")
     return [*found, "optimizer"] if stack.optimizer != TRAINED_OPTIMIZER else found
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ultrascale.plan.cost import cost
 from ultrascale.plan.memory import MemoryPlan
-from ultrascale.plan.report import TRAINED_OPTIMIZER, RunPlan, first_that_fits, step_interval
+from ultrascale.plan.report import TRAINED_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval
 from ultrascale.plan.time import NOT_IN_IT
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.units import format_bytes, format_count, format_flops_per_second, format_seconds
@@ -256,8 +256,8 @@ def _verdict(plan: RunPlan) -> Text:
     text.append(f"  {format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold")
     text.append(_kept_free(plan), style="not bold dim")
     if plan.memory is None:
-        ours = plan.stack.name == "ultrascale"
-        how = ": our trainer does not run this yet" if ours else f", as {plan.stack.name} keeps them"
+        never = plan.stack.name == "ultrascale" and not_trainable(plan.run, plan.stack)
+        how = ": our trainer does not run this yet" if never else f", as {plan.stack.name} keeps them"
         text.append(f"\nput together from parts{how}", style="not bold dim")
     return text
 
