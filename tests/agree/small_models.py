@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from models.families import EXPERT_FAMILIES
 
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.apply import build_share
@@ -34,6 +35,13 @@ FAMILIES = {
     "mixed-window": replace(LLAMA, model_type="qwen2", sliding_window=16, max_window_layers=1, qkv_bias=True),
     "no-rope": replace(LLAMA, model_type="smollm3", no_rope_layer_interval=2),
 }
+_SIZES = {"vocab_size": 512, "num_hidden_layers": 2}
+WITH_EXPERTS = {name: replace(model, **_SIZES) for name, model in EXPERT_FAMILIES.items()}
+LATENT = replace(  # attention of DeepSeek without its experts
+    WITH_EXPERTS["deepseek-v3"], num_experts=0, num_experts_per_tok=0, moe_intermediate_size=0, first_k_dense_replace=0,
+    shared_expert_intermediate_size=0, topk_method="greedy", scoring_func="softmax", n_group=1, topk_group=1,
+    routed_scaling_factor=1.0,
+)  # fmt: skip
 DEMO = replace(
     LLAMA, vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_key_value_heads=4, head_dim=64,
     max_position_embeddings=256, name="demo",

@@ -11,7 +11,8 @@ weight the sink draws, which log-sum-exp tells, and the kernel's own backward pa
 log-sum-exp, gives the right gradients (`kernels.attention_with_lse`).
 
 Saves for the backward pass: query, key, value, the output, the shared mask, and one fp32 (or fp64) number per head and row.
-Values narrower than queries (latent attention) are filled with zeros on the CPU, whose kernel knows one width only.
+Values narrower than queries (latent attention) are filled with zeros on the CPU, whose kernel knows one width only, while it
+runs.
 """
 
 from __future__ import annotations
@@ -41,19 +42,16 @@ def attention(
     key/value head h // (H/K). `sinks` [H] or None; `scale` of the scores is 1 / sqrt(E) unless given.
     """
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if sinks is not None:
-        out: Tensor = _WithSinks.apply(query, key, value, mask, sinks, scale)  # pyright: ignore[reportAssignmentType]
-        return out.transpose(1, 2)
-    repeats, width = query.shape[1] // key.shape[1], value.shape[-1]
+    if sinks is not None or (value.shape[-1] != query.shape[-1] and not query.is_cuda):
+        return _Attention.apply(query, key, value, mask, sinks, scale)  # pyright: ignore[reportReturnType]
+    repeats = query.shape[1] // key.shape[1]
     fused_groups = repeats > 1 and _runs_grouped(query, mask)
     if repeats > 1 and not fused_groups:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    if width != query.shape[-1] and not query.is_cuda:
-        value = F.pad(value, (0, query.shape[-1] - width))
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=fused_groups, scale=scale
     )
-    return out[..., :width].transpose(1, 2)  # [B, S, H, E']
+    return out.transpose(1, 2)  # [B, S, H, E']
 
 
 def attention_mask(
@@ -93,27 +91,34 @@ def _runs_grouped(query: Tensor, mask: Tensor | None) -> bool:
     return not query.is_cuda or (mask is None and query.dtype in (torch.bfloat16, torch.float16))
 
 
-class _WithSinks(torch.autograd.Function):
-    """[B, H, S, E] each, sinks [H]."""
+class _Attention(torch.autograd.Function):
+    """[B, H, S, E] each, sinks [H] or None, to [B, S, H, E'].
+
+    What SDPA cannot do: sinks, and on the CPU values narrower than queries, which are saved as narrow as they are.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float | None
     ) -> Tensor:
         out, lse = attend(query, key, value, mask=mask, is_causal=mask is None, scale=scale)  # [B, H, S]
-        score = sinks.to(lse.dtype)[:, None]
-        out = out * torch.sigmoid(lse - score).to(out.dtype).unsqueeze(-1)
-        lse = torch.logaddexp(lse, score)
-        ctx.save_for_backward(query, key, value, out, lse, sinks, *(() if mask is None else (mask,)))
+        if sinks is not None:
+            score = sinks.to(lse.dtype)[:, None]
+            out = out * torch.sigmoid(lse - score).to(out.dtype).unsqueeze(-1)
+            lse = torch.logaddexp(lse, score)
+        out = out.transpose(1, 2).contiguous()
+        ctx.save_for_backward(query, key, value, mask, sinks, out, lse)
         ctx.scale = scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, sinks, *rest = ctx.saved_tensors
-        mask = rest[0] if rest else None
+        query, key, value, mask, sinks, out, lse = ctx.saved_tensors
+        grad, out = grad.transpose(1, 2), out.transpose(1, 2)
         grads = attend_backward(grad, query, key, value, out, lse, mask=mask, is_causal=mask is None, scale=ctx.scale)
+        if sinks is None:
+            return *grads, None, None, None
         share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of each row's weight, [B, H, S]
         along = torch.linalg.vecdot(grad.to(lse.dtype), out.to(lse.dtype))
         return *grads, None, -(share * along).sum((0, 2)).to(sinks.dtype), None

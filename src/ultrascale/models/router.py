@@ -88,11 +88,7 @@ class Router(nn.Module):
         spec, logits = self.spec, _RouterLogits.apply(hidden, self.weight, self.bias)  # [B, S, X]
         scores = logits.sigmoid() if spec.scoring_func == "sigmoid" else logits.softmax(-1)
         chosen = choose(scores.detach(), spec, self.e_score_correction_bias)  # [B, S, k]
-        weights = scores.gather(-1, chosen)
-        if spec.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-        if spec.routed_scaling_factor != 1:
-            weights = weights * spec.routed_scaling_factor
+        weights: Tensor = _Weights.apply(scores, chosen, spec.norm_topk_prob, spec.routed_scaling_factor)  # pyright: ignore
         counts = count_choices(chosen, spec.num_experts)  # [B, X]
         auxiliary = self._auxiliary(logits, scores, counts)
         if spec.expert_capacity_factor is not None:
@@ -103,7 +99,7 @@ class Router(nn.Module):
     def _auxiliary(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor | None:
         spec, total = self.spec, None
         if spec.router_aux_loss_coef:
-            shares = scores / (scores.sum(-1, keepdim=True) + TINY) if spec.scoring_func == "sigmoid" else scores
+            shares = scores / _total(scores) if spec.scoring_func == "sigmoid" else scores
             counts = counts if spec.router_aux_loss_scope == "sequence" else counts.sum(0, keepdim=True)
             counts = self.sum_counts(counts).to(scores.dtype)
             load = counts / counts.sum(1, keepdim=True)  # [1 or B, X]
@@ -163,3 +159,30 @@ class _RouterLogits(torch.autograd.Function):
         grad_hidden = torch.mm(grad, weight.to(grad.dtype)).to(hidden.dtype).view_as(hidden)
         grad_weight = torch.mm(grad.t(), hidden.flatten(0, -2).to(grad.dtype)).to(weight.dtype)
         return grad_hidden, grad_weight, grad.sum(0).to(weight.dtype) if ctx.has_bias else None
+
+
+class _Weights(torch.autograd.Function):
+    """The scores of the chosen, perhaps made to sum to one, times a factor. Saves scores, which their own backward pass needs
+    anyway, and the choices."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, chosen: Tensor, normalises: bool, factor: float) -> Tensor:
+        ctx.save_for_backward(scores, chosen)
+        ctx.normalises, ctx.factor = normalises, factor
+        found = scores.gather(-1, chosen)
+        return (found / _total(found) if normalises else found) * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scores, chosen = ctx.saved_tensors
+        grad = grad * ctx.factor
+        if ctx.normalises:
+            found = scores.gather(-1, chosen)
+            total = _total(found)
+            grad = (grad - (grad * found).sum(-1, keepdim=True) / total) / total
+        return torch.zeros_like(scores).scatter_(-1, chosen, grad), None, None, None
+
+
+def _total(scores: Tensor) -> Tensor:
+    return scores.sum(-1, keepdim=True) + TINY

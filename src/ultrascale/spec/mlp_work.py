@@ -12,10 +12,8 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import Source, column_source, cut, linear, local_source, row_linear
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
 
-SCORE_BYTES = 4
-"""Router logits and scores are fp32 in every stack."""
 ROW_BYTES = 8
-"""Where a row of a permutation comes from: int64."""
+"""Where a row of a permutation comes from, and which experts a token chose: int64."""
 
 
 def mlp_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
@@ -100,14 +98,15 @@ def _experts(model: Model, shape: Shape, make: str) -> tuple[Op, ...]:
 def _route(model: Model, shape: Shape, n: int) -> list[Op]:
     """Scores of all experts, the k best, and the tokens in the order of their experts."""
     d, a, k, x = model.hidden_size, shape.itemsize, model.num_experts_per_tok, model.num_experts
-    logits = Activation("router_logits", n * x * SCORE_BYTES)
-    kept = (Activation("router_probabilities", n * x * SCORE_BYTES, False), Activation("router_map", n * x, False))
+    logits = Activation("router_logits", n * x * shape.wide_itemsize)
+    chosen = Activation("chosen_experts", n * k * ROW_BYTES, False)
+    kept = (Activation("router_probabilities", logits.num_bytes, False), chosen)
     flops, weights = 2 * n * x * d, ("mlp.router.weight", "mlp.router.bias") if model.mlp_bias else ("mlp.router.weight",)
     rows = Activation("permuted_rows", n * k * ROW_BYTES, False)
     permuted = Activation("permuted", n * k * d * a)
     return [
         Op("mlp.router", "matmul", ("mlp_in",), (logits,), ("mlp_in",), weights, flops, 2 * flops, product=Product(n, x, d)),
-        Op("mlp.choose", "router", ("router_logits",), (Activation("scores", n * k * SCORE_BYTES), *kept),
+        Op("mlp.choose", "router", ("router_logits",), (Activation("scores", n * k * shape.wide_itemsize), *kept),
            tuple(one.name for one in kept), moved_bytes=4 * logits.num_bytes, backward_moved_bytes=4 * logits.num_bytes),
         Op("mlp.permute", "permute", ("mlp_in",), (permuted, rows), (rows.name,), moved_bytes=2 * permuted.num_bytes,
            backward_moved_bytes=2 * permuted.num_bytes),
