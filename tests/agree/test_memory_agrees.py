@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from agree.small_models import DEMO, FAMILIES, measured_peak
+from agree.small_models import DEMO, FAMILIES, WITH_EXPERTS, measured_peak
 from ranks import run_ranks
 
 from ultrascale.measure.compare import compare_memory
@@ -70,3 +70,13 @@ def test_the_planned_peak_of_hybrid_sharding_is_the_measured_one() -> None:
 def test_every_family_with_documents_is_planned_within_two_percent(family) -> None:
     layout = Layout(micro_batch_size=4, recompute="selective")
     assert abs(difference_percent(FAMILIES[family], layout, 64, 1, documents=True)) < 2
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3", "gpt-oss"])
+def test_the_planned_peak_of_models_with_experts_is_the_measured_one(family, recompute) -> None:
+    model = replace(
+        WITH_EXPERTS[family], vocab_size=4096, hidden_size=128, moe_intermediate_size=64, max_position_embeddings=256
+    )
+    layout = Layout(micro_batch_size=2, recompute=recompute)
+    assert abs(difference_percent(model, layout, 128, 2)) < 0.2

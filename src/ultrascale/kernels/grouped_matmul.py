@@ -41,7 +41,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         ctx.counts, ctx.has_bias = counts, bias is not None
         out = _rows_by_matrices(rows, weight.transpose(1, 2), counts)
-        return out if bias is None else out.add_(bias.repeat_interleave(counts, dim=0, output_size=len(rows)))
+        # Not in place: selective recomputation may keep the product.
+        return out if bias is None else out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
 
     @staticmethod
     @once_differentiable
