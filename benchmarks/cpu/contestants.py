@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -143,8 +144,9 @@ def hf_trainer(pace: Pace, folder: Path, *, bf16: bool) -> None:
     Trainer(model=model, args=options, train_dataset=Windows(), callbacks=[Ticking()]).train()
 
 
-def ours(pace: Pace, folder: Path, *, bf16: bool, compiled: bool = False, zero_stage: int = 0) -> None:
-    """Ultrascale's own step, in as many processes as were started, on token files that its loader reads."""
+def ours(pace: Pace, folder: Path, *, bf16: bool, compiled: bool = False, **cut: int) -> None:
+    """Ultrascale's own step, in as many processes as were started, on token files that its loader reads. `cut`: fields of the
+    layout; processes that other axes leave are data parallel."""
     from ultrascale.data.loader import Loader
     from ultrascale.parallel.mesh import process_group
     from ultrascale.spec.layout import Layout
@@ -153,12 +155,12 @@ def ours(pace: Pace, folder: Path, *, bf16: bool, compiled: bool = False, zero_s
     from ultrascale.train.trainer import Trainer
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    dp = world // prod(cut.get(axis, 1) for axis in ("tp", "cp", "pp"))
+    micro_batch_size = cut.pop("micro_batch_size", SEQUENCES // dp)
     model = Model(VOCAB_SIZE, HIDDEN, FFN, LAYERS, HEADS, HEADS, HIDDEN // HEADS, SEQUENCE)
     run = Run(
         model, steps=10**6, device="cpu", compile=compiled,
-        layout=Layout(
-            dp=world, zero_stage=zero_stage, micro_batch_size=SEQUENCES // world, precision="bf16" if bf16 else "fp32"  # pyright: ignore
-        ),
+        layout=Layout(dp=dp, micro_batch_size=micro_batch_size, precision="bf16" if bf16 else "fp32", **cut),  # pyright: ignore
         batch=Batch(sequence_length=SEQUENCE, sequences_per_batch=SEQUENCES),
         data=Data(sources=(Source(str(folder / "tokens")),), document_mask=False),
         checkpoint=Checkpoint(every_steps=None, export=False), log=Log(memory_steps=0),
@@ -168,6 +170,8 @@ def ours(pace: Pace, folder: Path, *, bf16: bool, compiled: bool = False, zero_s
         run_steps(pace, Trainer(run, ranks, loader).train_step)
 
 
+AXES: dict[str, dict[str, object]] = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2, "micro_batch_size": 2}, "cp2": {"cp": 2}}
+"""Two processes, by what they cut; pp2 is 1F1B with four micro-batches."""
 CONTESTANTS: dict[str, tuple[int, Callable[..., None], dict[str, object]]] = {}
 """name -> number of processes, function, its options."""
 for precision in ("fp32", "bf16"):
@@ -182,6 +186,11 @@ for precision in ("fp32", "bf16"):
         f"ours x2 ZeRO 0 {precision}": (2, ours, kind),
         f"ours x2 ZeRO 3 {precision}": (2, ours, {**kind, "zero_stage": 3}),
     }
+    for axis, cut in AXES.items():
+        CONTESTANTS |= {
+            f"ours {axis} eager {precision}": (2, ours, {**kind, **cut}),
+            f"ours {axis} compiled {precision}": (2, ours, {**kind, **cut, "compiled": True}),
+        }
 
 
 def main() -> None:

@@ -26,13 +26,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from contestants import CONTESTANTS, write_tokens
+from contestants import AXES, CONTESTANTS, write_tokens
 from plain_llama import SEQUENCE, SEQUENCES
 
 HERE = Path(__file__).parent
 PEER = {
     "ours eager": "plain eager", "ours compiled": "plain compiled", "HF Trainer": "plain eager", "DDP x2": "plain eager",
     "ours x2 ZeRO 0": "DDP x2", "ours x2 ZeRO 3": "DDP x2",
+    **{f"ours {axis} {kind}": "plain eager" for axis in AXES for kind in ("eager", "compiled")},
 }  # fmt: skip
 """Whom each contestant is compared with, at the same precision."""
 PATIENCE_SECONDS = 300.0
