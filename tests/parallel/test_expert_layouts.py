@@ -17,16 +17,18 @@ from torch import Tensor
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import moe_layers, scale_auxiliary_losses, take_load, update_expert_bias
 from ultrascale.models.router import drop_over_capacity
-from ultrascale.parallel import all_to_all, expert, expert_sequences
+from ultrascale.parallel import all_to_all, expert_sequences
 from ultrascale.parallel.context import apply_context_parallel, cut_batch, own_positions
-from ultrascale.parallel.expert import apply_expert_parallel, sum_load
+from ultrascale.parallel.expert import apply_expert_parallel
 from ultrascale.parallel.mesh import Mesh, Ranks
 from ultrascale.parallel.recompute import KEPT_OPS, apply_recompute
+from ultrascale.parallel.share import Share
 from ultrascale.parallel.tensor import apply_tensor_parallel
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import place
 from ultrascale.spec.weights import weights
+from ultrascale.train.expert_balance import balance_experts
 
 BATCH, LENGTH = 2, 13
 TARGETS = 7.0
@@ -58,25 +60,25 @@ class Case:
 
 def errors_of(rank: int, case: Case) -> dict[str, float]:
     """Of the loss, each gradient, the load and the bias after an update, relative to the whole's largest element."""
-    layout, ranks = case.layout, Ranks(rank, case.layout.world_size, torch.device("cpu"))
+    layout, ranks = case.layout, Ranks(rank, case.layout.world_size, torch.device("cpu"), dist.group.WORLD)
     mesh = Mesh(layout, ranks, has_experts=True)
     whole = one_process(case)
     decoder = cut_decoder(case, mesh)
     plant(case.fault, decoder)
-    loss, auxiliary = backward(decoder, case, mesh.at.dp, mesh.at.cp)
+    loss = backward(decoder, case, mesh.at.dp, mesh.at.cp)
     table = {weight.name: weight for weight in weights(case.model)}
     expected = {name: grad_of(parameter) for name, parameter in whole.decoder.named_parameters()}
-    errors = {"loss": relative(summed(loss, layout, mesh), whole.loss), "auxiliary": 0.0}
-    if auxiliary is not None:
-        errors["auxiliary"] = relative(summed(auxiliary, layout, mesh, every_tp=layout.sequence_parallel), whole.auxiliary)
+    errors = {"loss": relative(over(loss, mesh, ("dp", "cp")), whole.loss)}
     for name, parameter in decoder.named_parameters():
         part = place(table[name], layout, mesh.at)
         gradient = summed_gradient(grad_of(parameter), table[name].is_expert, part, mesh)
         errors[name] = relative(gradient, slice_of(expected[name], part), float(expected[name].abs().max()))
-    load = sum_load(take_load(decoder)[0], layout, mesh)
-    update_expert_bias(decoder, load)
+    told = replace(layout, sequence_parallel=True) if case.fault == "load of tp counted twice" else layout
+    balance = balance_experts(Share(case.model, told, mesh, {0: decoder}), ranks, num_targets=1)
+    assert balance is not None
+    errors["auxiliary"] = relative(torch.tensor(balance.auxiliary_loss, dtype=torch.float64), whole.auxiliary)
     for (number, layer), (_, other) in zip(moe_layers(decoder), moe_layers(whole.decoder), strict=True):
-        errors[f"load {number}"] = float((load[number] - whole.load[number]).abs().max())
+        errors[f"load {number}"] = float((balance.load[number] - whole.load[number]).abs().max())
         bias, expected_bias = layer.router.e_score_correction_bias, other.router.e_score_correction_bias
         if bias is not None and expected_bias is not None:
             errors[f"bias {number}"] = float((bias - expected_bias).abs().max())
@@ -142,8 +144,8 @@ def cut_decoder(case: Case, mesh: Mesh) -> Decoder:
     return decoder
 
 
-def backward(decoder: Decoder, case: Case, dp: int, cp: int) -> tuple[Tensor, Tensor | None]:
-    """Of this rank's sequences: the loss, and the sum of auxiliary losses."""
+def backward(decoder: Decoder, case: Case, dp: int, cp: int) -> Tensor:
+    """The loss of this rank's sequences."""
     first, last = dp * BATCH, (dp + 1) * BATCH
     parts = [slice(i, i + 1) for i in range(first, last)] if case.accumulate else [slice(first, last)]
     scale_auxiliary_losses(decoder, 1 / TARGETS)
@@ -153,8 +155,7 @@ def backward(decoder: Decoder, case: Case, dp: int, cp: int) -> tuple[Tensor, Te
         losses.append(decoder(options.pop("tokens"), **options))
     for loss in losses:
         (loss / TARGETS).backward()
-    known = [one.double() for _, layer in moe_layers(decoder) if (one := layer.seen.auxiliary) is not None]
-    return torch.stack(losses).detach().sum(), torch.stack(known).sum() if known else None
+    return torch.stack(losses).detach().sum()
 
 
 def local_batch(arrays: list[Any], case: Case, cp: int) -> dict[str, Tensor]:
@@ -165,12 +166,6 @@ def local_batch(arrays: list[Any], case: Case, cp: int) -> dict[str, Tensor]:
         tokens, targets, positions, given = cut_batch(tokens, targets, positions, given, layout=case.layout, cp_rank=cp)
     named = {"tokens": tokens, "targets": targets, "positions": positions, "document_ids": given}
     return {name: torch.from_numpy(array) for name, array in named.items() if array is not None}
-
-
-def summed(value: Tensor, layout: Layout, mesh: Mesh, *, every_tp: bool = False) -> Tensor:
-    """A sum over tokens: each rank of tp knows all of the loss, and of auxiliary losses its own tokens' where these are cut."""
-    axes = ("dp", "cp", "tp") if every_tp else ("dp", "cp")
-    return over(value, mesh, axes)
 
 
 def summed_gradient(gradient: Tensor, is_expert: bool, part: Any, mesh: Mesh) -> Tensor:
@@ -203,8 +198,6 @@ def plant(fault: str, decoder: Decoder) -> None:
             router.sum_counts = lambda counts: counts
         if fault == "load overwritten":  # as Megatron#7452 did
             seen.add = partial(overwrite, seen)  # type: ignore[method-assign]
-        if fault == "load of tp counted twice":
-            expert.count_groups = lambda layout, mesh, scope: [g for g in (mesh.group("tp"), mesh.group("dp")) if g]
         if fault == "bias on every rank":
             down.forward = partial(type(down).forward, down)
         if fault == "capacity of local tokens":

@@ -14,11 +14,10 @@ tokens and share them out first, so that each token still visits an expert once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -81,17 +80,6 @@ def sum_counts(counts: Tensor, *, groups: Sequence[dist.ProcessGroup]) -> Tensor
     for group in groups:
         dist.all_reduce(total, group=group)
     return total
-
-
-def sum_load(load: Mapping[int, Tensor], layout: Layout, mesh: Groups) -> dict[int, Tensor]:
-    """How often each expert was chosen by all tokens of a step, from what this rank's backward passes have seen (`take_load`).
-
-    By block [X] int64, equal on all ranks of a pipeline stage: what `update_expert_bias` wants, and what metrics show.
-    """
-    if not load:
-        return {}
-    total = sum_counts(torch.stack(list(load.values())), groups=count_groups(layout, mesh, "global"))
-    return dict(zip(load, total, strict=True))
 
 
 def _cut_parameters(decoder: Decoder, layout: Layout, at: Coordinates) -> None:
