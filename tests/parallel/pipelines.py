@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.data import apply_data_parallel
 from ultrascale.parallel.pipeline import Pipeline
+from ultrascale.parallel.precision import TORCH_DTYPE, apply_mixed_precision
 from ultrascale.parallel.recompute import apply_recompute
 from ultrascale.schedules.build import stages_of_ranks
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.model import Model
 
 MODEL = Model(
@@ -37,8 +38,8 @@ class Step:
     documents: bool = False
 
 
-def layout_of(schedule: str, pp: int, virtual_stages: int = 1, **options: Any) -> Layout:
-    return Layout(schedule=schedule, pp=pp, virtual_stages=virtual_stages, precision="fp64", **options)
+def layout_of(schedule: str, pp: int, virtual_stages: int = 1, precision: Precision = "fp64", **options: Any) -> Layout:
+    return Layout(schedule=schedule, pp=pp, virtual_stages=virtual_stages, precision=precision, **options)
 
 
 def cut(model: Model, layout: Layout) -> list[range]:
@@ -104,7 +105,8 @@ class Running:
 
     def train(self) -> None:
         size = (self.step.layout.micro_batch_size, LENGTH, self.step.model.hidden_size)
-        self.pipeline.train(self.step.num_micro_batches, self.passes, shape=size, dtype=torch.float64)
+        dtype = TORCH_DTYPE[self.step.layout.precision]
+        self.pipeline.train(self.step.num_micro_batches, self.passes, shape=size, dtype=dtype)
 
     def evaluate(self) -> None:
         size = (self.step.layout.micro_batch_size, LENGTH, self.step.model.hidden_size)
@@ -130,11 +132,14 @@ def build(rank: int, step: Step) -> Running:
     names = ("pp", "dp_replicate", "dp_shard")
     data = init_device_mesh("cpu", (layout.pp, layout.dp_replicate, layout.shard_size), mesh_dim_names=names)[names[1:]]
     for stage in stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)[pipeline_rank]:
-        decoder = Decoder(model, layers=layers[stage], is_first=stage == 0, is_last=stage == layout.num_stages - 1).double()
+        decoder = Decoder(model, layers=layers[stage], is_first=stage == 0, is_last=stage == layout.num_stages - 1)
+        decoder.to(TORCH_DTYPE[layout.master_dtype])
         decoder.load_state_dict({name: source[name] for name in decoder.state_dict()})
         apply_recompute(decoder, layout)
         if layout.dp > 1:
             apply_data_parallel(decoder, layout, data)
+        elif layout.precision != layout.master_dtype:
+            apply_mixed_precision(decoder, TORCH_DTYPE[layout.precision])
         stages[stage] = decoder
     return Running(step, Pipeline(layout, stages, (group, group), torch.device("cpu")), dp, {})
 

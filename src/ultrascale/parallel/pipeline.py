@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.data import prepare_action
-from ultrascale.parallel.pipeline_data import order_gathers, reduce_weight_gradients
+from ultrascale.parallel.pipeline_data import order_gathers, prepare_backward, reduce_weight_gradients
 from ultrascale.parallel.pipeline_messages import Mailbox
 from ultrascale.parallel.pipeline_weights import Waiting, WeightGradients, make_gradients
 from ultrascale.schedules.actions import Action, Kind, forward
@@ -216,7 +216,8 @@ class Passing:
             make_gradients(self.waiting.pop(at))
             reduce_weight_gradients(stage, part)
             return
-        prepare_action(stage, part)
+        prepare = prepare_action if part.kind is Kind.FORWARD else prepare_backward
+        prepare(stage, part)
         given = self._postponed.pop(at) if part.kind is Kind.WEIGHT_GRADIENT else given
         result = self._forward(part, given) if part.kind is Kind.FORWARD else self._backward(part, given)
         key = made_by(part, self.last_stage)

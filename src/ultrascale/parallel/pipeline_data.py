@@ -33,36 +33,48 @@ def order_gathers(stage: Decoder) -> None:
         module.set_modules_to_backward_prefetch([following])
 
 
+def prepare_backward(stage: Decoder, action: Action) -> None:
+    """Before the B or I `action`: tell FSDP2 what to do with gradients and gathered parameters."""
+    prepare_action(stage, action)
+    if isinstance(stage, FSDPModule) and action.reduce_gradients:
+        for group in _groups(stage):
+            if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
+                _widen(group)
+
+
 def reduce_weight_gradients(stage: Decoder, action: Action) -> None:
     """After the W `action`: sum its gradients with those of earlier micro-batches, and reduce if it says so."""
     if not isinstance(stage, FSDPModule):
         return
     prepare_action(stage, action)
-    root = _state(stage)
-    for state in reversed(root._state_ctx.all_states):
-        for group in _groups(state):
-            if action.reduce_gradients:
-                _complete(group)
-            group.post_backward()
-    root._root_post_backward_final_callback()
+    for group in _groups(stage):
+        if action.reduce_gradients:
+            _widen(group)
+        group.post_backward()
+    _state(stage)._root_post_backward_final_callback()
 
 
-def _complete(group: Any) -> None:
-    """Give zeros to parameters without a gradient: FSDP2 reduces those that have one, and sums of the step need one length.
+def _widen(group: Any) -> None:
+    """Let every parameter of a bucket have a gradient, in the dtype of the sum.
 
-    A norm's are made in I, so that it may have those of several micro-batches at one W and none at the next.
+    FSDP2 reduces what is there, in one dtype, and adds up reductions of one length. A norm's gradient is made in I: at one W
+    there may be several micro-batches' of it, already in the wide dtype, and at the next none.
     """
     for parameter in group.fsdp_params:
-        if parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None:
-            parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+        if parameter.unsharded_accumulated_grad is None:
+            if parameter.unsharded_param.grad is None:
+                parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+            parameter.to_accumulated_grad_if_needed()
 
 
 def _state(module: nn.Module) -> Any:
     return fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _groups(state: Any) -> list[Any]:
-    """Of torch 2.12 and later several, before that one or none."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(reversed(state._fsdp_param_groups))
-    return [state._fsdp_param_group] if state._fsdp_param_group else []
+def _groups(stage: nn.Module) -> list[Any]:
+    """The buckets, the last first. Of torch 2.12 and later a module may have several, before that one or none."""
+    found: list[Any] = []
+    for state in reversed(_state(stage)._state_ctx.all_states):
+        several = hasattr(state, "_fsdp_param_groups")
+        found += reversed(state._fsdp_param_groups) if several else filter(None, [state._fsdp_param_group])
+    return found
