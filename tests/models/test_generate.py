@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models.families import FAMILIES, LLAMA
+from models.families import DEEPSEEK_V3, EXPERT_FAMILIES, LLAMA
+from models.families import FAMILIES as DENSE_FAMILIES
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.generate import DecoderCache, Sampling, choose, generate
@@ -10,6 +11,7 @@ from ultrascale.models.initialise import initialise
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import SpecError
 
+FAMILIES = DENSE_FAMILIES | EXPERT_FAMILIES
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
@@ -31,7 +33,7 @@ def test_cached_logits_equal_uncached_logits_for_any_split_of_the_tokens(family)
     assert cache.length == 24
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3", "smollm3"])
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3", "smollm3", "mixtral", "deepseek-v3", "gpt-oss"])
 def test_greedy_text_is_the_argmax_of_the_full_forward_pass(family):
     decoder = build(FAMILIES[family])
     found = list(generate(decoder, PROMPT, Sampling(max_new_tokens=20, temperature=0)))
@@ -39,6 +41,14 @@ def test_greedy_text_is_the_argmax_of_the_full_forward_pass(family):
     for _ in range(20):
         text.append(int(decoder(torch.tensor([text]))[0, -1].argmax()))
     assert found == text[len(PROMPT) :]
+
+
+def test_prediction_blocks_take_no_part_in_generating():
+    model = replace(DEEPSEEK_V3, num_nextn_predict_layers=1)
+    with_block, without = build(model), build(DEEPSEEK_V3)
+    assert [number for number, _ in with_block.blocks()] == [0, 1, 2, 3]
+    texts = [list(generate(decoder, PROMPT, Sampling(max_new_tokens=20))) for decoder in (with_block, without)]
+    assert texts[0] == texts[1]
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another():
