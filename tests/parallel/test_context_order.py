@@ -7,6 +7,7 @@ import random
 import pytest
 
 from ultrascale.spec.context_order import Pieces, num_slots, own_pieces, ring_order, views
+from ultrascale.spec.layout import Layout
 
 PROMISED = 0.02
 
@@ -125,3 +126,19 @@ def test_what_pieces_see_is_the_least_rectangle_around_the_pairs(window, starts)
                 assert view.queries == (min(i for i, _ in seen), max(i for i, _ in seen) + 1)
                 assert view.keys == (min(j for _, j in seen), max(j for _, j in seen) + 1)
             assert covered >= pairs
+
+
+@pytest.mark.parametrize(
+    ("layout", "remedy"),
+    [
+        (Layout(cp=8, cp_method="ring+all-to-all"), "[2, 4]"),
+        (Layout(cp=8, cp_method="ring+all-to-all", cp_heads=8), "[2, 4]"),
+        (Layout(cp=3, cp_method="ring+all-to-all", cp_heads=3), '"ring" or "all-to-all"'),
+        (Layout(cp=8, cp_method="ring", cp_heads=2), "Leave it out"),
+    ],
+)
+def test_rings_of_ranks_that_swap_heads_must_be_rings_and_must_swap(layout, remedy):
+    (problem,) = layout.problems()
+    assert problem.key == "layout.cp_heads"
+    assert remedy in problem.remedy
+    assert Layout(cp=8, cp_method="ring+all-to-all", cp_heads=4).cp_grid == (2, 4)
