@@ -191,4 +191,4 @@ def update_expert_bias(decoder: nn.Module, load: Mapping[int, Tensor]) -> None:
         bias = layer.router.e_score_correction_bias
         if bias is not None:
             counts = load[number].double()
-            bias += layer.router.spec.router_bias_update_rate * (counts.mean() - counts).sign().to(bias.dtype)
+            bias += layer.router.spec.router_bias_update_rate * (counts.mean() - counts).sign().to(bias)
