@@ -83,7 +83,7 @@ def test_on_a_catalogued_gpu_the_peak_is_its_own(monkeypatch, cluster: str) -> N
 def test_a_started_run_keeps_its_best_peak_and_counts_masked_documents(tmp_path: Path, monkeypatch) -> None:
     words = ["--model.preset", "tiny-llama", "--batch.sequence-length", "64", "--folder", str(tmp_path), "--name", "run"]
     run = resolve(None, words).run
-    ranks: Any = SimpleNamespace(device=CPU, world=1)
+    ranks: Any = SimpleNamespace(device=CPU, world=1, rank=0)
     folder = RunFolder.of(run)
     for measured in (7e10, 5e10):
         monkeypatch.setattr(machine, "measure_matmul_ceiling", lambda *_, rate=measured: replace(NOW, flops_per_second=rate))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ultrascale.plan.memory import MemoryPlan, is_replayed, num_micro_batches, plan_memory
+from ultrascale.plan.memory import MemoryPlan, is_replayed, num_micro_batches, plan_fullest_rank
 from ultrascale.plan.time import CONVENTION, NOT_IN_IT, TimePlan, model_flops_per_token
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator, Cluster
@@ -192,7 +192,7 @@ def workload_of(
 
 
 _NO_RATES = (
-    "has no published rates: there only data parallelism of dense models is planned", "Name GPUs, such as --gpus 8xh100.",
+    "has no published rates, and without them only what our trainer runs is planned", "Name GPUs, such as --gpus 8xh100.",
 )  # fmt: skip
 
 
@@ -213,10 +213,12 @@ def plan_run(
     storage: Storage | None = None,
 ) -> RunPlan:
     """Memory and time of `run` on `cluster`. Raises SpecError if the batch or the device does not suit the layout."""
-    device = device_of(cluster.accelerator)
+    device, knows_rates = device_of(cluster.accelerator), has_rates(cluster.accelerator, run.layout.precision)
     memory = None
-    if stack.name == "ultrascale" and is_replayed(run.model, run.layout) and not not_trainable(run, stack):
-        memory = plan_memory(
+    ours = stack.name == "ultrascale" and is_replayed(run.model, run.layout) and not not_trainable(run, stack)
+    # Of a pipeline every rank is replayed, which takes seconds where it is long: only where nothing else tells.
+    if ours and (not knows_rates or not (run.layout.pp > 1 or run.model.num_experts)):
+        memory = plan_fullest_rank(
             run.model,
             run.layout,
             sequence_length=run.batch.sequence_length,
@@ -225,7 +227,7 @@ def plan_run(
             device=device,
         )
     prediction = None
-    if has_rates(cluster.accelerator, run.layout.precision):
+    if knows_rates:
         from ultrascale.plan.price import predict  # here, so that a CPU is planned without NumPy
 
         workload = workload_of(run, cluster, stack, expert_imbalance=expert_imbalance, storage=storage)

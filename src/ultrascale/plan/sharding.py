@@ -30,7 +30,10 @@ class Bucket:
     """Parameters that are gathered, and whose gradients are reduced, together."""
 
     weights: list[Weight]
+    """Of the shapes that a rank has before data parallelism cuts them."""
     label: str
+    ranks: int | None = None
+    """That cut it between them; None: as many as cut a copy of the state."""
     parameters: Held | None = None
     """Whole copies, while gathered."""
     flat: Held | None = None
@@ -48,35 +51,52 @@ class Bucket:
 class Shards:
     """One rank's parameters and gradients as they come and go. One process's are whole."""
 
-    def __init__(self, ledger: Ledger, layout: Layout, buckets: list[Bucket], *, over_gloo: bool = False):
-        """`buckets` in the order of the forward pass, the one outside the blocks first.
+    def __init__(
+        self, ledger: Ledger, layout: Layout, buckets: list[Bucket], *, over_gloo: bool = False, has_experts: bool = False
+    ):
+        """`buckets` in the order in which they end in a forward pass, the one outside the blocks first.
 
-        `over_gloo`: collectives are those of `parallel.collectives`.
+        `over_gloo`: collectives are those of `parallel.collectives`. `has_experts`: FSDP2 is wherever they have copies.
         """
         self.over_gloo = over_gloo
         self.ledger, self.layout, self.buckets = ledger, layout, buckets
-        self.sharded, self.ranks = layout.dp > 1, layout.shard_size
-        self.casts_alone = layout.dp == 1 and layout.precision != layout.master_dtype
-        self.divides_alone = self.ranks == 1 and layout.dp > 1
-        """FSDP2 divides gradients (by one) on their way into the result, through a copy."""
+        experts_differ = has_experts and layout.tp * layout.ep * layout.expert_tp > 1
+        self.sharded = layout.dp * layout.cp > 1 or (experts_differ and layout.expert_dp > 1)
+        self.ranks = layout.group("shard")[0]
+        self.casts_alone = not self.sharded and layout.precision != layout.master_dtype
         self.compute_itemsize = DTYPE_BYTES[layout.precision]
         self.master_itemsize = DTYPE_BYTES[layout.master_dtype]
         self.reduce_itemsize = DTYPE_BYTES[layout.gradient_reduce_dtype]
         self.last_flat: Held | None = None
         self.reduce_input: Held | None = None
         for bucket in buckets:
-            shard = self.padded_elements(bucket) // self.ranks
+            shard = self.padded_elements(bucket) // self.ranks_of(bucket)
             ledger.take("parameters", bucket.label, shard * self.master_itemsize)
             if self.casts_alone:
                 self._finish_gather(bucket)
 
+    @property
+    def root(self) -> Bucket:
+        """The bucket outside the blocks."""
+        return self.buckets[0]
+
+    def ranks_of(self, bucket: Bucket) -> int:
+        """Ranks that cut a bucket between them."""
+        return self.ranks if bucket.ranks is None else bucket.ranks
+
     def padded_elements(self, bucket: Bucket) -> int:
         """Elements of a bucket once every weight's rows are padded to a multiple of the ranks."""
-        return sum(self._padded(weight) for weight in bucket.weights)
+        return sum(_padded(weight, self.ranks_of(bucket)) for weight in bucket.weights)
 
     def shard_elements(self, bucket: Bucket) -> int:
         """Elements of the largest shard without padding: rank 0's."""
-        return sum(-(-w.shape[0] // self.ranks) * (w.numel // w.shape[0]) for w in bucket.weights)
+        ranks = self.ranks_of(bucket)
+        return sum(-(-w.shape[0] // ranks) * (w.numel // w.shape[0]) for w in bucket.weights)
+
+    def adds_in_place(self, bucket: Bucket, weight: Weight) -> bool:
+        """Whether a product can add to the gradient that is there, of the dtype in which autograd makes it."""
+        there = bucket.whole_gradients.get(weight.name)
+        return there is not None and there.num_bytes == weight.numel * self.compute_itemsize and not self.casts_alone
 
     def before_forward(self, bucket: Bucket) -> None:
         """Gather, unless it is still whole."""
@@ -153,15 +173,13 @@ class Shards:
             bucket.whole_gradients.clear()
             bucket.cut_gradient = None
 
-    def _padded(self, weight: Weight) -> int:
-        return -(-weight.shape[0] // self.ranks) * self.ranks * (weight.numel // weight.shape[0])
-
     def _start_gather(self, bucket: Bucket) -> None:
-        if self.ranks == 1 or bucket.flat is not None:
+        ranks = self.ranks_of(bucket)
+        if ranks == 1 or bucket.flat is not None:
             return
         whole = self.padded_elements(bucket) * self.compute_itemsize
         narrow = self.compute_itemsize != self.master_itemsize
-        own = self.ledger.take("communication", "all-gather input", whole // self.ranks if narrow else 0)
+        own = self.ledger.take("communication", "all-gather input", whole // ranks if narrow else 0)
         bucket.flat = self.ledger.take("communication", "all-gather output", whole)
         self.ledger.drop(own)
 
@@ -175,7 +193,7 @@ class Shards:
             bucket.parameters = None
 
     def _cast_gradients(self, bucket: Bucket) -> None:
-        for weight in reversed(bucket.weights):
+        for weight in reversed([w for w in bucket.weights if w.name in bucket.narrow_gradients]):
             narrow = bucket.narrow_gradients.pop(weight.name)
             wide = self.ledger.take("temporary", "gradients of weights", weight.numel * self.master_itemsize)
             self.ledger.drop(narrow)
@@ -197,22 +215,24 @@ class Shards:
 
     def _reduce(self, bucket: Bucket, action: Action) -> None:
         self._drop_reduce_input()
-        elements = self.padded_elements(bucket)
+        if not bucket.weights:
+            return
+        elements, ranks = self.padded_elements(bucket), self.ranks_of(bucket)
         self.reduce_input = self.ledger.take("communication", "reduce-scatter input", elements * self.reduce_itemsize)
         # On several ranks a loop variable of torch's foreach_reduce holds the last parameter's gradient until it returns.
-        lingering = bucket.whole_gradients.pop(bucket.weights[-1].name) if self.ranks > 1 else None
+        lingering = bucket.whole_gradients.pop(bucket.weights[-1].name) if ranks > 1 else None
         gradients = list(bucket.whole_gradients.values())
         bucket.whole_gradients.clear()
         for held in gradients:
             self.ledger.drop(held)
-        if self.ranks == 1:  # the result is the input (`parallel.data.NothingToScatter`)
+        if ranks == 1:  # the result is the input (`parallel.data.NothingToScatter`)
             cut, self.reduce_input = self.reduce_input, None
         else:
-            cut = self.ledger.take("communication", "reduce-scatter output", elements // self.ranks * self.reduce_itemsize)
-        if self.divides_alone:
+            cut = self.ledger.take("communication", "reduce-scatter output", elements // ranks * self.reduce_itemsize)
+        if ranks == 1:  # FSDP2 divides gradients (by one) on their way into the result, through a copy
             self.ledger.touch("communication", "copy of reduce-scatter input", elements * self.reduce_itemsize)
-        elif self.ranks > 1 and self.over_gloo:
-            received = elements // self.ranks * (self.ranks - 1)
+        elif self.over_gloo:
+            received = elements // ranks * (ranks - 1)
             self.ledger.touch("communication", "parts of other ranks", received * self.reduce_itemsize)
         self._keep_cut(bucket, cut, action)
         if lingering is not None:
@@ -245,3 +265,7 @@ class Shards:
         if self.reduce_input is not None:
             self.ledger.drop(self.reduce_input)
             self.reduce_input = None
+
+
+def _padded(weight: Weight, ranks: int) -> int:
+    return -(-weight.shape[0] // ranks) * ranks * (weight.numel // weight.shape[0])

@@ -18,7 +18,7 @@ from ultrascale.spec.layout import DTYPE_BYTES, Precision
 from ultrascale.spec.stack import KERNELS, Kernels
 
 OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "gather", "exchange", "router", "permute"]
-CpMethod = Literal["ring", "all-gather", "all-to-all"]
+CpMethod = Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"]
 
 
 class Product(NamedTuple):
@@ -123,11 +123,19 @@ class Shape:
     """Read only if tp > 1: norms, residuals and what else is not inside a tensor-parallel region is cut along the sequence."""
     cp: int = 1
     cp_method: CpMethod = "ring"
+    cp_heads: int = 1
+    """For cp_method = "ring+all-to-all": ranks at each place of the ring that swap sequence for heads."""
     ep: int = 1
     expert_tp: int = 1
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
     kernels: Kernels = KERNELS
+
+    @property
+    def cp_grid(self) -> tuple[int, int]:
+        """(places of the ring, ranks at each place that swap sequence for heads), as `Layout.cp_grid`."""
+        heads = {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1)
+        return self.cp // heads, heads
 
     @property
     def local_length(self) -> int:

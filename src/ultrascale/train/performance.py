@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 import torch
+from torch import nn
 
 from ultrascale.measure.compare import Difference, compare_memory, compare_run
 from ultrascale.measure.machine import PEAK_FILE, stored_or_measured_peak
@@ -57,7 +58,7 @@ class Performance:
             self._last_watched = 0
             self.metrics.line("memory is not counted: blocks are compiled, and counting on the CPU would keep them from it")
         elif self._last_watched:
-            self.memory = LiveMemory(trainer.decoder, trainer.optimizer)
+            self.memory = LiveMemory(nn.ModuleList(trainer.share.stages.values()), trainer.optimizer)
             trainer.on_phase = self.memory.mark
             self._watching.callback(lambda: setattr(trainer, "on_phase", lambda phase, step: None))
             self._watching.enter_context(self.memory)
@@ -135,7 +136,8 @@ class Performance:
         return plan_memory(
             run.model, run.layout, sequence_length=run.batch.sequence_length,
             sequences_per_batch=sequences_per_batch, documents=run.data.document_mask,
-            device="cuda" if self.ranks.device.type == "cuda" else "cpu", steps=steps, keeps_timeline=keeps_timeline,
+            device="cuda" if self.ranks.device.type == "cuda" else "cpu", rank=self.ranks.rank, steps=steps,
+            keeps_timeline=keeps_timeline,
         )  # fmt: skip
 
 
