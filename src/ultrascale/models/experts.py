@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ultrascale.kernels.expert_rows import spread, weighted_sum
 from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.models.feed_forward import activate, build_mlp
-from ultrascale.models.router import Router, Routing
+from ultrascale.models.router import Router, Routing, count_choices
 from ultrascale.spec.model import Model
 
 
@@ -52,7 +52,7 @@ class LocalDispatch:
     def start(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rows [R, D] in the order of experts, which pairs they are, how many each expert has, and their weights."""
         flat = routing.experts.flatten()
-        counts = torch.bincount(flat, minlength=self.num_experts + 1)[: self.num_experts]
+        counts = count_choices(routing.experts[None], self.num_experts + 1)[0, : self.num_experts]
         pairs = flat.argsort(stable=True)
         if self.drops:
             pairs = pairs[: int(counts.sum())]
