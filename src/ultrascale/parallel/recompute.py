@@ -12,15 +12,16 @@ The block's `forward` is wrapped, not the module, so that parameter names stay a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, _CachedTorchDispatchMode, _CachingTorchDispatchMode, checkpoint
 
 from ultrascale.models.decoder import Decoder
-from ultrascale.parallel import tensor_ops
+from ultrascale.parallel import all_to_all, tensor_ops
 from ultrascale.spec.layout import Layout
 
 _aten = torch.ops.aten
@@ -35,6 +36,7 @@ KEPT_OPS = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     *tensor_ops.PRODUCTS,
+    *all_to_all.KEPT_OPS,
 }
 """Results worth their memory: computing them again costs matrix products, or messages."""
 
@@ -45,8 +47,7 @@ def apply_recompute(decoder: Decoder, layout: Layout) -> None:
         if layout.recomputes(index):
             block.forward = _recomputed(block.forward)
         elif layout.recompute == "selective":
-            contexts = partial(create_selective_checkpoint_contexts, _keep_products)
-            block.forward = _recomputed(block.forward, context_fn=contexts)
+            block.forward = _recomputed(block.forward, context_fn=_selective)
 
 
 def _recomputed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -56,3 +57,20 @@ def _recomputed(forward: Callable[..., Any], **options: Any) -> Callable[..., An
 
 def _keep_products(context: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective() -> tuple[Any, Any]:
+    """Torch's own pair of contexts, the second with eyes for kept results only."""
+    kept: dict[Any, dict[int, Any]] = defaultdict(dict)
+    again = _Again(_keep_products, kept, False)  # torch 2.11 has no default for the last
+    return _CachingTorchDispatchMode(_keep_products, kept), again
+
+
+class _Again(_CachedTorchDispatchMode):
+    """Torch's wants the second pass to make the very calls of the first. FSDP2 of experts, inside a block, makes others: in the
+    backward pass it gathers parameters that were there in the forward pass, or finds there what it had to gather."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in KEPT_OPS:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
