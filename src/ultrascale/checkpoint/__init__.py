@@ -15,12 +15,15 @@ from ultrascale.checkpoint.loading import (
 )
 from ultrascale.checkpoint.saver import Saver
 from ultrascale.checkpoint.saving import save
+from ultrascale.checkpoint.slices import Slice, Tensors
 
 __all__ = [
     "CheckpointError",
     "Rejected",
     "Saver",
     "Search",
+    "Slice",
+    "Tensors",
     "check_writable",
     "damaged_after",
     "load",

@@ -72,7 +72,7 @@ def write_shard(folder: Path, file: str, pieces: list[Piece], *, save_id: str, s
     fd = os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
         with ThreadPoolExecutor(1) as pool:
-            for data in chain([memoryview(header)], (_view_bytes(pieces[i].tensor) for i in order)):
+            for data in chain([memoryview(header)], (view_bytes(pieces[i].tensor) for i in order)):
                 checksum = pool.submit(zlib.crc32, data, crc)
                 _write_blocks(fd, data)
                 crc, size = checksum.result(), size + len(data)
@@ -173,7 +173,7 @@ def read_box(fd: int, entry: Entry, chunk: Chunk, starts: tuple[int, ...], targe
     target = target.detach()
     direct = target.device.type == "cpu" and target.is_contiguous() and count == target.numel()
     run = target.view(-1) if direct else torch.empty(count, dtype=DTYPES[entry.dtype])
-    _read_exactly(fd, _view_bytes(run), chunk.begin + first * entry.itemsize, path)
+    _read_exactly(fd, view_bytes(run), chunk.begin + first * entry.itemsize, path)
     if not direct:
         target.copy_(run.as_strided(tuple(target.shape), strides))
 
@@ -195,7 +195,7 @@ def _header(pieces: list[Piece], about: dict[str, str]) -> tuple[bytes, list[int
     return len(text).to_bytes(8, "little") + text, begins
 
 
-def _view_bytes(tensor: torch.Tensor) -> memoryview:
+def view_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's row-major bytes; a view where it is contiguous on the CPU."""
     return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 

@@ -1,34 +1,33 @@
 """Loading, and finding what can be loaded.
 
 Every byte of a checkpoint is verified before the first number of a tensor changes. The shards are shared out for that: each is
-read in full by one rank. Then DCP's planner cuts each rank's boxes out of the stored ones, whatever cut them when they were
-saved, and they are read in place.
+read in full by one rank. Then each rank's boxes are cut out of the stored ones (DCP finds the overlaps), whatever cut them when
+they were saved, and read in place.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from ultrascale.checkpoint.boxes import Offer, fit_together, offer_of
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from ultrascale.checkpoint.errors import CheckpointError
-from ultrascale.checkpoint.files import opened, read_box, read_manifest, verify_shard
+from ultrascale.checkpoint.files import Piece, opened, read_box, read_manifest, verify_shard
 from ultrascale.checkpoint.folders import Candidate, candidates, step_folder
 from ultrascale.checkpoint.manifest import Entry, Manifest
-from ultrascale.checkpoint.saving import check_tensor
+from ultrascale.checkpoint.slices import Slice, Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
 
 VERIFY_THREADS = 4
@@ -54,16 +53,17 @@ class Search:
 
 def load(
     folder: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Tensors,
     *,
     strict: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill `tensors` (tensors or DTensors of any layout, any device) in place from the checkpoint; its metadata.
+    """Fill `tensors` (tensors, DTensors or `Slice`s of any layout, any device) in place from the checkpoint; its metadata.
 
-    Collective like `save`. `strict=False` leaves tensors alone that the checkpoint lacks, and ignores what it has more. Raises
-    CheckpointError on every rank, naming every tensor that is missing, too many, or of another shape or dtype, and every
-    damaged file. No tensor has changed then, unless the disk failed between verifying and reading; the message says so."""
+    Collective like `save`; ranks may ask for different names and parts. Together they must ask for every element of the
+    checkpoint; `strict=False` does not ask that, and leaves tensors alone that the checkpoint lacks. Raises CheckpointError on
+    every rank, naming every tensor that is missing, too many, or of another shape or dtype, and every damaged file. No tensor
+    has changed then, unless the disk failed between verifying and reading; the message says so."""
     with coordinating(process_group) as ranks:
         return _load(Path(folder), tensors, strict, ranks)
 
@@ -73,7 +73,7 @@ def load_full(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     folder, alone = Path(folder), Coordinator(None)
     manifest = verify(folder)
     tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in manifest.tensors.items()}
-    alone.agree(f"reading {folder}", lambda: _read_into(folder, manifest, tensors))
+    alone.agree(f"reading {folder}", lambda: _read_into(folder, manifest, pieces_of(slices_of(tensors))))
     return tensors, manifest.metadata
 
 
@@ -135,17 +135,33 @@ def damaged_after(folder: Path) -> tuple[Rejected, ...]:
     return tuple(rejected)
 
 
-def _load(folder: Path, tensors: Mapping[str, torch.Tensor], strict: bool, ranks: Coordinator) -> dict[str, Any]:
+def _load(folder: Path, tensors: Tensors, strict: bool, ranks: Coordinator) -> dict[str, Any]:
     doing = f"loading {folder}"
     manifest = ranks.agree(doing, lambda: read_manifest(folder))
-    ranks.agree(doing, lambda: _check_targets(manifest, tensors, strict))
+    slices = ranks.agree(doing, lambda: slices_of(tensors))
+    asked = _names_of_all(slices, ranks) if strict else None
+    ranks.agree(doing, lambda: _check_targets(manifest, slices, asked))
+    pieces = [piece for piece in pieces_of(slices) if piece.name in manifest.tensors]
+    if strict:
+        offers = ranks.gather([offer_of(piece) for piece in pieces])
+        ranks.on_rank_0(doing, lambda: _expect_all_asked_for(offers or []))
     verify(folder, ranks=ranks)
     failpoint("load.verified")
-    wanted = {name: tensor for name, tensor in tensors.items() if name in manifest.tensors}
     late = f"{doing} (after it verified; some tensors may have changed)"
-    ranks.agree(late, lambda: _read_into(folder, manifest, wanted))
+    ranks.agree(late, lambda: _read_into(folder, manifest, pieces))
     failpoint("load.read")
     return manifest.metadata
+
+
+def _names_of_all(slices: list[tuple[str, Slice]], ranks: Coordinator) -> set[str]:
+    """The names that any rank asks for, on every rank."""
+    gathered = ranks.gather(sorted({name for name, _ in slices}))
+    return set(ranks.broadcast(sorted({name for names in gathered or [] for name in names})))
+
+
+def _expect_all_asked_for(gathered: list[list[list[Any]]]) -> None:
+    """On rank 0: ranks that ask for one slice where each should have its own leave another unread."""
+    fit_together([[Offer(*one) for one in offer] for offer in gathered])
 
 
 def _expected_manifest(folder: Path) -> Manifest:
@@ -186,43 +202,44 @@ def _verify_shards(folder: Path, manifest: Manifest, ranks: Coordinator) -> None
         raise CheckpointError("\n".join(found))
 
 
-def _check_targets(manifest: Manifest, tensors: Mapping[str, torch.Tensor], strict: bool) -> None:
-    for name, tensor in tensors.items():
-        check_tensor(name, tensor)
+def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], asked: set[str] | None) -> None:
+    """Raises CheckpointError for targets that are not in the checkpoint as they are here; with `asked`, the names that any rank
+    asks for, also for names that only one side has."""
     wrong = []
-    for name in sorted(tensors.keys() & manifest.tensors.keys()):
-        entry, here = manifest.tensors[name], tensors[name]
-        if tuple(here.shape) != entry.shape:
+    for name, here in sorted(slices, key=lambda entry: entry[0]):
+        entry = manifest.tensors.get(name)
+        if entry is not None and here.shape != entry.shape:
             wrong.append(f"{name}: shape {list(entry.shape)} in the checkpoint, {list(here.shape)} here")
-        if here.dtype != DTYPES[entry.dtype]:
-            wrong.append(f"{name}: dtype {entry.dtype} in the checkpoint, {DTYPE_NAMES[here.dtype]} here")
-    if strict:
-        wrong += [f"{name}: not in the checkpoint" for name in sorted(tensors.keys() - manifest.tensors.keys())]
-        wrong += [f"{name}: only in the checkpoint" for name in sorted(manifest.tensors.keys() - tensors.keys())]
+        if entry is not None and here.tensor.dtype != DTYPES[entry.dtype]:
+            wrong.append(f"{name}: dtype {entry.dtype} in the checkpoint, {DTYPE_NAMES[here.tensor.dtype]} here")
+    if asked is not None:
+        wrong += [f"{name}: not in the checkpoint" for name in sorted({name for name, _ in slices} - manifest.tensors.keys())]
+        wrong += [f"{name}: only in the checkpoint" for name in sorted(manifest.tensors.keys() - asked)]
     if wrong:
-        remedy = "Load into the model and optimizer that were saved." + (" strict=False skips missing names." if strict else "")
+        skips = "" if asked is None else " strict=False skips missing names."
+        remedy = f"Load into the model and optimizer that were saved.{skips}"
         raise CheckpointError(f"{len(wrong)} tensors do not match:\n  " + "\n  ".join(wrong) + f"\n{remedy}")
 
 
-def _read_into(folder: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+def _read_into(folder: Path, manifest: Manifest, pieces: list[Piece]) -> None:
     """Copy this rank's boxes in, file by file in the order of the bytes."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    described = Metadata({name: _describe(manifest.tensors[name]) for name in tensors})
-    with torch.no_grad():
-        planner.set_up_planner(dict(tensors), described)
-        plan = planner.create_local_plan()
-        jobs = []
-        for item in plan.items:
-            entry = manifest.tensors[item.storage_index.fqn]
-            assert item.storage_index.index is not None
-            if prod(item.lengths) > 0:
-                jobs.append((entry.chunks[item.storage_index.index], entry, item))
-        jobs.sort(key=lambda job: (job[0].file, job[0].begin))
-        for file, group in groupby(jobs, key=lambda job: job[0].file):
-            with opened(folder, file) as fd:
-                read = partial(read_box, fd, path=folder / file)
-                for chunk, entry, item in group:
-                    read(entry, chunk, tuple(item.storage_offsets), planner.resolve_tensor(item))
+    stored = {name: _describe(manifest.tensors[name]) for name in {piece.name for piece in pieces}}
+    jobs = []
+    for piece in pieces:
+        if piece.tensor.numel():
+            here = ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
+            for item in create_read_items_for_chunk_list(piece.name, stored[piece.name], [here]):
+                entry = manifest.tensors[piece.name]
+                assert item.storage_index.index is not None
+                jobs.append((entry.chunks[item.storage_index.index], entry, item, piece.tensor))
+    jobs.sort(key=lambda job: (job[0].file, job[0].begin))
+    for file, group in groupby(jobs, key=lambda job: job[0].file):
+        with opened(folder, file) as fd:
+            for chunk, entry, item, tensor in group:
+                box = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
+                read_box(fd, entry, chunk, tuple(item.storage_offsets), tensor[box], path=folder / file)
+    # Bytes are read past autograd, but whoever keeps copies of parameters must see that they have changed.
+    increment_version([piece.tensor for piece in pieces])
 
 
 def _describe(entry: Entry) -> TensorStorageMetadata:

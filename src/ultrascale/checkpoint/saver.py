@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ultrascale.checkpoint.coordination import coordinating
@@ -17,6 +15,7 @@ from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.folders import candidates, check_writable, discard, step_folder, sweep
 from ultrascale.checkpoint.loading import verify
 from ultrascale.checkpoint.saving import Plan, copy_to_host, plan_save, write_and_publish
+from ultrascale.checkpoint.slices import Tensors
 
 
 class Saver:
@@ -56,7 +55,7 @@ class Saver:
         self.swept: list[str] = self._ranks.on_rank_0("removing leftovers", lambda: sweep(self.root))
         """Names of unfinished saves and deletions of earlier runs that were removed."""
 
-    def save(self, step: int, tensors: Mapping[str, torch.Tensor], metadata: dict[str, Any]) -> Path:
+    def save(self, step: int, tensors: Tensors, metadata: dict[str, Any]) -> Path:
         """Save as `checkpoint.save` does; where the checkpoint is, or will be once `wait` returns.
 
         Raises CheckpointError on every rank, for this save or for the pending one; in the latter case this one was not begun.

@@ -14,6 +14,7 @@ from ultrascale.spec.run import Run
 from ultrascale.train.run_folder import RunFolder
 
 PREFIX = "model."
+"""Begins the names of what makes up the model; the others are the optimizer's."""
 
 
 def export_checkpoint(root: Path, target: Path, *, run: Run) -> Path:
@@ -29,7 +30,7 @@ def export_checkpoint(root: Path, target: Path, *, run: Run) -> Path:
 
 
 def weights_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights among a checkpoint's tensors, under the names of `spec.weights`."""
+    """The weights among a checkpoint's tensors and the biases that balance experts, under the names of `spec.weights`."""
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
 
 

@@ -9,28 +9,43 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from ultrascale.checkpoint import CheckpointError, Search, load, read_metadata, search
+from ultrascale.checkpoint import CheckpointError, Search, Slice, load, read_metadata, search
+from ultrascale.parallel.share import Held
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
+from ultrascale.train.export import PREFIX
 from ultrascale.train.optimizer import MOMENTS, set_steps_done
 from ultrascale.train.trainer import Trainer
 
 
-def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights and moments of this rank by global name, as the tensors (or DTensors) that training uses."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in trainer.share.named():
-        tensors[f"model.{name}"] = parameter.detach()
+def tensors_of(trainer: Trainer) -> dict[str, list[Slice]]:
+    """Weights, their moments and the biases that balance experts, by global name, as the parts that training on this rank uses.
+
+    A pipeline's first and last stage may both be here, and each has a tied embedding.
+    """
+    tensors: dict[str, list[Slice]] = defaultdict(list)
+    for one in trainer.share.held:
+        state = trainer.optimizer.state[one.parameter]
+        tensors[f"{PREFIX}{one.name}"].append(_slice(one, one.parameter.detach()))
         for moment in MOMENTS:
-            tensors[f"optimizer.{moment}.{name}"] = trainer.optimizer.state[parameter][moment]
-    return tensors
+            tensors[f"optimizer.{moment}.{one.name}"].append(_slice(one, state[moment]))
+    for stage in trainer.share.stages.values():
+        for name, bias in stage.named_buffers():
+            tensors[f"{PREFIX}{name}"].append(Slice(bias, tuple(bias.shape), (0,) * bias.dim()))
+    return dict(tensors)
+
+
+def _slice(held: Held, tensor: Tensor) -> Slice:
+    assert tuple(tensor.shape) == held.place.shape, held.name
+    return Slice(tensor, held.weight.shape, held.place.offsets)
 
 
 def facts_of(trainer: Trainer) -> dict[str, Any]:

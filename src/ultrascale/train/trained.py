@@ -18,6 +18,8 @@ from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import run_from_toml, to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.trainable import expect_trainable
+from ultrascale.spec.weights import score_biases
+from ultrascale.spec.weights import weights as weights_of
 from ultrascale.train.corpora import build_loader, with_absolute_paths
 from ultrascale.train.export import PREFIX, tokenizer_of, weights_in
 from ultrascale.train.optimizer import MOMENTS
@@ -31,7 +33,7 @@ class Trained:
 
     model: Model
     weights: dict[str, torch.Tensor]
-    """Whole tensors on the CPU, under the names of `spec.weights`."""
+    """Whole tensors on the CPU, under the names of `spec.weights`; biases that balance experts too."""
     tokenizer: Path | None
     """The `tokenizer.json` that goes with it."""
     source: Path
@@ -43,7 +45,8 @@ class Trained:
         """The model with these weights, for inference."""
         with torch.device("meta"):
             decoder = Decoder(self.model)
-        weights = {name: weight.to(device, dtype) for name, weight in self.weights.items()}
+        wide = {bias.name for bias in score_biases(self.model)}  # they moved by thousandths, which bf16 would swallow
+        weights = {name: value.to(device, value.dtype if name in wide else dtype) for name, value in self.weights.items()}
         decoder.load_state_dict(weights, assign=True)
         return decoder.requires_grad_(False).eval()
 
@@ -80,7 +83,7 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
         raise SpecError(problems)
     dtype = TORCH_DTYPE[run.layout.master_dtype]
     tensors = {f"{PREFIX}{name}": weight.to(dtype) for name, weight in weights.items()}
-    tensors |= {f"optimizer.{m}.{name}": torch.zeros(w.shape, dtype=dtype) for name, w in weights.items() for m in MOMENTS}
+    zeros = {f"optimizer.{m}.{one.name}": torch.zeros(one.shape, dtype=dtype) for one in weights_of(model) for m in MOMENTS}
     facts = {
         "steps_done": 0,
         "run": to_toml(run),
@@ -88,7 +91,7 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
         "data": build_loader(run, run.data.sources).fingerprint(),
         "noise_scale": None,
     }
-    return save(root, 0, tensors, facts)
+    return save(root, 0, tensors | zeros, facts)
 
 
 def _find_checkpoint(path: Path) -> Path:

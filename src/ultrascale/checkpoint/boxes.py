@@ -1,0 +1,115 @@
+"""How the boxes of all ranks fit together: on rank 0, from what each rank says that it holds.
+
+The boxes of a tensor must cover it, each element once. Equal boxes are copies (replicas, heads of keys and values that several
+ranks hold, the tied embedding at both ends of a pipeline), of which one is written; other overlaps are mistakes. DCP's planner
+knows a box by its offsets alone and takes two of different sizes for copies, which is why this is ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from math import prod
+from typing import Any, NamedTuple
+
+from ultrascale.checkpoint.dtypes import DTYPE_NAMES, DTYPES
+from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.files import Piece, view_bytes
+from ultrascale.checkpoint.manifest import overlapping_boxes
+
+DIGEST_BYTES = 16
+
+
+class Offer(NamedTuple):
+    """A box that a rank holds or wants, as JSON carries it."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    """Of the whole tensor."""
+    offsets: list[int]
+    sizes: list[int]
+    digest: str | None
+    """Of its bits, where copies are to be compared."""
+
+
+class Box(NamedTuple):
+    """A box of a tensor."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Holder(NamedTuple):
+    """Who offers a box."""
+
+    rank: int
+    index: int
+    """Among the rank's offers."""
+
+
+def offer_of(piece: Piece, *, with_digest: bool = False) -> Offer:
+    """What to tell rank 0 of a box."""
+    digest = hashlib.blake2b(view_bytes(piece.tensor), digest_size=DIGEST_BYTES).hexdigest() if with_digest else None
+    sizes = list(piece.tensor.shape)
+    return Offer(piece.name, DTYPE_NAMES[piece.tensor.dtype], list(piece.shape), list(piece.offsets), sizes, digest)
+
+
+def fit_together(offers: list[list[Offer]]) -> dict[Box, list[Holder]]:
+    """Who holds each box, given every rank's offers. Raises CheckpointError unless those of each tensor cover it once, copies
+    apart, and copies have the same digest."""
+    heads: dict[str, tuple[str, list[int]]] = {}
+    holders: dict[Box, list[Holder]] = defaultdict(list)
+    for rank, offer in enumerate(offers):
+        for index, one in enumerate(offer):
+            head = (one.dtype, one.shape)
+            if heads.setdefault(one.name, head) != head:
+                problem = f"rank {rank} has {one.dtype} {one.shape}, a lower rank {heads[one.name]}"
+                raise CheckpointError(f"{one.name}: {problem}; expected the same dtype and global shape on all ranks.")
+            holders[Box(one.name, tuple(one.offsets), tuple(one.sizes))].append(Holder(rank, index))
+    _expect_cover({name: shape for name, (_, shape) in heads.items()}, list(holders))
+    for box, several in holders.items():
+        _expect_copies(box, several, offers)
+    return holders
+
+
+def share_out(offers: list[list[Offer]]) -> list[list[int]]:
+    """For every rank the indices of those of its boxes that it writes: each box once, as even by bytes as can be.
+
+    Raises as `fit_together` does.
+    """
+    holders = fit_together(offers)
+    sizes = {
+        box: prod(box.sizes) * DTYPES[offers[several[0].rank][several[0].index].dtype].itemsize
+        for box, several in holders.items()
+    }
+    taken, items = [0] * len(offers), [[] for _ in offers]
+    # Boxes without a choice first, then the largest, each to the holder with least to write so far.
+    for box, several in sorted(holders.items(), key=lambda entry: (len(entry[1]) > 1, -sizes[entry[0]])):
+        chosen = min(several, key=lambda holder: taken[holder.rank])
+        taken[chosen.rank] += sizes[box]
+        items[chosen.rank].append(chosen.index)
+    return [sorted(indices) for indices in items]
+
+
+def _expect_cover(shapes: dict[str, list[int]], boxes: list[Box]) -> None:
+    of_tensor: dict[str, list[Box]] = defaultdict(list)
+    for box in boxes:
+        of_tensor[box.name].append(box)
+    for name, shape in shapes.items():
+        held = sum(prod(box.sizes) for box in of_tensor[name])
+        clash = overlapping_boxes([(box.offsets, box.sizes) for box in of_tensor[name]])
+        problem = f"boxes {clash} overlap" if clash else f"{held} of {prod(shape)} elements are on some rank"
+        if clash or held != prod(shape):
+            where = f"the ranks' shards do not fit together: {name} {shape}: {problem}"
+            raise CheckpointError(f"{where}. Every element must be on some rank, in one box; copies in equal boxes.")
+
+
+def _expect_copies(box: Box, several: list[Holder], offers: list[list[Offer]]) -> None:
+    ranks: dict[Any, list[int]] = defaultdict(list)
+    for holder in several:
+        ranks[offers[holder.rank][holder.index].digest].append(holder.rank)
+    if len(ranks) > 1:
+        groups = " and ".join(f"ranks {found}" for found in ranks.values())
+        raise CheckpointError(f"{box.name} at {list(box.offsets)}: {groups} hold different numbers, expected copies.")
