@@ -12,13 +12,17 @@ The block's `forward` is wrapped, not the module, so that parameter names stay a
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, _CachedTorchDispatchMode, _CachingTorchDispatchMode, checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel import all_to_all, tensor_ops
@@ -61,9 +65,8 @@ def _keep_products(context: Any, op: Any, *arguments: Any, **options: Any) -> Ch
 
 def _selective() -> tuple[Any, Any]:
     """Torch's own pair of contexts, the second with eyes for kept results only."""
-    kept: dict[Any, dict[int, Any]] = defaultdict(dict)
-    again = _Again(_keep_products, kept, False)  # torch 2.11 has no default for the last
-    return _CachingTorchDispatchMode(_keep_products, kept), again
+    keeping, kept = create_selective_checkpoint_contexts(_keep_products)
+    return keeping, _Again(_keep_products, kept.storage, False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Again(_CachedTorchDispatchMode):
