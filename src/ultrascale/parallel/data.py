@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ultrascale.models.decoder import Decoder
+from ultrascale.models.decoder import Decoder, PredictionBlock
 from ultrascale.models.experts import Experts
 from ultrascale.parallel.collectives import DirectAllGather, DirectReduceScatter, NothingToScatter
 from ultrascale.parallel.expert import expert_modules
@@ -36,6 +36,9 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
     for experts in expert_modules(decoder) if expert_mesh is not None else ():
         fully_shard(experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=layout.zero_stage == 3)
     blocks: list[nn.Module] = [block for _, block in decoder.blocks()]
+    for block in blocks:
+        if isinstance(block, PredictionBlock):  # this norm is the head's: read after the block has let go of its own
+            fully_shard(block.shared_head.norm, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for first in range(0, len(blocks), layout.layers_per_bucket):
         bucket = blocks[first : first + layout.layers_per_bucket]
         fully_shard(bucket, mesh=mesh, mp_policy=policy, reshard_after_forward=layout.zero_stage == 3)

@@ -24,6 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.tensor import cut_of
+
 Waiting = list[tuple[Tensor, Tensor, Tensor]]
 """(weight [F, D], gradient of the output [N, F], input [N, D]) of products whose weight's gradient is not made yet."""
 
@@ -51,11 +54,13 @@ class WeightGradients:
         self.waiting.append((weight, grad_output, given.detach()))  # without the graph that made it
         return None
 
-    def apply_to(self, stage: nn.Module) -> None:
-        """Let every linear layer of `stage` ask here, in place."""
+    def apply_to(self, stage: Decoder) -> None:
+        """Let every linear layer of `stage` ask here, in place: those that tp cuts through its seams."""
         for module in stage.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and "forward" not in vars(module):
                 setattr(module, "forward", partial(_linear, module, self))  # noqa: B010
+        if (cut := cut_of(stage)) is not None:
+            cut.put_off = self.add
 
 
 @torch.no_grad()

@@ -90,8 +90,9 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
         ctx.dtype = parameter.dtype
+        ctx.set_materialize_grads(False)  # a pipeline's I leaves the gradient to its W
         return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].to(ctx.dtype), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None if grads[0] is None else grads[0].to(ctx.dtype)), None

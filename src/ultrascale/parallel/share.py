@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.mesh import Mesh
+from ultrascale.schedules.build import stages_of_ranks
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Place
@@ -112,12 +114,12 @@ class Share:
         gradients = [_gradient_or_zeros(one.parameter) for one in tied]
         group = self.mesh.group("pp")
         assert group is not None
-        if len(tied) == 2:  # a V-shaped schedule: both ends are here
+        if len(tied) == 2:  # both ends are here, as in a V-shaped schedule
             total = gradients[0] + gradients[1]
             for gradient in gradients:
                 gradient.copy_(total)
             return
-        other = group.size() - 1 - group.rank()
+        other = next(rank for rank in _ends(self.layout) if rank != group.rank())
         (own,), theirs = gradients, torch.empty_like(gradients[0])
         works = dist.batch_isend_irecv(
             [
@@ -128,6 +130,14 @@ class Share:
         for work in works:
             work.wait()
         own.add_(theirs)  # of two numbers the order does not matter
+
+
+@cache
+def _ends(layout: Layout) -> tuple[int, int]:
+    """The pipeline ranks of the first stage and of the last: a schedule of a file puts them where it likes."""
+    held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
+    first, last = (next(rank for rank, stages in enumerate(held) if end in stages) for end in (0, layout.num_stages - 1))
+    return first, last
 
 
 def local(tensor: Tensor) -> Tensor:

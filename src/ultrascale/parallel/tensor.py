@@ -41,9 +41,9 @@ class Groups(Protocol):
 def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Cut | None:
     """Cut `decoder`, whose weights are still on the meta device, over tp, in place. Does nothing if that is one rank.
 
-    Returns what the seams share: a zero-bubble schedule sets its `put_off`. Weights of experts are left to `expert_tp`. The
-    forward pass then raises ValueError if it is to give logits, and of a stage that is not the first without positions: with
-    sequence parallelism it could not know how long its sequences are.
+    Returns what the seams share. Weights of experts are left to `expert_tp`. The forward pass then raises ValueError if it is to
+    give logits, and of a stage that is not the first without positions: with sequence parallelism it could not know how long
+    its sequences are.
     """
     group = mesh.group("tp")
     if group is None:
@@ -65,6 +65,12 @@ def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Cut
     decoder.own_share = cut.own_share
     decoder.register_forward_pre_hook(partial(_measure, cut), with_kwargs=True)
     return cut
+
+
+def cut_of(decoder: Decoder) -> Cut | None:
+    """What the seams of `decoder` share, if tp has cut it: a schedule with W sets its `put_off`."""
+    owner = getattr(decoder.own_share, "__self__", None)
+    return owner if isinstance(owner, Cut) else None
 
 
 def cut_parameters(decoder: nn.Module, layout: Layout, at: Coordinates) -> None:
