@@ -158,6 +158,13 @@ class Shards:
         else:
             self._widen(bucket)
 
+    def complete_gradients(self, bucket: Bucket) -> None:
+        """Zeros for weights that have none (`parallel.pipeline_data`): reductions of a bucket want all of it."""
+        for weight in bucket.weights if self.sharded else ():
+            if weight.name not in bucket.whole_gradients:
+                size = weight.numel * self.compute_itemsize
+                bucket.whole_gradients[weight.name] = self.ledger.take("gradients", bucket.label, size)
+
     def end_backward(self) -> None:
         self._drop_reduce_input()
         for bucket in self.buckets:

@@ -138,6 +138,8 @@ class StageReplay:
                 self._arrive(waits.name, self._weight_gradient(waits.name))
             self._drop_all(waits.held)
         for bucket in reversed(self.shards.buckets):
+            if action.reduce_gradients:
+                self.shards.complete_gradients(bucket)
             self.shards.after_backward(bucket, action)
         self.shards.end_backward()
 
@@ -318,10 +320,16 @@ class StageReplay:
         for name, gradient in new:
             self._arrive(name, gradient)
         for name, gradient in leaving.items():
-            if name in gradients:  # autograd adds to the one that is there
-                ledger.drop(gradient)
-            else:
-                gradients[name] = gradient
+            gradients[name] = self._added(gradients[name], gradient) if name in gradients else gradient
+
+    def _added(self, there: Held, gradient: Held) -> Held:
+        """The sum: autograd adds to the one that is there, unless somebody else holds it too."""
+        if there.holders > 1:
+            total = self.ledger.take("temporary", "gradients of activations", there.num_bytes)
+            self.ledger.drop(there)
+            there = total
+        self.ledger.drop(gradient)
+        return there
 
     def _may_wait(self, op: Op) -> bool:
         if op.kind != "matmul" or op.name.startswith(NEVER_WAIT):

@@ -16,6 +16,8 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
 
 FP8_BYTES = 1
+SUM_OF_A_PAIR = 2
+"""Ranks that add each other's whole tensors over gloo, where more use its all-reduce."""
 
 
 class Source(NamedTuple):
@@ -32,6 +34,18 @@ class Source(NamedTuple):
 def cut(size: int, ranks: int) -> int:
     """The largest of `ranks` parts of `size`."""
     return -(-size // ranks)
+
+
+def exchanged_bytes(shape: Shape, whole: int) -> int:
+    """What exists for a moment while ranks of tp sum `whole` bytes, beside it and what comes of it (`parallel.tensor_traffic`).
+
+    On the CPU copies of the parts for other ranks and as many from them; without parts two ranks send all of it. NCCL sends
+    from copies of all parts, and adds whole tensors in place.
+    """
+    if shape.cuts_sequence:
+        others = whole * (shape.tp - 1) // shape.tp
+        return 2 * others if shape.device == "cpu" else whole
+    return whole if shape.device == "cpu" and shape.tp == SUM_OF_A_PAIR else 0
 
 
 def linear(

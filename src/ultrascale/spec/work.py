@@ -17,7 +17,7 @@ from functools import lru_cache
 from ultrascale.spec.attention_work import attended_share, attention_work, mask_elements, mask_name
 from ultrascale.spec.mlp_work import mlp_work
 from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import add, column_source, cut, dropout, linear, norm
+from ultrascale.spec.op_builders import add, column_source, cut, dropout, exchanged_bytes, linear, norm
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Scores, Shape
 
 CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**29}
@@ -125,25 +125,46 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
 
 
 def _chunked_loss(model: Model, shape: Shape, head: str, read: str, traffic: tuple[Collective, ...]) -> Op:
-    """Head and loss in one (`kernels.cross_entropy`).
+    """Head and loss in one (`kernels.cross_entropy`, over tp `parallel.tensor_loss`).
 
     It does the backward pass of the head in its forward pass, a chunk of rows at a time, and keeps the two gradients.
     """
     n, d, a, w = shape.num_tokens, model.hidden_size, shape.itemsize, shape.wide_itemsize
     v = cut(model.vocab_size, shape.tp)
-    rows, narrow = chunk_rows(n, v, shape.device), a < w
-    # One chunk's logits, their wide copy where they are narrow, log-probabilities, and rows of hidden that count.
-    room = rows * v * (a + w + (w if narrow else 0)) + rows * d * a
-    # A narrow product is made before it is added to the wide gradient, which is rounded when the chunks are gone.
-    room += v * d * (a + (w if shape.device == "cpu" else 0)) if narrow else 0
-    kept = (Activation("head_hidden_gradient", n * d * a, False), Activation("head_weight_gradient", v * d * a, False))
+    kept = (
+        Activation("head_hidden_gradient", shape.outer_tokens * d * a, False),
+        Activation("head_weight_gradient", v * d * a, False),
+    )
+    room = (_loss_room if shape.tp == 1 else _cut_loss_room)(shape, d, v)
     # Per logit: written, read into its wide copy, log-softmax, exponential, gradient, two products read it.
     moved = n * v * (2 * a + 6 * w)
     return Op(
         "loss", "loss", (read,), (Activation("loss", w), *kept), tuple(k.name for k in kept), (f"{head}.weight",),
-        flops=6 * n * v * d, hands_on_saved=True, scratch_bytes=room + v * d * (w - a), product=Product(n, v, d),
-        moved_bytes=moved, collectives=traffic,
+        flops=6 * n * v * d, hands_on_saved=True, scratch_bytes=room, product=Product(n, v, d), moved_bytes=moved,
+        collectives=traffic,
     )  # fmt: skip
+
+
+def _loss_room(shape: Shape, d: int, v: int) -> int:
+    """Bytes that exist beside the two gradients at the loss's own peak."""
+    a, w = shape.itemsize, shape.wide_itemsize
+    rows, narrow = chunk_rows(shape.num_tokens, v, shape.device), a < w
+    # One chunk's logits, their wide copy where they are narrow, log-probabilities, and rows of hidden that count.
+    room = rows * v * (a + w + (w if narrow else 0)) + rows * d * a
+    # A narrow product is made before it is added to the wide gradient, which is rounded when the chunks are gone.
+    room += v * d * (a + (w if shape.device == "cpu" else 0)) if narrow else 0
+    return room + v * d * (w - a)
+
+
+def _cut_loss_room(shape: Shape, d: int, v: int) -> int:
+    """The same over tp: exponentials take the logits' place, and the gradient of hidden is summed when chunks are gone."""
+    a, w, n = shape.itemsize, shape.wide_itemsize, shape.num_tokens
+    rows, narrow = chunk_rows(n, v, shape.device), a < w
+    chunk = rows * v * (a + (w if narrow else 0)) + rows * d * a + (v * d * a if narrow else 0)
+    in_chunks = chunk + (n - shape.outer_tokens) * d * a + v * d * (w - a)
+    summed = n * d * a + exchanged_bytes(shape, n * d * a) + v * d * (w - a)
+    own = shape.outer_tokens * d * a if shape.cuts_sequence else 0  # what was gathered: the decoder's own hold on it
+    return own + max(in_chunks, summed)
 
 
 def _loss(shape: Shape, read: str, elements: int) -> Op:
