@@ -30,8 +30,8 @@ from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.units import UnitError, parse_tokens
 
 SEARCHED = (
-    "dp", "tp", "sequence_parallel", "cp", "cp_method", "pp", "virtual_stages", "schedule", "zero_stage", "dp_shard",
-    "micro_batch_size", "recompute", "recompute_every", "ep", "expert_tp",
+    "dp", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "pp", "virtual_stages", "schedule", "zero_stage",
+    "dp_shard", "micro_batch_size", "recompute", "recompute_every", "ep", "expert_tp",
 )  # fmt: skip
 
 
@@ -115,6 +115,7 @@ def _choices(settings: dict[str, str]) -> tuple[dict[str, tuple[Any, ...]], Layo
 def _range_problems(name: str, value: Any) -> list[Problem]:
     """What is wrong with one value whatever the others are."""
     in_use = {
+        "cp_heads": {"cp": 2 * value, "cp_method": "ring+all-to-all"} if name == "cp_heads" and value != 1 else {},
         "schedule": {"pp": 2, "virtual_stages": 2}, "ep": {"dp": value}, "expert_tp": {"dp": value},
         "dp_shard": {"dp": value or 1, "zero_stage": 1},
     }.get(name, {})  # fmt: skip

@@ -90,7 +90,8 @@ def _appears(table: LayoutTable, name: str, value: Any) -> bool:
 
 def _in_use(table: LayoutTable, name: str) -> NDArray[np.bool_]:
     masks = {
-        "schedule": table.pp > 1, "virtual_stages": table.pp > 1, "cp_method": table.cp > 1, "dp_shard": table.zero_stage > 0,
+        "schedule": table.pp > 1, "virtual_stages": table.pp > 1, "cp_method": table.cp > 1,
+        "cp_heads": table.cp > 1, "dp_shard": table.zero_stage > 0,
         "recompute_every": table.recompute == RECOMPUTE.index("every-k"),
     }  # fmt: skip
     return masks.get(name, np.ones(len(table), dtype=bool))
@@ -105,7 +106,7 @@ def _reason(question: _Question) -> Reason | None:
 
 def _of_axis(question: _Question) -> Reason | None:
     """Settings that nothing reads where an axis is 1."""
-    axis = {"schedule": "pp", "virtual_stages": "pp", "cp_method": "cp"}.get(question.name)
+    axis = {"schedule": "pp", "virtual_stages": "pp", "cp_method": "cp", "cp_heads": "cp"}.get(question.name)
     if axis is None or not question.only_ones(axis):
         return None
     return f"{question.value} is read only if {axis} > 1, and {axis} is 1", f"Leave it out, or search {axis} > 1."
@@ -232,8 +233,29 @@ def _of_shard(question: _Question) -> Reason | None:
     return None
 
 
+def _of_swap(question: _Question) -> Reason | None:
+    """Ranks of cp that swap heads, of which rings join several groups."""
+    if question.name != "cp_heads":
+        return None
+    value, both = question.value, "ring+all-to-all"
+    if both not in question.asked.get("cp_method", (both,)):
+        return f'{value} is read with cp_method = "{both}" only', f"Leave it out, or add --layout.cp-method {both}."
+    if both not in abilities(question.workload.stack).cp_methods:
+        return f"{question.workload.stack.name} has no cp_method {both}", "Leave it out, or use another --stack."
+    if value == 1:
+        return f"1 is a ring, not {both}", "Leave it out."
+    sizes = [cp for cp in question.asked.get("cp", divisors(question.num_gpus)) if cp > value and cp % value == 0]
+    if not sizes:
+        cps = " or ".join(map(str, question.asked.get("cp", divisors(question.num_gpus)[-1:])))
+        return f"{value} must divide cp = {cps}, and be less", "Choose a divisor of cp, or a larger cp."
+    heads, tps = question.workload.model.num_attention_heads, question.asked.get("tp", (1,))
+    if all(heads % (tp * value) for tp in tps):
+        return f"{value} does not divide the {heads} heads (over tp {min(tps)})", nearest(value, divisors(heads // min(tps)))
+    return None
+
+
 _JUDGES: tuple[Callable[[_Question], Reason | None], ...] = (
-    _of_axis, _of_trainer, _of_count, _of_model, _of_batch, _of_pipeline, _of_shard,
+    _of_axis, _of_trainer, _of_swap, _of_count, _of_model, _of_batch, _of_pipeline, _of_shard,
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from ultrascale.spec.ops import Op, Scores, Shape
 from ultrascale.spec.work import block_work, embedding_work, head_work
 
 Floats = NDArray[np.float64]
-SHAPE_FIELDS = ("micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "ep", "expert_tp")
+SHAPE_FIELDS = ("micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "ep", "expert_tp")
 PASSES = ("forward", "backward")
 
 
@@ -44,7 +44,11 @@ class PartSeconds:
     """Of `tp_backward`: what a column-parallel layer's backward pass can run beside its own two products. The input is gathered
     again beside the gradient of the input, whose sum travels beside the gradient of the weight (Megatron)."""
     cp_forward: Floats
+    """Of cp, what stands in front of attention: heads that are swapped, keys and values that are gathered first."""
     cp_backward: Floats
+    ring_forward: Floats
+    """Of cp, what travels beside attention."""
+    ring_backward: Floats
     ep_forward: Floats
     ep_backward: Floats
     partial_product: Floats
@@ -140,6 +144,7 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
         sequence_parallel=bool(table.sequence_parallel[row]) and int(table.tp[row]) > 1,
         cp=int(table.cp[row]),
         cp_method=CP_METHODS[table.cp_method[row]],
+        cp_heads=int(table.cp_heads[row]),
         ep=int(table.ep[row]),
         expert_tp=int(table.expert_tp[row]),
         expert_imbalance=workload.expert_imbalance,
@@ -152,7 +157,7 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
     columns = compute.reshape(len(shapes), 8).T
     traffic, counts = _traffic(workload, shapes, works)
     beside = _traffic(workload, shapes, [[op for op in ops if _is_of_column(op)] for ops in works])[0]["tp", "backward"]
-    axes = {f"{axis}_{when}": traffic[axis, when] for axis in ("tp", "cp", "ep") for when in PASSES}
+    axes = {f"{axis}_{when}": traffic[axis, when] for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
     return PartSeconds(
         *columns[:5],
         **axes,
@@ -189,8 +194,8 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
             weights += elementwise_seconds(accelerator, n * k * copies * added_bytes)
         if op.scores is not None:
             scores, pieces = op.scores._asdict(), 1
-            if shape.cp > 1 and shape.cp_method == "ring":  # as many kernels as ranks, each on one rank's keys
-                pieces = shape.cp
+            if shape.rings:  # as many kernels as places, each on one place's keys
+                pieces = shape.cp_grid[0]
                 scores["keys"] = -(-op.scores.keys // pieces)
                 elementwise += elementwise_seconds(accelerator, (pieces - 1) * _merge_bytes(op.scores))
             kernel, over = stack.attention_kernel, stack.overheads.attention
@@ -230,26 +235,28 @@ def _traffic(
     workload: Workload, shapes: list[Shape], works: Sequence[Iterable[Op]]
 ) -> tuple[dict[tuple[str, str], Floats], Floats]:
     """Seconds of collectives by axis and pass, and how many there are in a forward pass."""
-    seconds = {(axis, when): np.zeros(len(shapes)) for axis in ("tp", "cp", "ep") for when in PASSES}
+    seconds = {(axis, when): np.zeros(len(shapes)) for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
     counts = np.zeros(len(shapes))
     by_kind: dict[tuple[str, str, str], list[tuple[int, float, int, int]]] = defaultdict(list)
     for index, (shape, ops) in enumerate(zip(shapes, works, strict=True)):
+        places, swap = shape.cp_grid
         groups = {
             "tp": (shape.tp, 1),
-            "cp": (shape.cp, shape.tp),
+            "cp": (places, shape.tp * swap),
             "ep": (shape.ep, shape.expert_tp),
             "expert_tp": (shape.expert_tp, 1),
         }
         for op in ops:
             for item in op.collectives:
-                size, stride = groups[item.axis]
-                num_bytes = item.num_bytes
+                axis, num_bytes = item.axis, item.num_bytes
+                size, stride = (swap, shape.tp) if axis == "cp" and item.kind == "all_to_all" else groups[axis]
                 if item.axis == "ep" and item.kind == "all_to_all":
                     num_bytes *= _sent_share(workload, shape, op.name, item.when)
-                by_kind[item.kind, item.axis, item.when].append((index, num_bytes, size, stride))
+                row = "tp" if axis == "expert_tp" else "ring" if item.hideable == "attention" else axis
+                by_kind[item.kind, row, item.when].append((index, num_bytes, size, stride))
                 counts[index] += item.when == "forward"
     for (kind, axis, when), items in by_kind.items():
         index, num_bytes, size, stride = (np.array(column) for column in zip(*items, strict=True))
         taken = collective_seconds(workload.cluster, kind, num_bytes.astype(float), size=size, stride=stride)
-        np.add.at(seconds["tp" if axis == "expert_tp" else axis, when], index, taken)
+        np.add.at(seconds[axis, when], index, taken)
     return seconds, counts

@@ -104,7 +104,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "zero_stage": ("dp_shard",),
     "dp_shard": (),
     "tp": ("dp_shard", "expert_tp"),
-    "cp": ("cp_method", "dp_shard"),
+    "cp": ("cp_method", "cp_heads", "dp_shard"),
     "pp": ("virtual_stages", "schedule", "dp_shard"),
     "schedule": ("virtual_stages",),
     "ep": ("expert_tp",),

@@ -22,7 +22,7 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.stack import Stack
 
-MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a"}
+MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a", "ring+all-to-all": "a2a+p2p"}
 TORCHTITAN_CP = {"ring": "alltoall", "all-gather": "allgather"}
 TORCHTITAN_SCHEDULES = {
     "1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble", "dualpipe-v": "DualPipeV",
@@ -170,6 +170,7 @@ def _megatron_model(plan: _Plan) -> dict[str, Any]:
 
 def _megatron_layout(plan: _Plan) -> dict[str, Any]:
     layout = plan.layout
+    places, swap = layout.cp_grid
     words: dict[str, Any] = {
         "micro-batch-size": layout.micro_batch_size,
         "global-batch-size": plan.workload.sequences_per_batch,
@@ -178,6 +179,7 @@ def _megatron_layout(plan: _Plan) -> dict[str, Any]:
         "pipeline-model-parallel-size": layout.pp,
         "context-parallel-size": layout.cp,
         "cp-comm-type": MEGATRON_CP[layout.cp_method] if layout.cp > 1 else "",
+        "hierarchical-context-parallel-sizes": f"{swap} {places}" if swap > 1 and places > 1 else "",
         "expert-model-parallel-size": layout.ep if plan.workload.model.num_experts else "",
         "expert-tensor-parallel-size": layout.expert_tp if plan.workload.model.num_experts else "",
         "use-distributed-optimizer": layout.zero_stage == 1,

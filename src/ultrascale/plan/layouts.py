@@ -13,7 +13,7 @@ from ultrascale.spec.layout import Layout
 
 Column = NDArray[np.int64]
 RECOMPUTE = ("none", "selective", "full", "every-k")
-CP_METHODS = ("ring", "all-gather", "all-to-all")
+CP_METHODS = ("ring", "all-gather", "all-to-all", "ring+all-to-all")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 SCHEDULES = ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v", "breadth-first")
 
@@ -37,6 +37,7 @@ class LayoutTable:
     sequence_parallel: Column
     cp: Column
     cp_method: Column
+    cp_heads: Column
     pp: Column
     virtual_stages: Column
     schedule: Column
@@ -55,6 +56,12 @@ class LayoutTable:
     @property
     def world_size(self) -> Column:
         return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def cp_places(self) -> Column:
+        """Places of the ring, or of the all-gather: `Layout.cp_grid[0]`."""
+        swaps = self.cp_method == CP_METHODS.index("all-to-all")
+        return np.where(swaps, 1, self.cp // np.minimum(self.cp, self.cp_heads))
 
     @classmethod
     def of(cls, layouts: Iterable[Layout]) -> LayoutTable:
@@ -93,6 +100,6 @@ def _row(layout: Layout) -> list[int]:
         layout.dp, layout.zero_stage, layout.shard_size, layout.micro_batch_size, RECOMPUTE.index(layout.recompute),
         layout.recompute_every, PRECISIONS.index(layout.precision), {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
         layout.layers_per_bucket, layout.tp, int(layout.sequence_parallel), layout.cp, CP_METHODS.index(layout.cp_method),
-        layout.pp, layout.virtual_stages, schedule, layout.ep, layout.expert_tp, int(layout.offload_activations),
-        int(layout.offload_optimizer),
+        layout.cp_heads, layout.pp, layout.virtual_stages, schedule, layout.ep, layout.expert_tp,
+        int(layout.offload_activations), int(layout.offload_optimizer),
     ]  # fmt: skip

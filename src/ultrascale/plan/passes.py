@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.blocks import Blocks
 from ultrascale.plan.constants import Constants
-from ultrascale.plan.layouts import CP_METHODS, RECOMPUTE, LayoutTable
+from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -113,11 +113,10 @@ def _recomputed_share(table: LayoutTable) -> Floats:
 def _exposed_context_parallel(
     table: LayoutTable, sum_of: Callable[[str], Floats], again: Floats, constants: Constants
 ) -> Floats:
-    """A ring sends the next keys and values while attention works on the last; the other two ways stand in front of it."""
-    forward, backward = sum_of("cp_forward"), sum_of("cp_backward")
-    attention = sum_of("attention")
-    ring = table.cp_method == CP_METHODS.index("ring")
-    beside = np.where(ring, attention * (table.cp - 1) / table.cp, 0.0)
+    """A ring sends the next keys and values while attention works on the last; what is swapped or gathered is waited for."""
+    forward, backward = sum_of("ring_forward"), sum_of("ring_backward")
+    beside = sum_of("attention") * (1 - 1 / table.cp_places)
     exposed = np.maximum(forward - beside, 0.0) * (1 + again) + np.maximum(backward - 2.5 * beside, 0.0)
     hidden = forward * (1 + again) + backward - exposed
-    return exposed + constants.overlap_slowdown * hidden
+    waited = sum_of("cp_forward") * (1 + again) + sum_of("cp_backward")
+    return waited + exposed + constants.overlap_slowdown * hidden

@@ -96,7 +96,8 @@ def layout_words(layout: Layout, num_micro_batches: int) -> str:
     if layout.pp > 1:
         axes.append(f"{layout.schedule} x{layout.virtual_stages}" if layout.virtual_stages > 1 else layout.schedule)
     if layout.cp > 1:
-        axes.append(layout.cp_method)
+        swap = layout.cp_grid[1]
+        axes.append(f"{layout.cp_method} {swap}" if 1 < swap < layout.cp else layout.cp_method)
     partly = f"/{layout.shard_size}" if layout.zero_stage and layout.dp_replicate > 1 else ""
     words = [" ".join(axes), f"ZeRO {layout.zero_stage}{partly}", f"{layout.micro_batch_size} x {num_micro_batches}"]
     if layout.recompute != "none":

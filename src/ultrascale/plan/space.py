@@ -1,14 +1,17 @@
 """All legal layouts of N devices, as columns, and what was left out with its reason.
 
-Two levels. A *cut* divides the model and its work: (tp, cp, pp, virtual stages, schedule, ep, expert_tp), with dp what remains
-of N. There are hundreds of them, walked in plain Python; each rule that refuses one is counted. Inside a cut, (ZeRO stage,
-shard size, micro-batch, recomputation) is a product of short lists, made once per (dp, kind of pipeline) and repeated in NumPy.
+Two levels. A *cut* divides the model and its work: (tp, cp, its method, pp, virtual stages, schedule, ep, expert_tp), with
+dp what remains of N. There are hundreds of them, walked in plain Python; each rule that refuses one is counted. Inside a cut,
+(ZeRO stage, shard size, micro-batch, recomputation) is a product of short lists, made once per (dp, kind of pipeline) and
+repeated in NumPy.
 
 Left out of a search, because another layout is at least as fast in no more memory: tensor parallelism without sequence
 parallelism (same traffic, more activations), AFAB (1F1B has the same bubble and holds fewer micro-batches), DualPipe
 (DualPipe-V has the same bubble and holds the weights once), and context parallelism of micro-batches that have a factor in
 common with cp: m sequences over cp ranks are as many tokens a rank as m/2 over cp/2 with twice the dp, in as many
-micro-batches, with less exchanged (`tests/plan/test_search.py` prices both). Asking for one by name brings it back.
+micro-batches, with less exchanged (`tests/plan/test_search.py` prices both). Rings of ranks that swap heads are searched where
+cp leaves the node, with as many ranks that swap as a node and the heads allow: swaps wait for the network, rings do not. Asking
+for one by name brings it back.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ class Cut(NamedTuple):
     sequence_parallel: bool
     cp: int
     cp_method: str
+    cp_heads: int
     pp: int
     virtual_stages: int
     schedule: str
@@ -142,7 +146,7 @@ def divisors(number: int) -> tuple[int, ...]:
 def _cuts(rules: _Rules) -> Iterator[Cut]:
     gpus = rules.workload.cluster.num_accelerators
     for tp, sequence_parallel in _tensor(rules, gpus):
-        for cp, method in _context(rules, gpus // tp, Layout(tp=tp, sequence_parallel=sequence_parallel)):
+        for cp, method, heads in _context(rules, gpus // tp, Layout(tp=tp, sequence_parallel=sequence_parallel)):
             for pp, virtual_stages, schedule in _pipeline(rules, gpus // (tp * cp), cp):
                 dp = gpus // (tp * cp * pp)
                 if not rules.allows("dp", dp):
@@ -151,7 +155,7 @@ def _cuts(rules: _Rules) -> Iterator[Cut]:
                     _refuse_batch(rules, dp)
                     continue
                 for ep, expert_tp in _experts(rules, tp, tp * cp * dp):
-                    yield Cut(tp, sequence_parallel, cp, method, pp, virtual_stages, schedule, dp, ep, expert_tp)
+                    yield Cut(tp, sequence_parallel, cp, method, heads, pp, virtual_stages, schedule, dp, ep, expert_tp)
 
 
 def _refuse_batch(rules: _Rules, dp: int) -> None:
@@ -178,7 +182,7 @@ def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
                     yield tp, sequence_parallel
 
 
-def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, str]]:
+def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, str, int]]:
     stack, length = rules.workload.stack, rules.workload.sequence_length
     methods = abilities(stack).cp_methods
     least = MIN_TOKENS_BESIDE_EXPERTS if rules.workload.model.num_experts else MIN_TOKENS_PER_CP_RANK
@@ -186,7 +190,8 @@ def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, st
         if not rules.allows("cp", cp):
             continue
         if cp == 1:
-            yield 1, "ring"
+            if rules.allows("cp_heads", 1) or "cp" in rules.asked:
+                yield 1, "ring", 1
             continue
         if "cp" not in rules.asked and length // cp < least:
             rules.refuse(
@@ -199,11 +204,33 @@ def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, st
         if layout.tp > 1 and abilities(stack).cp_alone:
             rules.refuse("cp with tp", f"{stack.name} has context parallelism without tensor parallelism only")
             return
+        if length % (pieces := abilities(stack).cp_pieces * cp):
+            rules.refuse(f"cp = {cp}", f"{stack.name} cuts sequences into {pieces} pieces, which do not divide {length}")
+            continue
         for method in rules.choose("cp_method", methods):
             if method not in methods:
                 rules.refuse(f"cp_method {method}", f"{stack.name} has {', '.join(methods)}")
-            elif not rules.breaks(f"cp = {cp}, {method}", replace(layout, cp=cp, cp_method=method)):
-                yield cp, method
+                continue
+            for heads in _swapping(rules, cp, method, layout.tp):
+                if not rules.breaks(f"cp = {cp}, {method}", replace(layout, cp=cp, cp_method=method, cp_heads=heads)):
+                    yield cp, method, heads
+
+
+def _swapping(rules: _Rules, cp: int, method: str, tp: int) -> list[int]:
+    """`Layout.cp_heads` to search: of rings over ranks that swap heads those asked for, else the most inside a node."""
+    if method != "ring+all-to-all":
+        return [1] if rules.allows("cp_heads", 1) else []
+    heads, per_node = rules.workload.model.num_attention_heads // tp, rules.workload.cluster.node.num_accelerators
+    sizes = [n for n in divisors(cp) if 1 < n < cp and rules.allows("cp_heads", n)]
+    if "cp_heads" in rules.asked:
+        return sizes
+    inside = [n for n in sizes if heads % n == 0 and tp * n <= per_node]
+    if "cp_method" in rules.asked:
+        return inside
+    if cp * tp <= per_node:
+        rules.refuse("ring+all-to-all in a node", "all-to-all, or a ring, over as many ranks; --layout.cp-heads searches it")
+        return []
+    return inside[-1:]
 
 
 def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str]]:

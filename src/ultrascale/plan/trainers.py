@@ -34,6 +34,8 @@ class Abilities:
     """Interleaved pipelines run any number of micro-batches; else they want a multiple of pp."""
     equal_stages: bool = False
     """All stages but the last hold as many layers: a number of layers a stage is what can be asked for."""
+    cp_pieces: int = 1
+    """Of one length, that a rank holds of a sequence: 2 where an early and a late one must be as long."""
 
     def cuts(self, num_layers: int, num_stages: int) -> bool:
         """Whether so many layers can be cut into so many stages."""
@@ -44,9 +46,10 @@ class Abilities:
         return bool(self.hybrid_stages)
 
 
+BOTH = "ring+all-to-all"
 ABILITIES: dict[str, Abilities] = {
     "ultrascale": Abilities(
-        (0, 1, 2, 3), (0, 1, 2, 3), (1, 2, 3), True, ("ring", "all-gather", "all-to-all"), False,
+        (0, 1, 2, 3), (0, 1, 2, 3), (1, 2, 3), True, ("ring", "all-gather", "all-to-all", BOTH), False,
         ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"), True, True,
         ("none", "selective", "full", "every-k"), any_micro_batches=True,
     ),
@@ -54,12 +57,12 @@ ABILITIES: dict[str, Abilities] = {
     "torchtitan": Abilities(
         (2, 3), (2, 3), (2, 3), True, ("ring", "all-gather"), False,
         ("1f1b", "afab", "interleaved", "zb-v", "dualpipe-v"), True, True, ("none", "selective", "full", "every-k"),
-        equal_stages=True,
+        equal_stages=True, cp_pieces=2,
     ),
     # --use-distributed-optimizer is stage 1; --num-distributed-optimizer-instances makes it hybrid.
     "megatron": Abilities(
-        (0, 1), (0, 1), (1,), True, ("ring", "all-gather", "all-to-all"), False, ("1f1b", "interleaved"), True, True,
-        ("none", "selective", "full"),
+        (0, 1), (0, 1), (1,), True, ("ring", "all-gather", "all-to-all", BOTH), False, ("1f1b", "interleaved"), True, True,
+        ("none", "selective", "full"), cp_pieces=2,
     ),
     "nanotron": Abilities((0, 1), (0, 1), (), True, (), False, ("1f1b", "afab"), True, False, ("none", "full")),
     # Composer's FSDP: NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD.

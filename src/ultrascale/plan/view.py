@@ -223,7 +223,8 @@ def _cut(layout: Layout) -> str:
     """How the model is cut: `tp 8, pp 4 (interleaved, 2 stages a rank), `; empty for data parallelism alone."""
     words = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "ep", "expert_tp") if getattr(layout, name) > 1]
     if layout.cp > 1:
-        words.append(f"{layout.cp_method} attention")
+        swap = layout.cp_grid[1]
+        words.append(f"{layout.cp_method} attention{f' ({swap} ranks swap heads)' if 1 < swap < layout.cp else ''}")
     if layout.pp > 1:
         stages = f", {layout.virtual_stages} stages a rank" if layout.virtual_stages > 1 else ""
         words.append(f"pp {layout.pp} ({layout.schedule}{stages})")

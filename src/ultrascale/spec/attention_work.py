@@ -1,14 +1,16 @@
 """Attention's operations on one rank: heads cut by tp, the sequence by cp, and the kernels of a stack.
 
-Keys and values meet all queries of the sequence in one of three ways (a rank holds S/cp of each):
+Keys and values meet all queries of the sequence in one of these ways (a rank holds S/cp of each):
 
     ring          each rank's keys and values travel round the ring while attention works on the last ones (Liu et al. 2023);
                   forward they go round once, backward they and their gradients
     all-gather    they are gathered first, and again backward; their gradients are reduce-scattered (Llama 3, section 3.3.2)
     all-to-all    ranks swap sequence for heads, of queries, keys, values and results, and again backward (Jacobs et al. 2023)
+    both          h = cp_heads neighbours swap, rings join the cp/h groups of them (Fang and Zhao 2024, USP): traffic of axis
+                  cp is an all_to_all among h neighbours, or of kinds that gather among cp/h ranks, h apart
 
-The first two are balanced: each rank holds an early and a late piece of the sequence, so that all do the same share of the
-causal square.
+Rings and all-gathers are balanced: each rank holds an early and a late piece of the sequence, so that all do the same share of
+the causal square.
 """
 
 from __future__ import annotations
@@ -149,12 +151,12 @@ def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...
 
 def _swap_heads(model: Model, shape: Shape, names: tuple[str, str, str]) -> tuple[tuple[Op, ...], tuple[str, str, str], str]:
     """All-to-all of queries, keys and values: from S/cp of all heads to S of 1/cp of them. Last, the name of the result."""
-    if shape.cp == 1 or shape.cp_method != "all-to-all":
+    if shape.cp_grid[1] == 1:
         return (), names, "attended"
     made = ("q_swapped", "k_swapped", "v_swapped")
     ops = tuple(
         _all_to_all(f"self_attn.{make}", read, make, num_bytes)
-        for read, make, num_bytes in zip(names, made, _bytes_of_heads(model, shape), strict=True)
+        for read, make, num_bytes in zip(names, made, _bytes_of_swapped(model, shape), strict=True)
     )
     return ops, made, "attended_swapped"
 
@@ -180,22 +182,39 @@ def _bytes_of_heads(model: Model, shape: Shape) -> tuple[int, int, int]:
     return query, key, key
 
 
+def _bytes_of_swapped(model: Model, shape: Shape) -> tuple[int, int, int]:
+    """The same once sequence is swapped for heads: where there are more ranks than heads of keys, some go to several."""
+    query, key, value = _bytes_of_heads(model, shape)
+    if model.latent_attention:
+        return query, key, value
+    heads, ranks = cut(model.num_key_value_heads, shape.tp), shape.cp_grid[1]
+    each = _key_value_heads(model, shape)
+    return query, key * each * ranks // heads, value * each * ranks // heads
+
+
+def _key_value_heads(model: Model, shape: Shape) -> int:
+    """Heads of keys and values at work on one rank: each that its query heads read."""
+    groups, ranks = cut(model.num_key_value_heads, shape.tp), shape.cp_grid[1]
+    queries = cut(model.num_attention_heads, shape.tp * ranks)
+    if model.latent_attention:
+        return queries
+    return groups // ranks if groups % ranks == 0 else 1 if ranks % groups == 0 else queries
+
+
 def _attended_bytes(model: Model, shape: Shape) -> int:
     return shape.num_tokens * cut(model.num_attention_heads, shape.tp) * model.value_head_dim * shape.itemsize
 
 
 def _scores(model: Model, layer: int, shape: Shape) -> Scores:
-    swaps = shape.cp > 1 and shape.cp_method == "all-to-all"
-    ranks = shape.tp * (shape.cp if swaps else 1)
-    heads = cut(model.num_attention_heads, ranks)
+    swap = shape.cp_grid[1]
     has_mask = mask_elements(model.window(layer), shape) > 0
     return Scores(
         batch=shape.micro_batch_size,
-        heads=heads,
-        key_value_heads=heads if model.latent_attention else cut(model.num_key_value_heads, ranks),
+        heads=cut(model.num_attention_heads, shape.tp * swap),
+        key_value_heads=_key_value_heads(model, shape),
         head_dim=model.head_dim,
         value_head_dim=model.value_head_dim,
-        queries=shape.sequence_length if swaps else shape.local_length,
+        queries=shape.local_length * swap,
         keys=shape.sequence_length,
         share=1.0 if has_mask else attended_share(shape.sequence_length, model.window(layer)),
     )
@@ -209,7 +228,7 @@ def _flash(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], 
     has_mask = mask_elements(model.window(layer), shape) > 0
     saves = (*dict.fromkeys(names), attended, "logsumexp", *((mask_name(model.window(layer)),) if has_mask else ()))
     square = 2 * rows * shape.sequence_length * (model.head_dim + model.value_head_dim)
-    traffic, scratch, backward_scratch = _key_value_traffic(model, shape)
+    traffic, scratch, backward_scratch = _key_value_traffic(model, model.window(layer), shape)
     core = Op(
         "self_attn.core", "attention", tuple(dict.fromkeys(names)),
         (Activation(attended, _attended_bytes(model, shape)), logsumexp),
@@ -219,22 +238,36 @@ def _flash(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], 
     return (core,)
 
 
-def _key_value_traffic(model: Model, shape: Shape) -> tuple[tuple[Collective, ...], int, int]:
+def _key_value_traffic(model: Model, window: int | None, shape: Shape) -> tuple[tuple[Collective, ...], int, int]:
     """Traffic of cp's ring and all-gather, and the room of keys and values that come from other ranks, forward and backward."""
-    if shape.cp == 1 or shape.cp_method == "all-to-all":
+    places = shape.cp_grid[0]
+    if places == 1:
         return (), 0, 0
-    _, key, value = _bytes_of_heads(model, shape)
-    whole = shape.cp * (key + value)
-    rings = shape.cp_method == "ring"
-    beside = "attention" if rings else ""
+    _, key, value = _bytes_of_swapped(model, shape)
+    widened = shape.wide_itemsize // shape.itemsize if shape.kernels.widens_key_gradients else 1
+    whole = places * (key + value)
+    beside = "attention" if shape.rings else ""
+    keys, gradients = _ring_shares(places, window, shape) if shape.rings else (1.0, 1.0)
     traffic = (
-        Collective("all_gather", "cp", whole, "forward", beside),
-        Collective("all_gather", "cp", whole, "backward", beside),
-        Collective("reduce_scatter", "cp", whole, "backward", beside),
+        Collective("all_gather", "cp", whole, "forward", beside, keys),
+        Collective("all_gather", "cp", whole, "backward", beside, keys),
+        Collective("reduce_scatter", "cp", widened * whole, "backward", beside, gradients),
     )
     # A ring holds the pair at work and the one that arrives; backward their gradients as well.
-    room = 2 * (key + value) if rings else whole
-    return traffic, room, 2 * room
+    room = 2 * (key + value) if shape.rings else whole
+    return traffic, room, (1 + widened) * room
+
+
+def _ring_shares(places: int, window: int | None, shape: Shape) -> tuple[float, float]:
+    """Of keys and of their gradients on the way round, the share that a ring sends which drops what nobody needs any more.
+
+    In zigzag order the late half of rank r's keys is seen by the r ranks before it only: of n - 1 hops of two halves, 3/4. The
+    halves' gradients part nowhere but on rank 0, whose late half nobody else touches. Windows shorten the way further, and
+    documents that are whole on a rank have none: not counted here.
+    """
+    if not shape.kernels.drops_unseen_keys or shape.documents or (window or shape.sequence_length) < shape.sequence_length:
+        return 1.0, 1.0
+    return 0.75, 1.0 - 0.5 / places
 
 
 def _math(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], attended: str) -> tuple[Op, ...]:

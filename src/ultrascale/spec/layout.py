@@ -110,7 +110,7 @@ class Layout:
     @property
     def cp_grid(self) -> tuple[int, int]:
         """(places of the ring, ranks at each place that swap sequence for heads); rank i of cp is at place i // heads."""
-        heads = {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1)
+        heads = min(self.cp, {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1))
         return self.cp // heads, heads
 
     @property

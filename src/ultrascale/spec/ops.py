@@ -54,6 +54,9 @@ class Collective(NamedTuple):
     when: Literal["forward", "backward"]
     hideable: Literal["", "product", "attention"] = ""
     """What can run beside it: a ring of keys and values beside attention, Megatron's tp traffic beside products."""
+    sent_share: float = 1.0
+    """What a rank sends over what it would send of the whole buffer, the mean of all ranks. The rank that waits longest gets
+    all of it, so that time is that of the whole buffer."""
 
 
 class Activation(NamedTuple):
@@ -134,8 +137,13 @@ class Shape:
     @property
     def cp_grid(self) -> tuple[int, int]:
         """(places of the ring, ranks at each place that swap sequence for heads), as `Layout.cp_grid`."""
-        heads = {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1)
+        heads = min(self.cp, {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1))
         return self.cp // heads, heads
+
+    @property
+    def rings(self) -> bool:
+        """Whether keys and values travel hop by hop, beside attention on the last ones."""
+        return self.cp_grid[0] > 1 and self.cp_method != "all-gather"
 
     @property
     def local_length(self) -> int:

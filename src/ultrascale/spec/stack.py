@@ -52,6 +52,10 @@ class Kernels:
     """Attention's result is copied into another order before its output projection, and both are kept."""
     masks_in_kernel: bool = False
     """The attention kernel knows documents and windows by itself; else they take a mask, and the full square is computed."""
+    drops_unseen_keys: bool = True
+    """A ring of keys and values sends on only what a rank further on will look at (ours); else all of it, all the way round."""
+    widens_key_gradients: bool = True
+    """Gradients of keys and values are fp32 between ranks of cp, which all add to them; else as wide as activations."""
     weighs_before_combining: bool = False
     """Experts' outputs are weighed by their scores on the rank of the expert: what comes back is summed, and not saved."""
 
@@ -139,12 +143,15 @@ STACKS: dict[str, Stack] = {
     for stack in (
         Stack("ultrascale", 0, 4, 0),
         Stack(
-            "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False),
+            "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False, drops_unseen_keys=False),
             selective="alternate-products",
         ),
         Stack(
             "megatron", 2, 4, 0, gathers="whole",
-            kernels=Kernels("fused", joins_projections=True, weighs_before_combining=True),
+            kernels=Kernels(
+                "fused", joins_projections=True, weighs_before_combining=True, drops_unseen_keys=False,
+                widens_key_gradients=False,
+            ),
             overlaps_tensor_parallel=True, attention_kernel="cudnn",
             bucket_bytes=40_000_000 * 4, pads_vocab_to=128, selective="attention", fuses_gradient_accumulation=True,
             keeps_dummy_gradients=True,
