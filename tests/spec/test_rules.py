@@ -58,6 +58,8 @@ def test_a_sequence_is_no_longer_than_the_positions(model):
         ("data.sources", {"data__sources": ["a", "a"]}),
         ("data.sources[0].weight", {"data__sources": [{"path": "a", "weight": 0.0}]}),
         ("log.gradient_noise_scale", {"log__gradient_noise_scale": True, "batch__sequences_per_batch": 1}),
+        ("log.gradient_noise_scale", {"log__gradient_noise_scale": True, "layout__tp": 2, "layout__cp": 2}),
+        ("log.gradient_noise_scale", {"log__gradient_noise_scale": True, "layout__pp": 2}),
         ("log.sinks", {"log__sinks": ["wandb", "wandb"]}),
         ("cluster", {"cluster": "8xh1000"}),
         ("layout.dp", {"cluster": "4xh100", "layout__dp": 8}),

@@ -41,8 +41,8 @@ class Groups(Protocol):
 def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Cut | None:
     """Cut `decoder`, whose weights are still on the meta device, over tp, in place. Does nothing if that is one rank.
 
-    Returns what the seams share. Weights of experts are left to `expert_tp`. The forward pass then raises ValueError if it is to
-    give logits, and of a stage that is not the first without positions: with sequence parallelism it could not know how long
+    Returns what the seams share. Weights of experts are left to `expert_tp`. The forward pass then raises ValueError if it is
+    to give logits, and of a stage that is not the first without positions: with sequence parallelism it could not know how long
     its sequences are.
     """
     group = mesh.group("tp")

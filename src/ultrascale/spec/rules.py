@@ -199,6 +199,11 @@ def _corpora(run: Run) -> Iterator[Problem]:
 def _noise_scale(run: Run) -> Iterator[Problem]:
     if not run.log.gradient_noise_scale:
         return
+    cut = [axis for axis in ("tp", "cp", "pp", "ep", "expert_tp") if getattr(run.layout, axis) > 1]
+    if cut:
+        rule = "needs a rank to have the whole gradient of one micro-batch"
+        split = f"{' and '.join(f'layout.{axis}' for axis in cut)} leave{'s' * (len(cut) == 1)} it parts"
+        yield Problem("log.gradient_noise_scale", f"{rule}; {split}", "Leave it out, or measure it once with dp alone.")
     sizes = [run.batch.sequences_per_batch, *(stage.sequences_per_batch for stage in run.batch.ramp)]
     if min(sizes) // run.layout.micro_batch_size < 2:
         rule = "compares gradients of at least two micro-batches a step, but some step has one"
@@ -247,7 +252,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("layout.recompute", "layout.recompute_every"), _recompute_every),
     (("evaluation.every_steps", "data.validation"), _evaluation),
     (("data.sources", "data.validation"), _corpora),
-    (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout.micro_batch_size"), _noise_scale),
+    (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout"), _noise_scale),
     (("log.sinks",), _sinks),
     (("model", "layout", "batch.sequence_length"), _cut),
     (("cluster", "layout"), _cluster),
