@@ -50,6 +50,16 @@ def test_megatron_gets_its_arguments() -> None:
     assert "num-experts" not in words and "fp16" not in words and "cp-comm-type" not in words
 
 
+def test_megatron_gets_rings_of_ranks_that_swap_heads() -> None:
+    """Megatron-LM's --hierarchical-context-parallel-sizes: the group of the all-to-all first, that of the ring second."""
+    layout = Layout(dp=4, cp=16, cp_method="ring+all-to-all", cp_heads=8, zero_stage=1, precision="bf16")
+    words = megatron_words(trainer_flags(workload("megatron"), layout))
+    assert (words["cp-comm-type"], words["hierarchical-context-parallel-sizes"]) == ("a2a+p2p", "8 2")
+    assert "hierarchical-context-parallel-sizes" not in trainer_flags(
+        workload("megatron"), Layout(dp=4, cp=16, precision="bf16")
+    )
+
+
 def test_megatron_gets_experts_and_latent_attention() -> None:
     layout = Layout(dp=64, ep=8, zero_stage=1, precision="bf16")
     words = megatron_words(trainer_flags(workload("megatron", "mixtral-8x7b"), layout))

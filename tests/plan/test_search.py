@@ -131,6 +131,27 @@ def test_shares_of_a_sequence_are_searched_down_to_a_few_hundred_tokens() -> Non
     assert max(legal_layouts(gpt3).table.cp) == 2048 // MIN_TOKENS_PER_CP_RANK == 4
 
 
+def test_rings_of_ranks_that_swap_heads_are_searched_where_cp_leaves_the_node() -> None:
+    """Of llama-3-8b's 32 heads and nodes of 8: as many ranks of a node swap as are left beside tp."""
+    table = legal_layouts(real("llama-3-8b", "32xh100", batch=64, length=65536), asked={"zero_stage": [1]}).table
+    both = [table.layout(row) for row in range(len(table)) if table.cp_heads[row] > 1]
+    assert {(one.tp, one.cp, one.cp_heads) for one in both} == {
+        (tp, cp, 8 // tp) for tp, cp in product((1, 2, 4), (4, 8, 16, 32)) if 8 < tp * cp <= 32
+    }
+    inside = legal_layouts(real("llama-3-8b", "8xh100", batch=64, length=65536), asked={"cp_heads": [2], "cp": [8]}).table
+    assert set(inside.cp_heads.tolist()) == {2}
+
+
+def test_only_our_trainer_cuts_sequences_into_odd_pieces() -> None:
+    """4,100 tokens over 4 ranks are 1,025 each: no early and late half of one length."""
+
+    def cps(stack: str) -> set[int]:
+        table = legal_layouts(small("8xh100", stack=stack, length=4100)).table
+        return set(table.cp[table.tp == 1].tolist())
+
+    assert cps("ultrascale") == {1, 2, 4} and cps("megatron") == {1, 2}
+
+
 def test_bounds_drop_what_cannot_fit_and_what_cannot_matter() -> None:
     workload = real("llama-3-70b", "64xa100", batch=256)
     space = legal_layouts(workload)

@@ -141,6 +141,34 @@ def test_context_parallel_ranks_send_keys_and_values_or_swap_heads() -> None:
     assert [one[0] for one in swaps] == ["all_to_all"] * 8
 
 
+def test_rings_of_ranks_that_swap_heads_send_both() -> None:
+    """Fang and Zhao 2024 (USP): (h-1)/h (2Q + C) among h neighbours, C of each of the n/h places of the ring."""
+    shape = Shape(1, 8192, "bf16", device="cuda", cp=8, cp_method="ring+all-to-all", cp_heads=4, kernels=MEGATRON.kernels)
+    tokens, both = 8192 // 8, 2 * LLAMA.key_value_size * 2
+    traffic = sent(LLAMA, shape, "cp")
+    forward = [(kind, num_bytes) for kind, num_bytes, when in traffic if when == "forward"]
+    widths = [LLAMA.query_size, LLAMA.key_value_size, LLAMA.key_value_size]
+    swapped = [("all_to_all", tokens * width * 2) for width in widths]
+    assert forward == [*swapped, ("all_gather", 2 * tokens * both), ("all_to_all", tokens * LLAMA.query_size * 2)]
+    scores = next(op.scores for op in block_work(LLAMA, 0, shape) if op.scores)
+    assert (scores.heads, scores.key_value_heads, scores.queries, scores.keys) == (8, 2, 4096, 8192)
+
+
+def test_heads_of_keys_go_to_every_rank_whose_queries_read_them() -> None:
+    """Eight heads of keys over 32 ranks: each of them to four, so that keys and values are sent four times over."""
+    shape = Shape(1, 8192, "bf16", device="cuda", cp=32, cp_method="all-to-all", kernels=MEGATRON.kernels)
+    keys = [num_bytes for kind, num_bytes, when in sent(LLAMA, shape, "cp") if when == "forward"][1]
+    assert keys == 4 * (8192 // 32) * LLAMA.key_value_size * 2
+
+
+def test_gradients_of_keys_travel_in_fp32_where_the_trainer_says_so() -> None:
+    shape = Shape(1, 8192, "bf16", device="cuda", cp=4)
+    whole = 8192 * 2 * LLAMA.key_value_size * 2
+    for stack, widened in (("ultrascale", 2), ("torchtitan", 2), ("megatron", 1)):
+        found = sent(LLAMA, replace(shape, kernels=STACKS[stack].kernels), "cp")
+        assert found[-1] == ("reduce_scatter", widened * whole, "backward"), stack
+
+
 def test_every_token_goes_to_its_experts_and_back() -> None:
     model = preset("mixtral-8x7b")
     shape = Shape(1, 4096, "bf16", device="cuda", ep=8, kernels=MEGATRON.kernels)

@@ -1,0 +1,33 @@
+"""What a ring of keys sends, as the planner says, beside what the masks of the trainer let travel."""
+
+import pytest
+import torch
+
+from ultrascale.parallel.context_masks import NOTHING, Slots, context_mask
+from ultrascale.spec.context_order import ring_order
+from ultrascale.spec.model_presets import preset
+from ultrascale.spec.ops import Shape
+from ultrascale.spec.work import block_work
+
+LENGTH = 512
+
+
+def slots(held: Slots) -> int:
+    return 0 if held == NOTHING else held[1] - held[0]
+
+
+@pytest.mark.parametrize("places", [2, 4, 8])
+def test_a_causal_ring_sends_the_share_of_keys_and_of_gradients_that_is_planned(places: int) -> None:
+    rows = (ring_order(LENGTH, places),)
+    cpu = torch.device("cpu")
+    mask = context_mask(rows, 0, document_ids=None, window=None, dtype=torch.float32, device=cpu)
+    hops = [(source, hop) for source in range(places) for hop in range(1, places)]
+    keys = sum(slots(mask.travels(source, hop)) for source, hop in hops)
+    gradients = sum(slots(mask.gathered(source, hop)) for source, hop in hops if hop <= mask.last_hop(source))
+    whole = (places - 1) * LENGTH
+    ops = block_work(preset("llama-3-8b"), 0, Shape(1, LENGTH, cp=places))
+    planned = [(one.kind, one.when, one.sent_share) for op in ops for one in op.collectives]
+    assert planned == [
+        ("all_gather", "forward", keys / whole), ("all_gather", "backward", keys / whole),
+        ("reduce_scatter", "backward", gradients / whole),
+    ]  # fmt: skip
