@@ -92,7 +92,5 @@ def test_a_step_of_endless_passes_is_refused_in_a_sentence(words):
 
 
 def test_a_long_step_is_drawn_and_of_many_ranks_only_the_ends(capsys):
-    assert "A step takes 60009" in shown("schedule 1f1b --pp 4 --micro-batches 20000", capsys).replace("e+04", "0000").replace(
-        "60000", "60009"
-    )
+    assert "A step takes 60009;" in shown("schedule 1f1b --pp 4 --micro-batches 20000", capsys)
     assert len(shown("schedule 1f1b --pp 128 --micro-batches 256", capsys).splitlines()) < 500

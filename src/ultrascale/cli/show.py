@@ -125,7 +125,8 @@ def models_catalogue(*, as_json: bool) -> None:
         )  # fmt: skip
     console = Console(highlight=False)
     console.print(table)
-    console.print("\n* is planned, not trained so far. active: what one token meets; ffn: of one expert. --json says more.")
+    planned = "* is planned, not trained so far. " if any(map(untrainable_model, PRESETS.values())) else ""
+    console.print(f"\n{planned}active: what one token meets; ffn: of one expert. --json says more.")
 
 
 def _counts(model: Any) -> dict[str, int | bool]:

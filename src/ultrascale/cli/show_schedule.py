@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ultrascale.cli.parse import parse
+from ultrascale.cli.show_executed import show_executed
 from ultrascale.spec.problems import Problem, SpecError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ MOST_LINES = 256
 """Of the picture on the terminal: of many ranks fewer blocks are shown."""
 MOST_RANKS = 512
 """As many as there are in any pipeline that was published, four times over."""
-MOST_PASSES = 30_000
+MOST_PASSES = 100_000
 """Forward passes of a step over all stages: what is played and drawn in seconds."""
 COPIES = {"dualpipe": 2}
 """Copies of the weights that a schedule needs, where it is not one."""
@@ -75,6 +76,8 @@ class ShowSchedule:
     """Also write a picture."""
     perfetto: Path | None = None
     """Also write a trace for ui.perfetto.dev."""
+    executed: bool = False
+    """Also run it on this machine's CPU, with a small model, and show that below what is planned."""
     json: bool = False
     """Print one JSON object."""
 
@@ -85,12 +88,18 @@ def command(arguments: list[str]) -> int:
     if asked.what == "schedules":
         if asked.name:
             raise SpecError([Problem("name", f"`show schedules` takes no name, got {asked.name}", "Say `show schedule`.")])
+        if asked.executed:
+            raise SpecError([Problem("executed", "runs one schedule, not all", "Say `show schedule NAME --executed`.")])
         return _show_all(asked)
     if not asked.name:
         from ultrascale.schedules.build import NAMES
 
         raise SpecError([Problem("name", "which schedule is missing", f"Take {', '.join(NAMES)}, or a .csv or .json file.")])
     program = _program(asked)
+    if asked.executed:
+        _expect_measured(asked)
+        show_executed(asked.name, program, svg=asked.svg, as_json=asked.json)
+        return 0
     timeline = _played(asked, asked.name, program)
     ranks, micro_batches = len(program.schedule), program.num_micro_batches
     title = f"{asked.name}, {ranks} ranks, {micro_batches} micro-batches"
@@ -100,6 +109,17 @@ def command(arguments: list[str]) -> int:
         _show_one(timeline, title)
     _write_files(asked, timeline, title, say=not asked.json)
     return 0
+
+
+def _expect_measured(asked: ShowSchedule) -> None:
+    """Raise SpecError for what has no meaning where costs are measured."""
+    found = []
+    if asked.cost != Costs():
+        found.append(Problem("cost", "is measured with --executed", "Leave out one of the two."))
+    if asked.perfetto is not None:
+        found.append(Problem("perfetto", "holds one step, and --executed shows two", "Use --svg or --json."))
+    if found:
+        raise SpecError(found)
 
 
 def _program(asked: ShowSchedule) -> Program:
@@ -192,9 +212,9 @@ def _show_one(timeline: Timeline, title: str) -> None:
     ):
         stages = ", ".join(map(str, sorted({part.stage for action in row for part in action.parts})))
         share = f"{idle / timeline.step_seconds:.1%}"
-        table.add_row(str(rank), stages, f"{busy:.4g}", f"{idle:.4g}", share, str(held.total), str(held.waiting or ""))
+        table.add_row(str(rank), stages, _number(busy), _number(idle), share, str(held.total), str(held.waiting or ""))
     console.print(table)
-    console.print(f"\nA step takes {timeline.step_seconds:.4g}; ranks wait {timeline.bubble_fraction:.1%} of it.")
+    console.print(f"\nA step takes {_number(timeline.step_seconds)}; ranks wait {timeline.bubble_fraction:.1%} of it.")
     console.print("Activations: the most at once, in micro-batches of one stage.")
 
 
@@ -231,8 +251,13 @@ def _compared(name: str, program: Program, timeline: Timeline) -> list[str]:
     ranks, num_stages = len(program.schedule), program.num_stages
     kept = max(held.total for held in timeline.in_flight) * ranks / num_stages
     sent = (program.borders < num_stages - 1).sum() / (ranks * program.num_micro_batches)
-    step, waits = f"{timeline.step_seconds:.4g}", f"{timeline.bubble_fraction:.1%}"
+    step, waits = _number(timeline.step_seconds), f"{timeline.bubble_fraction:.1%}"
     return [str(num_stages * copies // ranks), f"{copies}x", step, waits, f"{kept:.4g}", f"{sent:.3g}"]
+
+
+def _number(value: float) -> str:
+    """Four digits, and as many as there are before the point."""
+    return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
 
 
 def _write_files(asked: ShowSchedule, timeline: Timeline, title: str, *, say: bool) -> None:

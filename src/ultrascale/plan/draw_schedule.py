@@ -74,12 +74,37 @@ def draw_text(timeline: Timeline, *, width: int, colour: bool) -> list[list[Text
         for starts, ends in zip(timeline.start, timeline.end, strict=True)
         for start, end in zip(starts, ends, strict=True)
     ]
-    shortest = min(seconds for seconds in passes if seconds > TOO_SHORT * max(passes))
+    counted = TOO_SHORT * max(passes)
+    shortest = min(seconds for seconds in passes if seconds > counted)
     scale = max(1, min(int(width * shortest / timeline.step_seconds), WIDEST_UNIT)) / shortest
     lines = [_line(timeline, rank, scale, colour=colour) for rank in range(len(timeline.schedule))]
     longest = max(map(len, lines))
     cut = [line.divide(range(width, longest, width)) for line in lines]
     return [list(block) for block in zip(*cut, strict=True)]
+
+
+def draw_beside(timelines: dict[str, Timeline], *, width: int, colour: bool) -> dict[str, list[Text]]:
+    """A line a rank of each of the timelines, all on one scale, the longest `width` columns long."""
+    scale = width / max(timeline.step_seconds for timeline in timelines.values())
+    return {
+        name: [_line(timeline, rank, scale, colour=colour) for rank in range(len(timeline.schedule))]
+        for name, timeline in timelines.items()
+    }
+
+
+def svg_beside(timelines: dict[str, Timeline]) -> str:
+    """One picture of several timelines, titles to timelines, one below the other on one scale."""
+    span = max(timeline.step_seconds for timeline in timelines.values())
+    height, pictures = 0, []
+    for title, timeline in timelines.items():
+        pictures.append(f'<g transform="translate(0 {height})">{draw_svg(timeline, title=title, span=span)}</g>')
+        height += _height(timeline)
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *pictures, "</svg>", ""])
+
+
+def _height(timeline: Timeline) -> int:
+    return TOP + len(timeline.schedule) * (ROW + GAP) + BOTTOM
 
 
 def _line(timeline: Timeline, rank: int, scale: float, *, colour: bool) -> Text:
@@ -114,14 +139,13 @@ def _style(action: Action) -> str:
     return f"white on {_lighter(colour, 0.2 * (action.micro_batch % 2))}"
 
 
-def draw_svg(timeline: Timeline, *, title: str, unit: str = "") -> str:
+def draw_svg(timeline: Timeline, *, title: str, unit: str = "", span: float | None = None) -> str:
     """A picture that stands alone: boxes with numbers of micro-batches, waiting hatched, its share and activations beside.
 
-    `unit`: what a second stands for, if it is none.
+    `unit`: what a second stands for, if it is none. `span`: seconds of the whole width, if more than the step.
     """
-    ranks = len(timeline.schedule)
-    height = TOP + ranks * (ROW + GAP) + BOTTOM
-    scale = (WIDTH - LEFT - RIGHT) / timeline.step_seconds
+    ranks, height = len(timeline.schedule), _height(timeline)
+    scale = (WIDTH - LEFT - RIGHT) / (span or timeline.step_seconds)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'font-family="Helvetica, Arial, sans-serif">',

@@ -92,13 +92,17 @@ def _near_the_mean(sums: Sequence[float], head: float, earliest: Sequence[int], 
     return (*counts, total - start)
 
 
+@lru_cache(maxsize=256)
 def _costs(model: Model, sequence_length: int) -> tuple[list[float], float]:
     """FLOPs of every block, and of what the last stage does besides: prediction blocks, and the head for each and itself."""
     shape = Shape(1, sequence_length)
-    by_layer = [
-        sum(map(_flops, block_work(model, layer, shape)))
-        for layer in range(model.num_hidden_layers + model.num_nextn_predict_layers)
-    ]
+    of_kind: dict[tuple[bool, int | None], float] = {}
+    by_layer = []
+    for layer in range(model.num_hidden_layers + model.num_nextn_predict_layers):
+        kind = model.is_moe(layer), model.window(layer)
+        if kind not in of_kind:
+            of_kind[kind] = sum(map(_flops, block_work(model, layer, shape)))
+        by_layer.append(of_kind[kind])
     head = sum(map(_flops, head_work(model, shape))) * (1 + model.num_nextn_predict_layers)
     return by_layer[: model.num_hidden_layers], head + sum(by_layer[model.num_hidden_layers :])
 

@@ -1,7 +1,7 @@
 """Who holds what under pipeline parallelism, for a whole table of layouts: layers and parameters of three sorts of ranks.
 
-The model is cut into pp x virtual_stages chunks of equal layers; what is left over goes to the middle chunks first, because
-the first holds the embedding and the last the head. Three sorts of ranks tell the whole pipeline: the first, the last, and
+The model is cut into pp x virtual_stages chunks as the stack cuts it: ours so that the slowest is as fast as can be
+(`plan.stage_cut`), most others into equal ones. Three sorts of ranks tell the whole pipeline: the first, the last, and
 those between, which are equal. Rank r holds chunks r, pp + r, 2 pp + r, ...; in V-shaped schedules r and 2 pp - 1 - r.
 """
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.blocks import layer_kinds
 from ultrascale.plan.layouts import SCHEDULES, LayoutTable
+from ultrascale.plan.stage_cut import balanced_layers
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.weights import layer_weights, weights_outside_layers
 
@@ -88,16 +89,18 @@ def chunk_layers_of(workload: Workload, num_chunks: int, layers_per_stage: Seque
 
 
 def split_layers(workload: Workload, num_chunks: int) -> list[int]:
-    """Blocks of each chunk of the pipeline, prediction blocks included.
+    """Blocks of each chunk of the pipeline, prediction blocks included, by `Stack.stage_cut`.
 
-    Even, what is left over to the chunks after the first; or, where the stack counts the head, as nanotron does: blocks and
-    head in a row, each goes to the first chunk whose share of the FLOPs is not used up yet.
+    balanced: as our trainer cuts. even: what is left over to the chunks after the first. by-share, as nanotron does: blocks
+    and head in a row, each goes to the first chunk whose share of the FLOPs is not used up yet.
     """
-    model = workload.model
+    model, way = workload.model, workload.stack.stage_cut
     total = model.num_hidden_layers + model.num_nextn_predict_layers
     if num_chunks == 1:
         return [total]
-    if not workload.stack.stages_count_head:
+    if way == "balanced":
+        return chunk_layers_of(workload, num_chunks, balanced_layers(model, num_chunks, workload.sequence_length))
+    if way == "even":
         base, extra = divmod(total, num_chunks)
         first = max(0, extra - (num_chunks - 2))
         return [base + first, *(base + (i < extra - first) for i in range(num_chunks - 2)), base]

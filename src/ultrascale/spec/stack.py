@@ -120,8 +120,9 @@ class Stack:
     a moment. Read only if gathers = "whole"."""
     keeps_dummy_gradients: bool = False
     """A gradient that nobody reads stays for every distinct shape of a linear layer (Transformer Engine from 2.3 on)."""
-    stages_count_head: bool = False
-    """Pipeline stages are cut by their FLOPs, the head's included, so that the last has fewer blocks; else evenly by blocks."""
+    stage_cut: Literal["even", "balanced", "by-share"] = "even"
+    """Blocks of the stages of a pipeline. even: as many in each. balanced: so that the slowest is as fast as can be, the head
+    counted (`plan.stage_cut`). by-share: blocks and head in a row, cut where a stage's share of the FLOPs is used up."""
     overlaps_data_parallel: bool = True
     """Gathers and reductions of data parallelism run beside computation."""
     overlaps_tensor_parallel: bool = False
@@ -141,7 +142,7 @@ class Stack:
 STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
-        Stack("ultrascale", 0, 4, 0),
+        Stack("ultrascale", 0, 4, 0, stage_cut="balanced"),
         Stack(
             "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False, drops_unseen_keys=False),
             selective="alternate-products",
@@ -157,7 +158,7 @@ STACKS: dict[str, Stack] = {
             keeps_dummy_gradients=True,
         ),
         Stack(
-            "nanotron", 2, 4, 2, gathers="whole", selective="attention", stages_count_head=True, overlaps_data_parallel=False,
+            "nanotron", 2, 4, 2, gathers="whole", selective="attention", stage_cut="by-share", overlaps_data_parallel=False,
             kernels=Kernels(
                 "unfused", swiglu=False, rotary=False, joins_projections=True, value_is_view=True, copies_attended=True,
             ),
