@@ -214,8 +214,8 @@ class _Part:
         tape: list[tuple[Op, list[str]]] = []
         for index, op in enumerate(ops):
             for one in op.makes:
-                if one.name not in kept:
-                    books.take(one.name, one.num_bytes)
+                if one.name not in kept:  # of a sum that is kept nobody makes the parts again
+                    books.take(one.name, 0 if kept and op.makes_partial_sums else one.num_bytes)
                 live.add(one.name)
                 if one.name in keep:
                     books.hold(one.name)

@@ -51,8 +51,6 @@ class PartSeconds:
     ring_backward: Floats
     ep_forward: Floats
     ep_backward: Floats
-    partial_product: Floats
-    """Of `product`: row-parallel ones, whose results selective recomputation does not keep."""
     grouped_product: Floats
     """Of `product`: those of experts, whose results torchtitan's policy does not keep."""
     num_ops: Floats
@@ -154,7 +152,7 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
 
 def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
     compute = np.array([_compute(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
-    columns = compute.reshape(len(shapes), 8).T
+    columns = compute.reshape(len(shapes), 7).T
     traffic, counts = _traffic(workload, shapes, works)
     beside = _traffic(workload, shapes, [[op for op in ops if _is_of_column(op)] for ops in works])[0]["tp", "backward"]
     axes = {f"{axis}_{when}": traffic[axis, when] for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
@@ -162,18 +160,16 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
         *columns[:5],
         **axes,
         tp_beside=np.minimum(beside, columns[3] + columns[4]),
-        partial_product=columns[5],
-        grouped_product=columns[6],
-        num_ops=columns[7],
+        grouped_product=columns[5],
+        num_ops=columns[6],
         num_collectives=counts,
     )
 
 
 def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
-    """Seconds of products, attention and element-wise work forward, of both gradients, of partial and of grouped products;
-    operations."""
+    """Seconds of products, attention and element-wise work forward, of both gradients, and of grouped products; operations."""
     accelerator, stack = workload.cluster.accelerator, workload.stack
-    product = attention = elementwise = inputs = weights = partial = grouped = count = 0.0
+    product = attention = elementwise = inputs = weights = grouped = count = 0.0
     # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in another pass.
     gradient_bytes = 2.0 * stack.gradient_bytes if stack.fuses_gradient_accumulation else float(shape.itemsize)
     added_bytes = 0 if stack.fuses_gradient_accumulation else 2 * stack.gradient_bytes + shape.itemsize
@@ -185,7 +181,6 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
             m, n, k, copies = op.product
             forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies)
             product += forward
-            partial += forward if op.makes_partial_sums else 0.0
             grouped += forward if op.name.startswith("mlp.experts.") else 0.0
             inputs += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient")
             weights += matmul_seconds(
@@ -205,7 +200,7 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
             elementwise += stack.overheads.elementwise * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:
             inputs += stack.overheads.elementwise * elementwise_seconds(accelerator, op.backward_moved_bytes)
-    return product, attention, elementwise, inputs, weights, partial, grouped, count
+    return product, attention, elementwise, inputs, weights, grouped, count
 
 
 def _is_of_column(op: Op) -> bool:

@@ -70,8 +70,6 @@ def pass_seconds(
     inputs, weight_gradient = derate * sum_of("input_gradient"), derate * sum_of("weight_gradient")
     full = derate * sum_of("product", in_blocks) + sum_of("attention", in_blocks) + sum_of("elementwise", in_blocks)
     selective = sum_of("attention" if stack.selective == "attention" else "elementwise", in_blocks)
-    if stack.selective == "elementwise":
-        selective = selective + derate * sum_of("partial_product", in_blocks)
     if stack.selective == "alternate-products":
         selective = selective + derate * (sum_of("product", in_blocks) + sum_of("grouped_product", in_blocks)) / 2
     recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective
@@ -92,7 +90,9 @@ def pass_seconds(
     forward = forward + np.maximum(launches - forward - tp_forward, 0.0)
     weight_gradient = weight_gradient + np.maximum(launches - inputs - weight_gradient - tp_backward, 0.0)
 
-    cp = _exposed_context_parallel(table, sum_of, again, constants)
+    # What selective recomputation of ours keeps is single operations' results, and a ring or a swap is no such operation.
+    attends_again = again + (stack.selective == "elementwise") * (table.recompute == RECOMPUTE.index("selective"))
+    cp = _exposed_context_parallel(table, sum_of, attends_again, constants)
     ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
     return Passes(forward, inputs, weight_gradient, recompute, tp, cp, ep)
 

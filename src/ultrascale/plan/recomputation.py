@@ -20,7 +20,7 @@ WAYS: tuple[Way, ...] = ("none", "selective", "full")
 WORTH = 0.01
 """Of the peak: less saved memory than this is none."""
 REDONE = {
-    "elementwise": "norms, rotary, activation functions and partial sums",
+    "elementwise": "norms, rotary, activation functions",
     "attention": "attention's core",
     "alternate-products": "every second product and what is element-wise",
 }

@@ -219,8 +219,9 @@ class StageReplay:
             for result in op.makes:
                 if kept is not None and result.name in kept:
                     made[result.name] = kept.pop(result.name)
-                else:
-                    made[result.name] = self.ledger.take(category, op.kind, result.num_bytes)
+                else:  # of a sum that is kept nobody makes the parts again
+                    num_bytes = 0 if kept is not None and op.makes_partial_sums else result.num_bytes
+                    made[result.name] = self.ledger.take(category, op.kind, num_bytes)
                 if keep is not None and op.kept_by_selective:
                     keep[result.name] = made[result.name].hold()
             self.ledger.touch(category, "scratch", op.scratch_bytes)

@@ -184,6 +184,11 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
     )  # fmt: skip
     if cut_over_tp:
         whole = shape.num_tokens * d * a
-        traffic = (Collective("all_gather", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
+        of_scores = shape.num_tokens * k * shape.wide_itemsize  # each rank's gradient of its own tokens' weights
+        traffic = (
+            Collective("all_gather", "tp", whole, "forward"),
+            Collective("all_gather", "tp", whole, "backward"),
+            Collective("all_gather", "tp", of_scores, "backward"),
+        )
         ops.append(Op("mlp.whole", "gather", (made.name,), (Activation(make, whole),), collectives=traffic))
     return ops

@@ -100,9 +100,11 @@ class Op:
     def kept_by_selective(self) -> bool:
         """Whether selective recomputation keeps its result: `parallel.recompute.KEPT_OPS`, and what came over the network.
 
-        Not partial sums: they are tp times as large as the cut sum that is kept instead, and the product is done again.
+        Not partial sums: the cut sum is kept instead, and the two are one operation there. Nor what cp swapped, which is swapped
+        again.
         """
-        return self.kind in ("matmul", "attention", "exchange") and not self.makes_partial_sums
+        swaps = any(one.axis == "cp" for one in self.collectives) and self.kind == "exchange"
+        return self.kind in ("matmul", "attention", "exchange") and not self.makes_partial_sums and not swaps
 
     @property
     def makes_partial_sums(self) -> bool:

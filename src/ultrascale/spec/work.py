@@ -12,6 +12,7 @@ a rank inside tensor-parallel regions (B*S/cp), M outside them (N/tp with sequen
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from ultrascale.spec.attention_work import attended_share, attention_work, mask_elements, mask_name
@@ -111,8 +112,8 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     head = "embed_tokens" if model.tie_word_embeddings else "lm_head"
     gather, source = column_source(shape, "final", model.hidden_size)
     if shape.kernels.cross_entropy == "chunked":
-        traffic = (*source.collectives, *_loss_traffic(shape))
-        return final, *(op for op in gather if op.kind == "gather"), _chunked_loss(model, shape, head, source.read, traffic)
+        gather = tuple(replace(op, collectives=op.collectives[:1]) for op in gather if op.kind == "gather")
+        return final, *gather, _chunked_loss(model, shape, head, source.read)
     vocabulary = cut(model.vocab_size, shape.tp)
     project = linear(shape, head, source, "logits", model.hidden_size, vocabulary, collectives=source.collectives)
     if shape.tp == 1 or not shape.kernels.gathers_logits:
@@ -124,10 +125,11 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     return final, *gather, project, collect, _loss(shape, whole.name, elements)
 
 
-def _chunked_loss(model: Model, shape: Shape, head: str, read: str, traffic: tuple[Collective, ...]) -> Op:
+def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
     """Head and loss in one (`kernels.cross_entropy`, over tp `parallel.tensor_loss`).
 
-    It does the backward pass of the head in its forward pass, a chunk of rows at a time, and keeps the two gradients.
+    It does the backward pass of the head in its forward pass, a chunk of rows at a time, and keeps the two gradients, that of
+    `hidden` already summed over tp. Of each row of a chunk three numbers are gathered: maximum, sum of exponentials, target.
     """
     n, d, a, w = shape.num_tokens, model.hidden_size, shape.itemsize, shape.wide_itemsize
     v = cut(model.vocab_size, shape.tp)
@@ -141,8 +143,18 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str, traffic: tup
     return Op(
         "loss", "loss", (read,), (Activation("loss", w), *kept), tuple(k.name for k in kept), (f"{head}.weight",),
         flops=6 * n * v * d, hands_on_saved=True, scratch_bytes=room, product=Product(n, v, d), moved_bytes=moved,
-        collectives=traffic,
+        collectives=_chunked_traffic(shape, d, v),
     )  # fmt: skip
+
+
+def _chunked_traffic(shape: Shape, d: int, v: int) -> tuple[Collective, ...]:
+    if shape.tp == 1:
+        return ()
+    n, rows = shape.num_tokens, chunk_rows(shape.num_tokens, v, shape.device)
+    sizes = [rows] * (n // rows) + ([n % rows] if n % rows else [])
+    joined = [Collective("all_gather", "tp", shape.tp * size * 3 * shape.wide_itemsize, "forward") for size in sizes]
+    kind = "reduce_scatter" if shape.cuts_sequence else "all_reduce"
+    return *joined, Collective(kind, "tp", n * d * shape.itemsize, "forward")
 
 
 def _loss_room(shape: Shape, d: int, v: int) -> int:
