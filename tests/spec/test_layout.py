@@ -104,20 +104,19 @@ def test_more_tensor_parallel_ranks_than_key_value_heads_repeat_them():
 
 
 @pytest.mark.parametrize(
-    ("layout", "length", "near"),
-    [
-        ({"cp": 3}, 8192, "8190 or 8193"), ({"cp": 4, "tp": 8}, 8200, "8192 or 8224"),
-        ({"cp": 4, "cp_method": "all-to-all"}, 8190, "8188 or 8192"), ({"tp": 8}, 4100, "4096 or 4104"),
-    ],
+    ("layout", "length", "pieces"),
+    [({"cp": 3}, 2, 3), ({"cp": 4, "tp": 8}, 31, 32), ({"cp": 4, "cp_method": "all-to-all"}, 3, 4), ({"tp": 8}, 7, 8)],
 )  # fmt: skip
-def test_sequences_that_ranks_cannot_share_are_refused_with_the_nearest_lengths(layout, length, near):
+def test_sequences_need_a_token_for_each_rank_that_cuts_them_and_not_more(layout, length, pieces):
     (problem,) = cut_problems(LLAMA, Layout(**layout), sequence_length=length)
-    assert near in problem.remedy
+    assert f"into {pieces} pieces" in problem.rule and f"of {pieces} tokens or more" in problem.remedy
+    assert cut_problems(LLAMA, Layout(**layout), sequence_length=pieces) == []
+    assert cut_problems(LLAMA, Layout(**layout), sequence_length=8191) == []
 
 
 def test_without_sequence_parallelism_tensor_ranks_take_any_length():
-    assert cut_problems(LLAMA, Layout(tp=8, sequence_parallel=False), sequence_length=4100) == []
-    assert cut_problems(LLAMA, Layout(dp=7), sequence_length=4099) == []
+    assert cut_problems(LLAMA, Layout(tp=8, sequence_parallel=False), sequence_length=7) == []
+    assert cut_problems(LLAMA, Layout(dp=7), sequence_length=1) == []
 
 
 def test_embedding_and_head_may_be_stages_of_their_own():

@@ -24,7 +24,8 @@ class Difference:
 
     step: int
     quantity: str
-    """`loss`, `gradient norm`, `gradient`, `weight` or `moment`; or `copies`: what ranks hold in common is not the same bits."""
+    """`loss`, `gradient norm`, `gradient`, `weight`, `moment` or `experts` (how often each was chosen, losses and biases for
+    balance); or `copies`: what ranks hold in common is not the same bits."""
     name: str
     """The parameter; empty for loss and norm."""
     error: float
@@ -45,10 +46,12 @@ class Verdict:
     """The largest difference of each quantity."""
     beyond: tuple[Difference, ...]
     """Every difference above the tolerance, in order of discovery."""
+    failure: str = ""
+    """What a rank raised, if nothing could be compared."""
 
     @property
     def holds(self) -> bool:
-        return not self.beyond
+        return not self.beyond and not self.failure
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -58,7 +61,8 @@ class Verdict:
     def from_json(cls, row: dict[str, Any]) -> Verdict:
         """What `to_json` gave."""
         worst = {quantity: Difference(**difference) for quantity, difference in row["worst"].items()}
-        return cls(row["case"], row["tolerance"], worst, tuple(Difference(**difference) for difference in row["beyond"]))
+        beyond = tuple(Difference(**difference) for difference in row["beyond"])
+        return cls(row["case"], row["tolerance"], worst, beyond, row.get("failure", ""))
 
 
 def differences(step: int, found: StepFacts, expected: StepFacts) -> Iterator[Difference]:
@@ -73,6 +77,8 @@ def differences(step: int, found: StepFacts, expected: StepFacts) -> Iterator[Di
         floor = SMALLEST_SHARE[quantity] * sqrt(sum(float(tensor.square().sum()) for tensor in theirs.values()))
         for name, tensor in theirs.items():
             yield Difference(step, quantity, name, relative_error(mine[name], tensor, floor=floor))
+    for name, expected_one in expected.experts.items():
+        yield Difference(step, "experts", name, relative_error(found.experts[name], expected_one))
     for name in found.differing:
         yield Difference(step, "copies", name, float("inf"))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ultrascale.models.experts import moe_layers
 from ultrascale.parallel.share import Share
 
 
@@ -21,7 +22,7 @@ class Part(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """By global name."""
+    """By global name; empty but on rank 0."""
 
     whole: dict[str, Tensor]
     differing: list[str]
@@ -29,15 +30,34 @@ class Gathered(NamedTuple):
 
 
 def gather_parts(share: Share, value_of: Callable[[nn.Parameter], Tensor]) -> Gathered:
-    """What `value_of` gives for each parameter (its shape and cut are the parameter's), whole, on every rank.
+    """What `value_of` gives for each parameter (its shape and cut are the parameter's), whole, on rank 0.
 
     Collective. Raises ValueError if the ranks together do not hold all of a weight.
     """
     own = [(one.name, one.weight.shape, Part(one.place.offsets, _uncut(value_of(one.parameter)))) for one in share.held]
-    everything: list[list[tuple[str, tuple[int, ...], Part]]] = [own]
-    if share.layout.world_size > 1:
-        everything = [[] for _ in range(share.layout.world_size)]
-        dist.all_gather_object(everything, own)
+    return _joined(_everything(share, own))
+
+
+def gather_biases(share: Share) -> Gathered:
+    """The biases that even out the load of experts, by block, float64, on rank 0. Collective."""
+    own = [
+        (f"bias.{number}", tuple(bias.shape), Part((0,), bias.double().clone()))
+        for stage in share.stages.values()
+        for number, layer in moe_layers(stage)
+        if (bias := layer.router.e_score_correction_bias) is not None
+    ]
+    return _joined(_everything(share, own))
+
+
+def _everything(share: Share, own: list[Any]) -> list[list[Any]]:
+    if share.layout.world_size == 1:
+        return [own]
+    found: list[Any] | None = [None] * share.layout.world_size if dist.get_rank() == 0 else None
+    dist.gather_object(own, found)
+    return found or []
+
+
+def _joined(everything: list[list[tuple[str, tuple[int, ...], Part]]]) -> Gathered:
     shapes = {name: shape for rank in everything for name, shape, _ in rank}
     parts: dict[str, list[Part]] = {name: [] for name in shapes}
     for rank in everything:

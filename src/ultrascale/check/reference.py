@@ -12,6 +12,7 @@ from math import sqrt
 import torch
 
 from ultrascale.models.decoder import Decoder
+from ultrascale.models.experts import moe_layers, take_load, update_expert_bias
 from ultrascale.models.initialise import initialise
 from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
@@ -32,6 +33,9 @@ class StepFacts:
     """After the update."""
     moments: dict[str, torch.Tensor]
     """After the update: `exp_avg.<name>` and `exp_avg_sq.<name>`."""
+    experts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of models with experts: `load.<block>` (choices of the step), `bias.<block>` after it, and `auxiliary` (weighted losses
+    that keep the load even, per valid target)."""
     differing: tuple[str, ...] = ()
     """What several ranks hold and should be the same bits on all of them, and is not."""
 
@@ -58,33 +62,57 @@ class Reference:
 
     def train_step(self) -> StepFacts:
         """Do the next step."""
-        loss, gradients = self._gradients()
+        loss, gradients, num_targets = self._gradients()
         norm = sqrt(sum(float((g * g).sum()) for g in gradients.values()))
         limit = self.run.optimizer.clip_grad_norm
         scale = limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
         self._adamw({name: g * scale for name, g in gradients.items()})
+        experts = self._balance(num_targets)
         self.steps_done += 1
         copies = {name: w.clone() for name, w in self.named_weights().items()}
-        return StepFacts(loss, norm, gradients, copies, {name: m.clone() for name, m in self.moments.items()})
+        moments = {name: m.clone() for name, m in self.moments.items()}
+        return StepFacts(loss, norm, gradients, copies, moments, experts)
 
-    def _gradients(self) -> tuple[float, dict[str, torch.Tensor]]:
+    def rows_together(self) -> int:
+        """Sequences in one forward pass: one, unless a loss for balance is defined over several."""
+        model, layout = self.run.model, self.run.layout
+        if not model.router_aux_loss_coef:
+            return 1
+        together = {"sequence": 1, "micro-batch": layout.micro_batch_size, "global": layout.dp * layout.micro_batch_size}
+        return together[model.router_aux_loss_scope]
+
+    def _gradients(self) -> tuple[float, dict[str, torch.Tensor], int]:
+        """The mean loss, its gradients, and the number of valid targets. Losses for balance join on the way back."""
         batch = self.loader.read(step_span(self.run.batch, self.steps_done).numbers)
         num_targets = max(1, int((batch.targets >= 0).sum()))
         self.decoder.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64)
-        for row in range(len(batch.tokens)):
-            packed = self.run.data.document_mask
+        size, packed = self.rows_together(), self.run.data.document_mask
+        for first in range(0, len(batch.tokens), size):
+            rows = slice(first, first + size)
             loss = self.decoder(
-                torch.from_numpy(batch.tokens[row : row + 1]),
-                targets=torch.from_numpy(batch.targets[row : row + 1]),
-                positions=torch.from_numpy(batch.positions[row : row + 1]) if packed else None,
-                document_ids=torch.from_numpy(batch.document_ids[row : row + 1]) if packed else None,
+                torch.from_numpy(batch.tokens[rows]),
+                targets=torch.from_numpy(batch.targets[rows]),
+                positions=torch.from_numpy(batch.positions[rows]) if packed else None,
+                document_ids=torch.from_numpy(batch.document_ids[rows]) if packed else None,
             )
             loss.backward()
             loss_sum += loss.detach()
         named = dict(self.decoder.named_parameters())
         gradients = {n: (p.grad if p.grad is not None else torch.zeros_like(p)) / num_targets for n, p in named.items()}
-        return float(loss_sum) / num_targets, gradients
+        return float(loss_sum) / num_targets, gradients, num_targets
+
+    def _balance(self, num_targets: int) -> dict[str, torch.Tensor]:
+        """What experts saw in this step, and their biases moved by it."""
+        if not self.run.model.num_experts:
+            return {}
+        load, auxiliary = take_load(self.decoder)
+        update_expert_bias(self.decoder, load)
+        found = {f"load.{number}": counts.double() for number, counts in load.items()}
+        for number, layer in moe_layers(self.decoder):
+            if layer.router.e_score_correction_bias is not None:
+                found[f"bias.{number}"] = layer.router.e_score_correction_bias.double().clone()
+        return found | {"auxiliary": auxiliary / num_targets}
 
     @torch.no_grad()
     def _adamw(self, gradients: dict[str, torch.Tensor]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from ultrascale.cli.parse import parse_with_overrides
+from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
@@ -18,113 +19,167 @@ from ultrascale.spec.trainable import expect_trainable
 if TYPE_CHECKING:  # imports torch
     from ultrascale.check.compare import Verdict
 
-QUANTITIES = ("loss", "gradient norm", "gradient", "weight", "moment")
+QUANTITIES = ("loss", "gradient norm", "gradient", "weight", "moment", "experts")
 LARGEST_PROCESSES = 64
 """More on one machine is a slip of the finger."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The words of the command."""
+
+    run: str | None
+    processes: int | None
+    own_layout: bool
+    plant: str | None
+    matrix: bool
+    markdown: str | None
+    steps: int
+    json: bool
+
+
 def check(
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")] = None,
     /,
     processes: int | None = None,
     own_layout: bool = False,
     plant: str | None = None,
+    matrix: bool = False,
+    markdown: str | None = None,
     steps: int = 3,
     json: bool = False,
-) -> tuple[str, int | None, bool, str | None, int, bool]:
+) -> Asked:
     """Prove that N processes compute what one does: loss, gradient norm, every gradient, weights and moments, in float64.
 
         ultrascale check run.toml --processes 2
+        ultrascale check --matrix --processes 4
 
-    Every ZeRO stage is proven, with and without accumulation, the embedding tied and untied. The run's own data is not needed:
-    sequences are made up, of documents of very uneven length. A model too large for a laptop is made small first, keeping its
-    kind. Exit code 0: proven; 1: not.
+    The run's own axes (data, tensor, context, pipeline, experts) are proven at two ranks each, as many as fit into 8 processes;
+    its schedule, stages, context method and recomputation are kept. Every ZeRO stage is proven, with and without accumulation,
+    the embedding tied and untied. The run's own data is not needed: sequences are made up, of documents of very uneven length.
+    A model too large for a laptop is made small first, keeping its kind. Exit code 0: proven; 1: not.
 
     Args:
         run: The run's TOML file, or the folder of a run.
-        processes: Number of processes. Default: the run's layout.dp; 2 if that is 1, and 4 if it is more than 8.
+        processes: Number of processes. Default: the run's own up to 8, else the least that has its axes. With --matrix: the
+            most of any combination; default 8.
         own_layout: Prove only the run's own ZeRO stage and embedding.
-        plant: Plant a fault that the proof must see, or `all` of them: missing-reduce, mean-of-means, counted-twice,
-            shifted-batch. Exit code 0 then means that each was seen.
+        plant: Plant a fault that the proof must see, or `all` that the run can have; `list` names them. Exit code 0 then means
+            that each was seen. Without a run each is planted where it can be seen best.
+        matrix: Prove the combinations of axes, schedules, methods, families and experts that `docs/support.md` lists.
+        markdown: With --matrix: write the tables into this file.
         steps: Optimizer steps that are compared.
         json: Print the verdicts as JSON.
     """
-    return run, processes, own_layout, plant, steps, json
+    return Asked(run, processes, own_layout, plant, matrix, markdown, steps, json)
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when everything is proven (or every planted fault was seen)."""
-    parsed, rest = parse_with_overrides(check, "check", arguments)
-    path, processes, own_layout, plant, steps, as_json = parsed
-    _expect_numbers(processes, steps, rest)
-    described = resolve(path, rest).run
-    expect_trainable(described.model, described.layout)
-    from ultrascale.check.faults import FAULTS, expect_fault
-    from ultrascale.check.prove import cases, prove_all, usual_processes, with_processes
+    asked, rest = parse_with_overrides(check, "check", arguments)
+    _expect_numbers(asked, rest)
+    if asked.matrix:
+        from ultrascale.cli.check_matrix import prove_matrix
 
-    run = with_processes(described, usual_processes(described) if processes is None else processes)
-    todo = list(cases(run, own_layout=own_layout))
-    if plant is not None:
-        expect_fault(plant, run.layout.dp)
-        planted = FAULTS if plant == "all" else (plant,)
-        todo = [replace(case, fault=fault, name=f"{fault}: {case.name}") for fault in planted for case in todo]
-    for note in _notes(described, run):
-        print(note, file=sys.stderr if as_json else sys.stdout, flush=True)
-    verdicts = prove_all(todo, steps=steps)
-    good = [verdict.holds == (plant is None) for verdict in verdicts]
-    if as_json:
+        return prove_matrix(asked.processes, asked.steps, markdown=asked.markdown, as_json=asked.json)
+    if asked.run is None or asked.plant == "list":
+        from ultrascale.cli.check_matrix import list_faults, plant_at_home
+
+        return list_faults() if asked.plant == "list" else plant_at_home(asked.plant, asked.steps, as_json=asked.json)
+    described = resolve(asked.run, rest).run
+    expect_trainable(described.model, described.layout)
+    from ultrascale.check.faults import expect_fault, suitable
+    from ultrascale.check.prove import cases, prove_all
+
+    todo = list(cases(described, own_layout=asked.own_layout, processes=asked.processes))
+    if asked.plant is not None:
+        expect_fault(asked.plant, todo[0].run)
+        todo = [
+            replace(case, fault=fault, name=f"{fault}: {case.name}")
+            for fault in (suitable(todo[0].run) if asked.plant == "all" else (asked.plant,))
+            for case in todo
+            if fault in suitable(case.run)
+        ]
+    for note in _notes(described, [case.run.layout for case in todo], asked.processes):
+        print(note, file=sys.stderr if asked.json else sys.stdout, flush=True)
+    verdicts = prove_all(todo, steps=asked.steps, go_on=asked.plant is not None)
+    good = [verdict.holds == (asked.plant is None) for verdict in verdicts]
+    if asked.json:
         print(json_module.dumps([verdict.to_json() for verdict in verdicts], indent=1))
     else:
-        _print(todo[0].run, run, verdicts, planted=plant is not None)
+        print_verdicts(verdicts, planted=asked.plant is not None, made_small=_made_small(todo[0].run, described))
     return 0 if all(good) else 1
 
 
-def _expect_numbers(processes: int | None, steps: int, rest: list[str]) -> None:
-    problems = []
+def _expect_numbers(asked: Asked, rest: list[str]) -> None:
+    processes, problems = asked.processes, []
     if processes is not None and not 1 <= processes <= LARGEST_PROCESSES:
         rule = f"must be from 1 to {LARGEST_PROCESSES}, is {processes}"
         problems.append(Problem("--processes", rule, "2 prove communication, 4 also groups of ranks."))
     if processes is not None and "--layout.dp" in [word.partition("=")[0] for word in rest]:
         rule = "is given beside --layout.dp: they say the same thing twice"
         problems.append(Problem("--processes", rule, "Keep one of the two."))
-    if steps < 1:
-        problems.append(Problem("--steps", f"must be at least 1, is {steps}", "3 is enough to see moments at work."))
+    if asked.steps < 1:
+        problems.append(Problem("--steps", f"must be at least 1, is {asked.steps}", "3 is enough to see moments at work."))
+    if asked.run is None and not asked.matrix and asked.plant is None:
+        problems.append(Problem("RUN.TOML", "is missing", "Name a run, or prove all combinations: --matrix."))
+    if asked.matrix and (asked.run is not None or asked.plant is not None or rest):
+        odd = asked.run or ("--plant" if asked.plant else rest[0])
+        problems.append(Problem("--matrix", f"proves runs of its own, but {odd} is given", "Keep one of the two."))
+    elif asked.run is None and rest:
+        problems.append(Problem(rest[0], "is a setting of a run, but no run is named", "Name one."))
+    if asked.markdown is not None and not asked.matrix:
+        problems.append(Problem("--markdown", "writes the tables of --matrix, which is not given", "Add --matrix."))
     if problems:
         raise SpecError(problems)
 
 
-def _notes(described: Run, proven: Run) -> list[str]:
+def _notes(described: Run, layouts: list[Layout], processes: int | None) -> list[str]:
     """What the proof does otherwise than the run, in a line each."""
-    own, layout = described.layout, proven.layout
+    from ultrascale.check.small import left_out
+
+    own, proven = described.layout, sorted({layout.world_size for layout in layouts})
     notes = []
-    if layout.dp == 1:
+    if proven == [1]:
         notes.append("One process communicates with nobody: this proves accumulation alone. --processes 2 proves both.")
-    elif own.dp == 1:
-        notes.append(f"The run has one process, which communicates with nobody; it is proven with {layout.dp}.")
-    elif layout.dp != own.dp:
-        notes.append(f"The run's {own.dp} processes are proven with {layout.dp}.")
-    if own.dp_shard not in (None, own.dp, layout.dp_shard):
-        notes.append(f"Its groups of {own.dp_shard} ranks with one copy of the state become groups of {layout.dp_shard}.")
+    elif own.world_size == 1:
+        notes.append(f"The run has one process, which communicates with nobody; it is proven with {proven[0]}.")
+    elif proven != [own.world_size]:
+        notes.append(f"The run's {own.world_size} processes are proven with {' and '.join(map(str, proven))}.")
+    shards = {layout.dp_shard for layout in layouts if layout.zero_stage == own.zero_stage} - {None}
+    if own.dp_shard not in (None, own.dp, *shards) and shards:
+        notes.append(f"Its groups of {own.dp_shard} ranks with one copy of the state become groups of {max(shards)}.")
+    if missing := left_out(own, layouts):
+        told = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
+        notes.append(f"With so few processes {told} not proven" + (": leave --processes out." if processes else "."))
     return notes
 
 
-def _print(proven: Run, asked: Run, verdicts: list[Verdict], *, planted: bool) -> None:
+def _made_small(proven: Run, asked: Run) -> str:
+    if replace(proven.model, tie_word_embeddings=asked.model.tie_word_embeddings) == asked.model:
+        return ""
+    small = f"{proven.model.num_hidden_layers} layers, hidden {proven.model.hidden_size}"
+    return f"{asked.model.name or 'the model'} is proven on the same kind of model made small: {small}.\n"
+
+
+def print_verdicts(verdicts: list[Verdict], *, planted: bool, made_small: str = "") -> None:
+    """The table of verdicts, what differs, and the sum."""
     from rich.console import Console
     from rich.table import Table
 
     from ultrascale.check.prove import TOLERANCE
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 128)
-    if proven.model != asked.model:
-        small = f"{proven.model.num_hidden_layers} layers, hidden {proven.model.hidden_size}"
-        console.print(f"{asked.model.name or 'the model'} is proven on the same kind of model made small: {small}.\n")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    if made_small:
+        console.print(made_small)
+    quantities = [q for q in QUANTITIES if any(q in verdict.worst for verdict in verdicts)]
     table = Table(title=f"float64, tolerance {TOLERANCE:.0e}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("case")
-    for quantity in QUANTITIES:
+    for quantity in quantities:
         table.add_column(quantity, justify="right")
     table.add_column("")
     for verdict in verdicts:
-        errors = [f"{verdict.worst[quantity].error:.0e}" for quantity in QUANTITIES]
+        errors = [f"{verdict.worst[q].error:.0e}" if q in verdict.worst else "" for q in quantities]
         words = ("[yellow]MISSED[/]", "[green]seen[/]") if planted else ("[green]equal[/]", "[red]DIFFERS[/]")
         table.add_row(verdict.case, *errors, words[0] if verdict.holds else words[1])
     console.print(table)
@@ -139,6 +194,8 @@ def _print(proven: Run, asked: Run, verdicts: list[Verdict], *, planted: bool) -
 
 
 def _told(verdict: Verdict) -> list[str]:
+    if verdict.failure:
+        return [verdict.failure.splitlines()[-1]]
     # A wrong gradient explains the weights and moments that follow from it.
     first = [d for d in verdict.beyond if d.quantity == "gradient"] or list(verdict.beyond)
     rest = len(verdict.beyond) - min(3, len(first))

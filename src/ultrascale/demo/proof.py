@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ultrascale.check.compare import Verdict
-from ultrascale.check.faults import FAULTS
+from ultrascale.check.faults import CLASSIC
 from ultrascale.check.prove import TOLERANCE, cases, prove_all
 from ultrascale.demo.claims import Claim, judged
 from ultrascale.spec.run import Run
@@ -28,13 +28,13 @@ def prove_layouts(run: Run) -> Claim:
 
 def plant_faults(run: Run) -> Claim:
     """The classic faults between processes, planted one by one: the proof must see each and name a parameter."""
-    todo = [replace(case, fault=fault, name=fault) for fault in FAULTS for case in cases(run, own_layout=True)]
+    todo = [replace(case, fault=fault, name=fault) for fault in CLASSIC for case in cases(run, own_layout=True)]
     verdicts = prove_all(todo, steps=STEPS)
-    seen = {fault: _where_seen([v for v in verdicts if v.case == fault]) for fault in FAULTS}
+    seen = {fault: _where_seen([v for v in verdicts if v.case == fault]) for fault in CLASSIC}
     count = sum(name is not None for name in seen.values())
     return judged(
-        "the proof sees planted faults", f"{count} of {len(FAULTS)}, each with the parameter it breaks",
-        count == len(FAULTS), seen=seen,
+        "the proof sees planted faults", f"{count} of {len(CLASSIC)}, each with the parameter it breaks",
+        count == len(CLASSIC), seen=seen,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Whether a model and its sequences can be cut as a layout says: every number must divide, and what would is named."""
+"""Whether a model and its sequences can be cut as a layout says: numbers must divide, but for lengths; what would is named."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def _heads_over_context(model: Model, layout: Layout) -> Iterator[Problem]:
 
 
 def _sequence(layout: Layout, length: int) -> Iterator[Problem]:
+    """Pieces may be of uneven length, but each rank needs one."""
     pieces, why = _sequence_pieces(layout)
-    if length % pieces:
-        near = [n for n in (length - length % pieces, length - length % pieces + pieces) if n]
+    if length < pieces:
         key = "layout.cp" if layout.cp > 1 else "layout.tp"
-        rule = f"cuts sequences into {pieces} pieces ({why}), which must divide batch.sequence_length = {length}"
-        yield Problem(key, rule, f"Nearest lengths: {' or '.join(map(str, near))}.")
+        rule = f"cuts sequences into {pieces} pieces ({why}), but batch.sequence_length = {length}"
+        yield Problem(key, rule, f"Use sequences of {pieces} tokens or more, or fewer ranks.")
 
 
 def _sequence_pieces(layout: Layout) -> tuple[int, str]:

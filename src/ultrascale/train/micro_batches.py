@@ -62,6 +62,8 @@ def micro_batch(sequences: Sequences, *, packed: bool, layout: Layout, at: Coord
     if layout.cp > 1:
         local = cut_batch(sequences.tokens, targets, sequences.positions, ids, layout=layout, cp_rank=at.cp)
         tokens, targets, positions = local.tokens, local.targets, moved(local.positions)
+        if ids is None and sequences.tokens.shape[1] % layout.cp:
+            ids = np.zeros_like(sequences.tokens)  # one document: only ids tell how long sequences are of uneven parts
     elif packed:
         tokens, positions = sequences.tokens, moved(sequences.positions)
     else:

@@ -135,13 +135,16 @@ class Trainer:
         Raises StopRequested (nothing done) if any rank was asked to stop, and NonFiniteError (nothing updated) if the loss or a
         gradient is NaN or infinite.
         """
-        gradients = self.compute_gradients()
-        rate = self.update(gradients.norm)
-        balance = balance_experts(self.share, self.ranks, gradients.num_targets)
+        result = self.apply(self.compute_gradients())
         if self._just_compiled:
             self._just_compiled = False
             _return_free_memory()
-        return StepResult(gradients, rate, balance)
+        return result
+
+    def apply(self, gradients: Gradients) -> StepResult:
+        """The rest of a step whose `gradients` were computed: update the weights, and move the biases of experts."""
+        rate = self.update(gradients.norm)
+        return StepResult(gradients, rate, balance_experts(self.share, self.ranks, gradients.num_targets))
 
     def compute_gradients(self) -> Gradients:
         """Everything of the next step up to and including the norm of its gradient, which is left in the parameters."""

@@ -1,0 +1,251 @@
+"""The combinations that are proven, as tables: every pair of axes, every schedule with every ZeRO stage, every context method,
+recomputation, families, experts, and layouts of five axes.
+
+A cell is proven, refused (the reason is the program's own, and of principle), or untried: it needs more processes than were
+allowed. Cells are the smallest of their kind: two ranks an axis, one sequence a micro-batch, odd sizes wherever nothing must
+divide, two optimizer steps with clipping that bites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ultrascale.check.compare import Verdict
+from ultrascale.check.prove import Case, prove_all
+from ultrascale.check.small import made_small, provable
+from ultrascale.parallel.pipeline import build_orders
+from ultrascale.spec.cut_rules import cut_problems
+from ultrascale.spec.layout import SCHEDULES, Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.model_presets import PRESETS
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.run import Batch, Data, Optimizer, Run
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model
+
+LENGTH = 23
+"""Tokens of a sequence: no number of ranks divides it."""
+STEPS = 2
+DENSE, SPARSE = "tiny-llama", "tiny-mixtral"
+FAMILIES = (
+    "tiny-gpt2", "tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-smollm3", "tiny-mixtral", "tiny-qwen3-moe",
+    "tiny-olmoe", "tiny-deepseek-v2", "tiny-deepseek-v3", "tiny-gpt-oss",
+)  # fmt: skip
+AXES: dict[str, dict[str, Any]] = {
+    "dp": {"dp": 2}, "ZeRO 1": {"dp": 2, "zero_stage": 1}, "ZeRO 2": {"dp": 2, "zero_stage": 2},
+    "ZeRO 3": {"dp": 2, "zero_stage": 3}, "tp": {"tp": 2}, "cp": {"cp": 2}, "pp": {"pp": 2},
+}  # fmt: skip
+METHODS: dict[str, dict[str, Any]] = {
+    "ring": {"cp": 2}, "ring of 3": {"cp": 3}, "all-gather": {"cp": 2, "cp_method": "all-gather"},
+    "all-to-all": {"cp": 2, "cp_method": "all-to-all"},
+    "ring+all-to-all": {"cp": 4, "cp_method": "ring+all-to-all", "cp_heads": 2},
+}  # fmt: skip
+DEEPEST: dict[str, dict[str, Any]] = {
+    "tp cp pp ep": {"tp": 2, "cp": 2, "pp": 2, "ep": 2},
+    "dp cp pp ep expert_tp": {"dp": 2, "cp": 2, "pp": 2, "ep": 2, "expert_tp": 2, "zero_stage": 1},
+    "dp tp pp ep": {"dp": 2, "tp": 2, "pp": 2, "ep": 4, "zero_stage": 2},
+    "dp tp cp ep": {"dp": 2, "tp": 2, "cp": 2, "ep": 2, "zero_stage": 3},
+    "dp tp pp zb-v": {"dp": 2, "tp": 2, "pp": 2, "schedule": "zb-v", "virtual_stages": 2, "zero_stage": 1},
+    "dp cp pp dualpipe-v": {"dp": 2, "cp": 2, "pp": 2, "schedule": "dualpipe-v", "virtual_stages": 2, "zero_stage": 2},
+    "tp cp pp interleaved": {"tp": 2, "cp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+    "dp tp cp": {"dp": 2, "tp": 2, "cp": 2, "zero_stage": 3, "recompute": "selective"},
+    "hybrid dp 4 pp": {"dp": 4, "dp_shard": 2, "pp": 2, "zero_stage": 2},
+    "cp 4 of two kinds, tp": {"cp": 4, "cp_method": "ring+all-to-all", "cp_heads": 2, "tp": 2},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination, at its place in a table."""
+
+    table: str
+    row: str
+    column: str
+    run: Run
+    refused: str = ""
+    """Why, if it is."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.table}: {self.row}, {self.column}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell."""
+
+    cell: Cell
+    verdict: Verdict | None
+
+    @property
+    def state(self) -> str:
+        """`proven`, `refused`, `untried` or `DIFFERS`."""
+        if self.cell.refused:
+            return "refused"
+        if self.verdict is None:
+            return "untried"
+        return "proven" if self.verdict.holds else "DIFFERS"
+
+
+def cells() -> list[Cell]:
+    """Every combination, table by table."""
+    return [
+        *_pairs(), *_schedules(), *_context(), *_recomputation(), *_ties(), *_families(), *_experts(), *_odd(), *_deepest(),
+    ]  # fmt: skip
+
+
+def prove_cells(
+    todo: list[Cell],
+    *,
+    processes: int,
+    steps: int = STEPS,
+    on_verdict: Callable[[Verdict], None] | None = None,
+) -> list[Outcome]:
+    """Prove the cells of at most so many processes that are not refused; a failing one stops no other."""
+    tried = [cell for cell in todo if not cell.refused and cell.run.layout.world_size <= processes]
+    # Cells of one model follow each other: what one process computes is then computed once.
+    tried.sort(key=lambda cell: repr(cell.run.model))
+    cases = [Case(cell.name, cell.run) for cell in tried]
+    verdicts = dict(zip(map(id, tried), prove_all(cases, steps=steps, go_on=True, on_verdict=on_verdict), strict=True))
+    return [Outcome(cell, verdicts.get(id(cell))) for cell in todo]
+
+
+def _pairs() -> Iterator[Cell]:
+    axes = {**AXES, "ep": {"ep": 2}, "expert_tp": {"expert_tp": 2}}
+    for number, (row, one) in enumerate(axes.items()):
+        for column, other in list(axes.items())[: number + 1]:
+            layout = one | other
+            if row == column and "ep" not in one and "expert_tp" not in one:
+                yield _cell("Axes, two by two", row, column, DENSE, layout)
+            elif row == column:
+                yield _cell("Axes, two by two", row, column, SPARSE, layout | {"dp": 2})
+            elif not ({"dp"} <= one.keys() and {"dp"} <= other.keys()):  # one ZeRO stage at a time
+                yield _cell("Axes, two by two", row, column, SPARSE if {"ep", "expert_tp"} & layout.keys() else DENSE,
+                            _room_for_experts(layout))  # fmt: skip
+
+
+def _room_for_experts(layout: dict[str, Any]) -> dict[str, Any]:
+    """Ranks of experts are cut out of tp x cp x dp; where there are too few, dp makes room."""
+    needed = layout.get("ep", 1) * layout.get("expert_tp", 1)
+    plane = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
+    return layout if plane >= needed else layout | {"dp": needed // plane * layout.get("dp", 1)}
+
+
+def _schedules() -> Iterator[Cell]:
+    beside = {f"ZeRO {stage}": {"dp": 2, "zero_stage": stage} for stage in range(4)}
+    beside |= {"tp": {"tp": 2}, "cp": {"cp": 2}, "ep": {"dp": 2, "ep": 2}, "recompute": {"recompute": "full"}}
+    for schedule, stages in SCHEDULES.items():
+        pipeline = {"pp": 2, "schedule": schedule, "virtual_stages": stages or 2}
+        for column, other in beside.items():
+            yield _cell("Schedules", schedule, column, SPARSE if column == "ep" else DENSE, pipeline | other)
+    for schedule in ("1f1b", "zb-h1"):
+        yield _cell("Schedules", f"{schedule}, 4 ranks", "ZeRO 0", DENSE, {"pp": 4, "schedule": schedule})
+
+
+def _context() -> Iterator[Cell]:
+    for method, layout in METHODS.items():
+        yield _cell("Context parallelism", method, "documents", DENSE, layout)
+        yield _cell("Context parallelism", method, "one stream", DENSE, layout, documents=False)
+        yield _cell("Context parallelism", method, "window", "tiny-mistral", layout, model={"sliding_window": 7})
+        yield _cell("Context parallelism", method, "sinks", "tiny-gpt-oss", layout, model={"sliding_window": 7})
+        yield _cell("Context parallelism", method, "latent attention", "tiny-deepseek-v3", layout)
+        if Layout(**layout).cp < 3:
+            yield _cell("Context parallelism", method, "tp", DENSE, layout | {"tp": 2})
+
+
+def _recomputation() -> Iterator[Cell]:
+    axes = {key: AXES[key] for key in ("ZeRO 1", "ZeRO 3", "tp", "cp", "pp")} | {"ep": {"dp": 2, "ep": 2}}
+    for kind in ("selective", "full", "every-k"):
+        for column, layout in axes.items():
+            preset = SPARSE if column == "ep" else DENSE
+            yield _cell("Recomputation", kind, column, preset, layout | {"recompute": kind})
+
+
+def _ties() -> Iterator[Cell]:
+    axes = {key: AXES[key] for key in ("ZeRO 3", "tp", "cp", "pp")} | {"tp pp": {"tp": 2, "pp": 2}}
+    axes |= {"pp ZeRO 1": {"pp": 2, "dp": 2, "zero_stage": 1}, "pp cp": {"pp": 2, "cp": 2}}
+    axes |= {"zb-v": {"pp": 2, "schedule": "zb-v", "virtual_stages": 2}}
+    for column, layout in axes.items():
+        yield _cell("Embedding and sequence", "tied", column, DENSE, layout, model={"tie_word_embeddings": True})
+        if layout.get("tp"):
+            yield _cell("Embedding and sequence", "sequences whole", column, DENSE, layout | {"sequence_parallel": False})
+    for column, layout in {"tp dp": {"tp": 2, "dp": 2}, "tp cp": {"tp": 2, "cp": 2}}.items():
+        yield _cell("Embedding and sequence", "sequences whole", column, DENSE, layout | {"sequence_parallel": False})
+
+
+def _families() -> Iterator[Cell]:
+    axes = {"ZeRO 3 of 3": {"dp": 3, "zero_stage": 3}, "tp": {"tp": 2}, "tp, whole": {"tp": 2, "sequence_parallel": False}}
+    axes |= {"cp": {"cp": 2}, "pp": {"pp": 2}, "zb-h1": {"pp": 2, "schedule": "zb-h1"}, "ep": {"dp": 2, "ep": 2}}
+    for preset in FAMILIES:
+        for column, layout in axes.items():
+            if column != "ep" or PRESETS[preset].num_experts:
+                yield _cell("Families", PRESETS[preset].model_type, column, preset, layout)
+
+
+def _experts() -> Iterator[Cell]:
+    layouts = {
+        "ep 2 in dp": {"dp": 2, "ep": 2}, "ep 2 in tp": {"tp": 2, "ep": 2}, "ep 2 in cp": {"cp": 2, "ep": 2},
+        "ep 2 in tp, whole": {"tp": 2, "ep": 2, "sequence_parallel": False},
+        "expert_tp 2 in tp": {"tp": 2, "expert_tp": 2}, "ep 2 x expert_tp 2": {"dp": 4, "ep": 2, "expert_tp": 2},
+        "ep 4": {"dp": 4, "ep": 4}, "ep 2, ZeRO 3": {"dp": 4, "ep": 2, "zero_stage": 3},
+        "ep 2, pp": {"dp": 2, "ep": 2, "pp": 2},
+        "ep 2, dp tp": {"dp": 2, "tp": 2, "ep": 2, "zero_stage": 2},
+    }  # fmt: skip
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "mixtral": (SPARSE, {}), "deepseek_v3": ("tiny-deepseek-v3", {}), "gpt_oss": ("tiny-gpt-oss", {}),
+        "capacity 1": (SPARSE, {"expert_capacity_factor": 1.0}),
+        "loss by micro-batch": ("tiny-olmoe", {"router_aux_loss_coef": 0.1, "router_aux_loss_scope": "micro-batch"}),
+        "loss over all ranks": ("tiny-olmoe", {"router_aux_loss_coef": 0.1, "router_aux_loss_scope": "global",
+                                               "router_z_loss_coef": 0.1}),
+    }  # fmt: skip
+    for row, layout in layouts.items():
+        for column, (preset, model) in kinds.items():
+            yield _cell("Experts", row, column, preset, layout, model=model, micro_batch_size=2)
+
+
+def _odd() -> Iterator[Cell]:
+    odd: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "tp 4, two heads of keys": ({"tp": 4}, {"num_attention_heads": 8, "num_key_value_heads": 2}),
+        "tp 3": ({"tp": 3}, {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 45}),
+        "dp 3 in ZeRO 2": ({"dp": 3, "zero_stage": 2}, {}),
+        "groups of 2 of 4": ({"dp": 4, "dp_shard": 2, "zero_stage": 3}, {}),
+        "two blocks a bucket": ({"dp": 2, "zero_stage": 3, "layers_per_bucket": 2}, {}),
+        "embedding and head alone": ({"pp": 3, "layers_per_stage": (0, 3, 0)}, {}),
+        "pp 3, uneven": ({"pp": 3, "layers_per_stage": (1, 1, 1)}, {"tie_word_embeddings": True}),
+    }
+    for row, (layout, model) in odd.items():
+        yield _cell("Odd numbers", row, "llama", DENSE, layout, model=model)
+
+
+def _deepest() -> Iterator[Cell]:
+    for row, layout in DEEPEST.items():
+        preset = "tiny-deepseek-v3" if "ep" in layout else DENSE
+        yield _cell("Three axes and more", row, PRESETS[preset].model_type, preset, layout)
+        if "ep" in layout:
+            yield _cell("Three axes and more", row, "mixtral", SPARSE, layout)
+
+
+def _cell(
+    table: str, row: str, column: str, preset: str, layout: dict[str, Any], *, model: dict[str, Any] | None = None,
+    documents: bool = True, micro_batch_size: int = 1,
+) -> Cell:  # fmt: skip
+    asked = Layout(precision="fp64", micro_batch_size=micro_batch_size, **layout)
+    small = replace(made_small(PRESETS[preset], asked), **(model or {}))
+    optimizer = Optimizer(learning_rate=1e-2, clip_grad_norm=0.5, warmup_steps=1)
+    run = provable(Run(small, steps=10, layout=asked, optimizer=optimizer, data=Data(document_mask=documents)))
+    sequences = 4 * micro_batch_size if 4 % asked.dp == 0 else 2 * asked.dp * micro_batch_size
+    run = replace(run, batch=Batch(sequence_length=LENGTH, sequences_per_batch=sequences))
+    return Cell(table, row, column, run, _refusal(small, asked, sequences // (asked.dp * micro_batch_size)))
+
+
+def _refusal(model: Model, layout: Layout, num_micro_batches: int) -> str:
+    """Why the program does not run this, in its own words; empty if it does."""
+    problems = [*model.problems(), *layout.problems(), *untrainable_model(model), *untrainable_layout(layout)]
+    problems += cut_problems(model, layout, sequence_length=LENGTH)
+    if not problems and layout.pp > 1:
+        try:
+            build_orders(layout, num_micro_batches)
+        except SpecError as error:
+            problems += error.problems
+    return "; ".join(f"{problem.key} {problem.rule}" for problem in problems)

@@ -1,0 +1,168 @@
+"""A run at a size that one machine can prove: its own axes over a few processes, its own kind of model made small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from math import lcm, prod
+
+from ultrascale.schedules.build import build_schedule, is_file
+from ultrascale.schedules.executable import shape_of
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.run import Batch, Log, Run
+from ultrascale.spec.weights import num_parameters
+
+LARGEST_PARAMETERS = 3_000_000
+"""Models above this are made small before they are proven."""
+MOST_PROCESSES = 8
+"""Runs of more processes than this are proven with fewer, unless somebody says how many."""
+LONGEST = 61
+"""Tokens of a sequence in a proof: odd, and prime, so that no axis divides it."""
+HEAD_DIM, DATA_ONLY = 8, 4
+"""Of a small model; and the processes of a large run that has data parallelism alone: two groups of two."""
+
+
+def small_layouts(own: Layout, processes: int | None = None) -> list[Layout]:
+    """Layouts of few ranks that together have every axis of `own`, each with as many axes as fit beside each other.
+
+    One: `own` itself, if a laptop can start it. `processes`: exactly so many ranks; then axes that do not fit are left out.
+    """
+    if processes is None and 1 < own.world_size <= MOST_PROCESSES:
+        return [own]
+    axes = {axis: _least(own, axis) for axis in ("pp", "cp", "tp", "dp") if getattr(own, axis) > 1}
+    if processes is None and set(axes) <= {"dp"}:
+        return [_smaller(own, {"dp": DATA_ONLY if axes else 2})]
+    most = MOST_PROCESSES if processes is None else processes
+    fitting = [dict(some) for some in _subsets(axes) if _fits(some, most, exactly=processes is not None)]
+    widest = [some for some in fitting if not any(some.keys() < other.keys() for other in fitting)]
+    if processes is None:
+        return [_smaller(own, some) for some in widest]
+    best = max(widest, key=len)
+    return [_smaller(own, best | {"dp": best.get("dp", 1) * (processes // prod(best.values()))})]
+
+
+def provable(run: Run) -> Run:
+    """`run` in float64 and small enough: the same kind of model, layout and optimizer. Its layout is left as it is."""
+    own, whole = run.layout, num_parameters(run.model) <= LARGEST_PARAMETERS
+    model = run.model if whole else made_small(run.model, own)
+    layout = replace(own, precision="fp64", reduce_dtype=None, micro_batch_size=min(2, own.micro_batch_size))
+    if own.layers_per_stage is not None and sum(own.layers_per_stage) != model.num_hidden_layers:
+        layout = replace(layout, layers_per_stage=None)
+    length = min(run.batch.sequence_length, LONGEST, model.max_position_embeddings)
+    batch = Batch(sequence_length=length, sequences_per_batch=layout.dp * layout.micro_batch_size)
+    return replace(run, model=model, layout=layout, device="cpu", compile=False, log=Log(memory_steps=0), batch=batch)
+
+
+def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
+    """Micro-batches of a step that are proven: one, and several; of a schedule in a file its own number."""
+    if layout.pp > 1 and is_file(layout.schedule):
+        return (shape_of(build_schedule(layout.schedule, layout.pp, 1, layout.virtual_stages))[1],)
+    return (1, 3)
+
+
+def made_small(model: Model, layout: Layout | None = None) -> Model:
+    """The same kind of model (heads per group, norms, biases, positions, windows, experts, tying), with sizes that are odd but
+    for what `layout` must divide, so that shards are uneven."""
+    cut = layout or Layout()
+    groups = 2 if model.num_key_value_heads > 1 else 1
+    heads = groups * min(3, model.num_attention_heads // model.num_key_value_heads)
+    heads = lcm(heads, cut.tp * (cut.cp_grid[1] if cut.cp > 1 else 1))
+    window = None if model.sliding_window is None else min(model.sliding_window, 24)
+    bare = None if model.no_rope_layer_interval is None else min(model.no_rope_layer_interval, 2)
+    small = replace(
+        model, vocab_size=211, hidden_size=HEAD_DIM * heads, intermediate_size=11 * lcm(4, cut.tp),
+        num_hidden_layers=max(3, cut.num_stages), num_attention_heads=heads, num_key_value_heads=_groups(groups, cut.tp),
+        head_dim=HEAD_DIM, sliding_window=window, no_rope_layer_interval=bare,
+        max_window_layers=min(1, model.max_window_layers),
+        max_position_embeddings=min(128, model.max_position_embeddings),
+        num_nextn_predict_layers=min(1, model.num_nextn_predict_layers),
+    )  # fmt: skip
+    small = _small_latent(small) if model.latent_attention else small
+    return _small_experts(small, cut) if model.num_experts else small
+
+
+def left_out(own: Layout, layouts: list[Layout]) -> list[str]:
+    """Axes of `own` that none of `layouts` has."""
+    return [axis for axis in ("tp", "cp", "pp", "dp", "ep", "expert_tp") if getattr(own, axis) > 1
+            and all(getattr(layout, axis) == 1 for layout in layouts)]  # fmt: skip
+
+
+def _groups(groups: int, tp: int) -> int:
+    """Heads of keys and values that tp ranks can cut or copy."""
+    return groups if groups % tp == 0 or tp % groups == 0 else tp
+
+
+def _small_latent(model: Model) -> Model:
+    heads, ranks = model.num_attention_heads, None if model.q_lora_rank is None else 20
+    return replace(
+        model, q_lora_rank=ranks, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, head_dim=12,
+        num_key_value_heads=heads,
+    )  # fmt: skip
+
+
+def _small_experts(model: Model, cut: Layout) -> Model:
+    groups, choices = min(4, model.n_group), min(3, model.num_experts_per_tok)
+    chosen = min(model.topk_group, max(1, groups // 2))
+    count = lcm(max(2 * groups, 4), cut.ep)
+    while chosen * count // groups < choices or count < 2 * choices:
+        count += lcm(groups, cut.ep)
+    shared = bool(model.shared_expert_intermediate_size) * 5 * lcm(2, cut.tp)
+    return replace(
+        model, num_experts=count, num_experts_per_tok=choices, n_group=groups, topk_group=chosen,
+        moe_intermediate_size=7 * lcm(2, cut.expert_tp), shared_expert_intermediate_size=shared,
+        first_k_dense_replace=min(1, model.first_k_dense_replace),
+    )  # fmt: skip
+
+
+def _least(own: Layout, axis: str) -> int:
+    """The fewest ranks that still do what `own` does along `axis`."""
+    size = getattr(own, axis)
+    if axis == "pp" and is_file(own.schedule):
+        return size  # a file is for so many ranks
+    if axis == "cp" and own.cp_method == "ring+all-to-all":
+        return 4  # two places of a ring, two ranks at each
+    return min(part for part in range(2, size + 1) if size % part == 0)
+
+
+def _subsets(axes: dict[str, int]) -> Iterator[tuple[tuple[str, int], ...]]:
+    for count in range(len(axes), -1, -1):
+        yield from combinations(axes.items(), count)
+
+
+def _fits(some: tuple[tuple[str, int], ...], most: int, *, exactly: bool) -> bool:
+    ranks = prod(size for _, size in some)
+    return most % ranks == 0 if exactly else ranks <= most
+
+
+def _smaller(own: Layout, axes: dict[str, int]) -> Layout:
+    """`own` with these axes, and of the others one rank."""
+    sizes = {"pp": 1, "cp": 1, "tp": 1, "dp": 1} | axes
+    cp_heads = 2 if own.cp_heads > 1 and sizes["cp"] > 1 else 1
+    method = own.cp_method if sizes["cp"] > 1 else "ring"
+    stages = own.virtual_stages if sizes["pp"] > 1 else 1
+    schedule = own.schedule if sizes["pp"] > 1 else "1f1b"
+    same_stages = own.num_stages == sizes["pp"] * stages
+    plane = sizes["cp"] * sizes["tp"] * sizes["dp"]
+    expert_tp = 2 if own.expert_tp > 1 and plane % 2 == 0 else 1
+    return replace(
+        own, **sizes, cp_heads=cp_heads, cp_method=method, virtual_stages=stages, schedule=schedule,
+        layers_per_stage=own.layers_per_stage if same_stages else None, dp_shard=_shard(own, sizes["dp"]),
+        expert_tp=expert_tp, ep=_experts(own, plane // expert_tp),
+    )  # fmt: skip
+
+
+def _experts(own: Layout, plane: int) -> int:
+    """Over all of the plane if that was so; else over two ranks."""
+    if own.ep == 1:
+        return 1
+    return plane if own.expert_dp == 1 else 2 if plane % 2 == 0 else 1
+
+
+def _shard(own: Layout, dp: int) -> int | None:
+    """Several groups with a copy of the state each stay several where that can be, as large as they were at most."""
+    if own.dp_shard is None or own.dp_replicate == 1:
+        return None
+    sizes = [size for size in range(1, own.dp_shard + 1) if dp % size == 0 and size < dp]
+    return max(sizes, default=1)

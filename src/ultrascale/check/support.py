@@ -1,0 +1,48 @@
+"""The outcome of the matrix as a page: a table for each group of combinations, and what was refused and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ultrascale.check.matrix import Outcome
+from ultrascale.check.prove import TOLERANCE
+
+MARKS = {"proven": "proven", "refused": "refused", "untried": "untried", "DIFFERS": "**DIFFERS**"}
+
+
+def to_markdown(outcomes: list[Outcome], steps: int) -> str:
+    """The page `docs/support.md`."""
+    counts = Counter(outcome.state for outcome in outcomes)
+    told = ", ".join(f"{counts[state]} {state}" for state in MARKS if counts[state])
+    parts = [
+        "# What is supported, and proven",
+        "Written by `ultrascale check --matrix --markdown docs/support.md`; do not edit. "
+        f"{len(outcomes)} combinations: {told}.",
+        f"*Proven*: N processes compute what one does, in float64 to {TOLERANCE:.0e}: loss, gradient norm, every gradient, "
+        "updated weights and both moments, loads and biases of experts; and what several ranks hold is the same bits. "
+        f"{steps} steps, documents of uneven length, no sequence length that ranks divide. See [how](proving.md).",
+    ]
+    tables = dict.fromkeys(outcome.cell.table for outcome in outcomes)
+    parts += [_table(table, [one for one in outcomes if one.cell.table == table]) for table in tables]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(title: str, outcomes: list[Outcome]) -> str:
+    rows = dict.fromkeys(one.cell.row for one in outcomes)
+    columns = list(dict.fromkeys(one.cell.column for one in outcomes))
+    at = {(one.cell.row, one.cell.column): one for one in outcomes}
+    reasons: dict[str, int] = {}
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        marks = [_mark(at.get((row, column)), reasons) for column in columns]
+        lines.append(f"| {row} | {' | '.join(marks)} |")
+    notes = [f"{number}. refused: {reason}" for reason, number in reasons.items()]
+    return "\n".join([f"## {title}", "", *lines, *(["", *notes] if notes else [])])
+
+
+def _mark(outcome: Outcome | None, reasons: dict[str, int]) -> str:
+    if outcome is None:
+        return ""
+    if outcome.state == "refused":
+        return f"refused ({reasons.setdefault(outcome.cell.refused, len(reasons) + 1)})"
+    return MARKS[outcome.state]
