@@ -93,7 +93,9 @@ def test_several_processes_end_as_their_launcher_says(run_file, capsys, monkeypa
     "words, message",
     [
         (["nowhere.toml"], "there is no such file"),
-        (["{run}", "--processes", "0"], "layout.dp"),
+        (["{run}", "--processes", "0"], "must be at least 1, is 0"),
+        (["{run}", "--processes", "3", "--layout.tp", "2"], "3 processes are not a multiple of tp = 2"),
+        (["{run}", "--processes", "4", "--layout.dp", "4", "--layout.tp", "2"], "leave dp = 2 beside tp = 2, but"),
         (["{run}", "--processes", "3"], "must be a multiple of layout.dp x layout.micro_batch_size = 6, is 8"),
         (["{run}", "--laoyut.dp", "2"], "Did you mean layout.dp?"),
         (["{run}", "--max-restarts", "-1"], "must be at least 0, is -1"),

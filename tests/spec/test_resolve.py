@@ -256,3 +256,10 @@ def test_layers_of_stages_are_given_as_a_list_and_written_back(words):
     run = resolve(None, ["--model.preset", "tiny-llama", "--batch.sequence_length", "64", "--layout.pp", "2", *words]).run
     assert run.layout.layers_per_stage == (1, 1)
     assert run_from_toml(to_toml(run)) == run
+
+
+@pytest.mark.parametrize("words, dp", [([], 8), (["--layout.tp", "2"], 4), (["--layout.pp=2", "--layout.cp", "2"], 2)])
+def test_processes_that_other_axes_leave_are_data_parallel(words, dp):
+    resolved = resolve(None, ["--batch.sequences_per_batch", "64", "--model.preset", "tiny-llama", *words], processes=8)
+    assert resolved.run.layout.dp == dp and resolved.run.layout.world_size == 8
+    assert resolved.provenance["layout.dp"] == "--processes 8"

@@ -35,7 +35,7 @@ def train(
 
     Args:
         run: The run's TOML file, or the folder of a run.
-        processes: Start this many processes here and share the batch between them (layout.dp).
+        processes: Start this many processes here. What tp, cp and pp leave of them shares the batch (layout.dp).
         max_restarts: Start the processes again this often when one of them dies.
         allow_changes: Go on from a checkpoint although model, data or seed have changed.
         json: At the end print one JSON object.
@@ -50,9 +50,7 @@ def command(arguments: list[str]) -> int:
     if max_restarts < 0:
         raise SpecError([Problem("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")])
     overrides = [*_own_place(path, rest), *rest]
-    if processes is not None:
-        overrides += ["--layout.dp", str(processes)]
-    resolved = resolve(path, overrides, require_data=True).run
+    resolved = resolve(path, overrides, require_data=True, processes=processes).run
     expect_trackers(resolved)
     if "WORLD_SIZE" in os.environ or resolved.layout.world_size == 1:
         from ultrascale.train.worker import train_or_explain

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +47,23 @@ class Resolved:
 
 
 def resolve(
-    path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = (), *, require_data: bool = False
+    path: str | Path | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    require_data: bool = False,
+    processes: int | None = None,
 ) -> Resolved:
     """The run that a TOML file (or a run folder, or nothing) and overrides describe.
 
     `overrides` are command-line words (`["--layout.dp", "4", "--compile"]`) or a mapping from dotted keys to values.
-    `require_data` demands a corpus to train on, and what the trainer runs. Raises SpecError with every mistake found.
+    `require_data` demands a corpus to train on, and what the trainer runs. `processes`: of the whole run; those that the other
+    axes leave are data parallel. Raises SpecError with every mistake found.
     """
     problems: list[Problem] = []
     layers = [] if path is None else read_files(Path(path), problems)
     if path is not None and not layers:
         raise SpecError(problems)  # without its file, the rest would only be noise
-    return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data)
+    return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data, processes=processes)
 
 
 def run_from_toml(text: str, *, where: str = "run.toml") -> Run:
@@ -88,10 +94,14 @@ def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: i
     )
 
 
-def _resolve(layers: list[Layer], problems: list[Problem], *, require_data: bool = False) -> Resolved:
+def _resolve(
+    layers: list[Layer], problems: list[Problem], *, require_data: bool = False, processes: int | None = None
+) -> Resolved:
     entries = _model_entries(layers, problems) | _other_entries(layers, problems)
     values, bad = _convert_all(entries, problems)
     provenance = {key: entries[key].origin if key in entries else "default" for key in leaves()}
+    if processes is not None:
+        _share_processes(processes, entries, values, provenance, bad, problems)
     _batch_from_tokens(entries, values, provenance, bad, problems)
     run = _build(values, bad, problems, entries)
     found = _section_problems(run, bad)
@@ -196,6 +206,35 @@ def _convert_all(entries: dict[str, Entry], problems: list[Problem]) -> tuple[di
         else:
             values[key] = value
     return values, bad
+
+
+def _share_processes(
+    processes: int,
+    entries: dict[str, Entry],
+    values: dict[str, Any],
+    provenance: dict[str, str],
+    bad: set[str],
+    problems: list[Problem],
+) -> None:
+    """Makes data parallel what tp, cp and pp leave of `processes`."""
+    axes = {key: values.get(f"layout.{key}", 1) for key in ("tp", "cp", "pp")}
+    others, given = prod(axes.values()), entries.get("layout.dp")
+    said = " x ".join(f"{key} = {size}" for key, size in axes.items() if size > 1) or "1"
+    if processes < 1:
+        remedy = "Leave it out to start as many as the layout needs."
+        problems.append(Problem("--processes", f"must be at least 1, is {processes}", remedy))
+    elif processes % others:
+        near = max(1, round(processes / others)) * others
+        rule = f"{processes} processes are not a multiple of {said}, which the layout cuts each replica over"
+        problems.append(Problem("--processes", rule, f"Start {near}, or change an axis."))
+    elif given is not None and given.origin == "flag" and values.get("layout.dp") not in (None, processes // others):
+        rule = f"{processes} processes leave dp = {processes // others} beside {said}, but the flag says {given.value}"
+        problems.append(Problem("layout.dp", rule, "Leave out one of the two."))
+    else:
+        values["layout.dp"], provenance["layout.dp"] = processes // others, f"--processes {processes}"
+        bad.discard("layout.dp")
+        return
+    bad.add("layout.dp")
 
 
 def _batch_from_tokens(
