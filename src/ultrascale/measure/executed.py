@@ -1,0 +1,113 @@
+"""A pipeline schedule executed on this machine, beside the same list played with the seconds that its passes took.
+
+Ranks are forked, hold one small block a stage, and run on the CPU, a thread each, through `parallel.pipeline`, as the trainer
+does. The planner plays the list with the mean of every stage's passes, so that what differs is what a plan leaves out:
+messages, Python between passes, passes of unequal length. Where there are more ranks than cores they wait for those as well.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here once and not on every forked rank
+
+from ultrascale.launch.forked import run_forked
+from ultrascale.parallel.apply import build_share
+from ultrascale.parallel.mesh import Ranks, process_group
+from ultrascale.parallel.pipeline import Pipeline, build_orders
+from ultrascale.plan.pipeline import Program, StageSeconds, Timeline, play
+from ultrascale.schedules.actions import Action, Kind
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+
+WIDTH, LENGTH = 256, 128
+"""Hidden size and tokens: a pass takes some milliseconds, ten times what Python and a message do."""
+STEPS = 4
+"""The first warms up; of the others the fastest is shown, as other work on the machine only makes one slower."""
+TIMEOUT_SECONDS = 120.0
+Row = list[tuple[str, int, int, float, float]]
+"""Of one rank: kind, micro-batch, stage, start and end of each pass."""
+
+
+class Both(NamedTuple):
+    """One step. Seconds from its start."""
+
+    planned: Timeline
+    executed: Timeline
+
+
+def execute_schedule(name: str, program: Program) -> Both:
+    """Execute `program`, the schedule of this name, with as many processes as it has ranks.
+
+    Raises SpecError for a schedule that the trainer does not execute, and RankFailed if a process fails.
+    """
+    ranks = len(program.schedule)
+    stages = program.num_stages // ranks
+    whole = Layout(pp=ranks, schedule=name, virtual_stages=stages, layers_per_stage=(1,) * program.num_stages)
+    build_orders(whole, program.num_micro_batches)
+    found = run_forked(ranks, _steps_of_rank, whole, program.num_micro_batches)
+    executed = min((_timeline(rows) for rows in zip(*found, strict=True)), key=lambda timeline: timeline.step_seconds)
+    return Both(play(program, mean_seconds(executed, program.num_stages)), executed)
+
+
+def mean_seconds(timeline: Timeline, num_stages: int) -> StageSeconds:
+    """What each stage's passes took in the mean. A whole backward pass counts as input gradient where none is cut in two."""
+    taken: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for row, starts, ends in zip(timeline.schedule, timeline.start, timeline.end, strict=True):
+        for action, start, end in zip(row, starts, ends, strict=True):
+            taken[action.kind, action.stage].append(end - start)
+
+    def mean(kind: Kind, stage: int) -> float:
+        return sum(taken[kind, stage]) / max(1, len(taken[kind, stage]))
+
+    stages = range(num_stages)
+    halves = Kind.INPUT_GRADIENT if any(kind is Kind.INPUT_GRADIENT for kind, _ in taken) else Kind.BACKWARD
+    return StageSeconds(
+        forward=[mean(Kind.FORWARD, stage) for stage in stages],
+        input_gradient=[mean(halves, stage) for stage in stages],
+        weight_gradient=[mean(Kind.WEIGHT_GRADIENT, stage) for stage in stages],
+    )
+
+
+def _timeline(rows: tuple[Row, ...]) -> Timeline:
+    first = min(start for row in rows for *_, start, _ in row)
+    start = [[begin - first for *_, begin, _ in row] for row in rows]
+    end = [[done - first for *_, done in row] for row in rows]
+    return Timeline(
+        schedule=[[Action(Kind(kind), micro_batch, stage) for kind, micro_batch, stage, *_ in row] for row in rows],
+        start=start,
+        end=end,
+        step_seconds=max(done for row in end for done in row),
+        busy_seconds=[sum(e - s for s, e in zip(*pair, strict=True)) for pair in zip(start, end, strict=True)],
+    )
+
+
+def _steps_of_rank(rendezvous: str, layout: Layout, num_micro_batches: int) -> list[Row]:
+    torch.set_num_threads(1)
+    with process_group(layout, device="cpu", timeout_seconds=TIMEOUT_SECONDS, rendezvous=rendezvous) as ranks:
+        steps = [_step(pipeline, num_micro_batches, ranks) for pipeline in [_pipeline(layout, ranks)] * STEPS]
+        ranks.barrier()
+    return steps[1:]
+
+
+def _pipeline(layout: Layout, ranks: Ranks) -> Pipeline:
+    model = Model(
+        vocab_size=WIDTH, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=layout.num_stages,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=WIDTH // 4, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    share = build_share(model, layout, ranks, seed=0, sequence_length=LENGTH)
+    return Pipeline(layout, share.stages, share.mesh.pipeline_groups(), ranks.device)
+
+
+def _step(pipeline: Pipeline, num_micro_batches: int, ranks: Ranks) -> Row:
+    """One step of random tokens, which all ranks begin together."""
+    tokens, at = torch.randint(WIDTH, (1, LENGTH)), torch.arange(LENGTH)
+
+    def one(stage: int, micro_batch: int, given: torch.Tensor | None) -> torch.Tensor:
+        return pipeline.stages[stage](tokens if given is None else given, targets=tokens, positions=at)
+
+    ranks.barrier()
+    pipeline.train(num_micro_batches, one, shape=(1, LENGTH, WIDTH), dtype=torch.float32)
+    return [(done.action.kind.value, done.action.micro_batch, done.action.stage, *done[1:]) for done in pipeline.executed]
