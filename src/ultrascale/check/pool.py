@@ -10,18 +10,17 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here once and not on every forked rank
+import torch.distributed as dist
 import torch.distributed.fsdp
 
 from ultrascale.check.compare import Verdict
 from ultrascale.launch.forked import RankFailed, run_forked
-from ultrascale.parallel import mesh
 from ultrascale.parallel.mesh import Ranks, process_group
 
 TIMEOUT_SECONDS = 120
@@ -76,7 +75,7 @@ class Pool:
         with (
             process_group(layout, device="cpu", timeout_seconds=TIMEOUT_SECONDS, rendezvous=rendezvous) as ranks,
             # A group has threads and connections of its own; hundreds of cases share those of few grids.
-            patch.object(mesh, "init_device_mesh", cache(mesh.init_device_mesh)),
+            patch.object(dist, "new_subgroups_by_enumeration", _made_once(dist.new_subgroups_by_enumeration)),
         ):
             for case in todo:
                 verdict = self.prove_one(case, ranks)
@@ -92,3 +91,15 @@ class Pool:
         if self.on_verdict is not None:
             self.on_verdict(verdict)
         return verdict
+
+
+def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make`, which remembers the groups of each enumeration of ranks."""
+    made: dict[str, Any] = {}
+
+    def call(ranks: Any, **options: Any) -> Any:
+        if str(ranks) not in made:
+            made[str(ranks)] = make(ranks, **options)
+        return made[str(ranks)]
+
+    return call

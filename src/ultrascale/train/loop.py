@@ -26,6 +26,7 @@ from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.rules import run_notes
 from ultrascale.spec.run import Run
 from ultrascale.spec.trainable import expect_trainable
+from ultrascale.train.agreement import expect_same_run
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
 from ultrascale.train.evaluate import evaluate
 from ultrascale.train.export import export_checkpoint, keep_tokenizer
@@ -63,6 +64,7 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://") 
         ) as ranks,
         ExitStack() as leaving,
     ):
+        expect_same_run(run, ranks)
         if ranks.is_first:
             leaving.enter_context(folder.owned())
             check_writable(folder.checkpoints)
