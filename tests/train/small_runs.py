@@ -74,13 +74,13 @@ def train_here(run: Run, *, before_step: BeforeStep | None = None, rendezvous: s
 
 
 def train_ranks(run: Run, *, before_step: BeforeStep | None = None, **options: Any) -> list[dict[str, Any]]:
-    """Train on `run.layout.dp` forked ranks; each rank's outcome, or its error's class and text, as plain data."""
-    return [outcomes[0] for outcomes in run_forked(run.layout.dp, _train_rank, [(run, before_step)], options)]
+    """Train on as many forked ranks as the layout has; each rank's outcome, or its error's class and text, as plain data."""
+    return [outcomes[0] for outcomes in run_forked(run.layout.world_size, _train_rank, [(run, before_step)], options)]
 
 
 def train_in_turn(trainings: Sequence[tuple[Run, BeforeStep | None]]) -> list[dict[str, Any]]:
     """Train these, all of one layout, one after the other on the same ranks; the outcomes on rank 0. Saves the starting."""
-    return run_forked(trainings[0][0].layout.dp, _train_rank, trainings, {})[0]
+    return run_forked(trainings[0][0].layout.world_size, _train_rank, trainings, {})[0]
 
 
 def _train_rank(
