@@ -62,10 +62,6 @@ class PartSeconds:
         """Compute of the forward pass."""
         return self.product + self.attention + self.elementwise
 
-    def at(self, index: NDArray[np.intp]) -> PartSeconds:
-        """The columns for layouts whose shapes are `index`."""
-        return PartSeconds(**{name: column[index] for name, column in vars(self).items()})
-
 
 @dataclass(frozen=True)
 class Blocks:
@@ -95,19 +91,24 @@ def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape]
 
 
 def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
-    """Work out every distinct shape of `table` once."""
+    """Work out every distinct shape of `table` once, and for later tables of the same workload."""
     shapes, shape_of = distinct_shapes(workload, table)
     kinds, kind_of_layer = layer_kinds(workload)
+    known = workload.priced_shapes
+    if new := [shape for shape in shapes if shape not in known]:
+        known.update(zip(new, _price_shapes(workload, kinds, new), strict=True))
+    *block, embedding, head = np.stack([known[shape] for shape in shapes], axis=-1)  # each [columns, shapes]
+    parts = tuple(PartSeconds(*columns) for columns in block)
+    return Blocks(shapes, shape_of, kinds, kind_of_layer, parts, PartSeconds(*embedding), PartSeconds(*head))
+
+
+def _price_shapes(workload: Workload, kinds: Sequence[int], shapes: list[Shape]) -> Floats:
+    """[shapes, parts, columns of `PartSeconds`]: the blocks of each kind, the embedding, the head."""
     model = workload.model
-    return Blocks(
-        shapes,
-        shape_of,
-        kinds,
-        kind_of_layer,
-        tuple(_price(workload, shapes, [block_work(model, layer, shape) for shape in shapes]) for layer in kinds),
-        _price(workload, shapes, [embedding_work(model, shape) for shape in shapes]),
-        _price(workload, shapes, [head_work(model, shape) for shape in shapes], head=True),
-    )
+    parts = [_price(workload, shapes, [block_work(model, layer, shape) for shape in shapes]) for layer in kinds]
+    parts.append(_price(workload, shapes, [embedding_work(model, shape) for shape in shapes]))
+    parts.append(_price(workload, shapes, [head_work(model, shape) for shape in shapes], head=True))
+    return np.array([list(vars(part).values()) for part in parts]).transpose(2, 0, 1)
 
 
 def layer_kinds(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -92,33 +92,42 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
     moments = rank_moments(workload, table, state, parts, micro_batches)
 
     exists = stages.exists > 0
-    always = state.weights + state.optimizer + parts.dummies + _batch_bytes(workload, table)
+    batch = _batch_bytes(workload, table)
+    always = state.weights + state.optimizer + parts.dummies + batch
     shape = (3, len(table))
-    sums = np.stack([np.broadcast_to(sum(one[:-1]), shape) for one in moments]) + always
-    sums = np.where(exists, sums, 0.0)
+
+    def columns(name: str) -> Floats:
+        """[moments, 3, layouts]."""
+        found = np.empty((len(moments), *shape))
+        for row, one in zip(found, moments, strict=True):
+            row[:] = getattr(one, name)
+        return found
+
+    live = columns("activations")
+    for name in ("gathered", "gradients", "buffers"):
+        live += columns(name)
+    sums = np.where(exists, live + always, 0.0)
     moment = sums.argmax(axis=0)
     by_rank = np.take_along_axis(sums, moment[None], axis=0)[0]
     worst = by_rank.argmax(axis=0)
     when = moment[worst, np.arange(len(table))]
 
-    def at(columns: list[Floats]) -> Floats:
-        return np.stack([np.broadcast_to(c, shape) for c in columns])[when, worst, np.arange(len(table))]
+    def at(name: str) -> Floats:
+        return columns(name)[when, worst, np.arange(len(table))]
 
     def of_worst(column: Floats) -> Floats:
         return np.broadcast_to(column, shape)[worst, np.arange(len(table))]
 
     categories = {
         "weights": of_worst(state.weights),
-        "gathered": at([one.gathered for one in moments]),
-        "gradients": at([one.gradients for one in moments]),
+        "gathered": at("gathered"),
+        "gradients": at("gradients"),
         "optimizer": of_worst(state.optimizer),
-        "activations": at([one.activations for one in moments]),
-        "buffers": at([one.buffers for one in moments]) + of_worst(parts.dummies + _batch_bytes(workload, table)),
+        "activations": at("activations"),
+        "buffers": at("buffers") + of_worst(parts.dummies + batch),
     }
     allocated = by_rank.max(axis=0)
-    in_pools = (
-        np.max([np.broadcast_to(sum(one[:-1]) - one.aside, shape) for one in moments], axis=0) + always + aside_bytes(state)
-    )
+    in_pools = (live - columns("aside")).max(axis=0) + always + aside_bytes(state)
     pooled = np.where(exists, np.maximum(in_pools, by_rank), 0.0).max(axis=0)
     capacity = np.full(len(table), workload.cluster.accelerator.memory_bytes.value)
     return Footprint(

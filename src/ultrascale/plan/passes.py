@@ -55,13 +55,14 @@ def pass_seconds(
 ) -> Passes:
     """What ranks or chunks cost that hold so many blocks of each kind, [rows, kinds, layouts], and ends, [rows, layouts]."""
     stack = workload.stack
-    parts = [part.at(blocks.shape_of) for part in (*blocks.block, blocks.embedding, blocks.head)]
+    parts = (*blocks.block, blocks.embedding, blocks.head)
     heads = 1 + workload.model.num_nextn_predict_layers
     weights = np.concatenate([layers, embedding[:, None], head[:, None] * heads], axis=1)
-    in_blocks = weights * (np.arange(len(parts)) < len(blocks.block))[None, :, None]
+    in_blocks = layers  # embedding and head left out
 
     def sum_of(name: str, counts: Floats = weights) -> Floats:
-        return np.einsum("rpn,pn->rn", counts, np.stack([getattr(part, name) for part in parts]))
+        by_shape = np.array([getattr(part, name) for part in parts[: counts.shape[1]]])
+        return np.einsum("rpn,pn->rn", counts, by_shape[:, blocks.shape_of])
 
     derate = constants.compute_derate * stack.overheads.products
     derate *= constants.device_derates.get(workload.cluster.accelerator.name, 1.0)

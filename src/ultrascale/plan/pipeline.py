@@ -115,21 +115,19 @@ def step_seconds(program: Program, seconds: StageSeconds) -> Floats:
 def play_many(program: Program, seconds: StageSeconds) -> Floats:
     """When every action ends, for many cases at once: [actions + 1, cases], the last row zeros. Wave by wave."""
     table, send = duration_table(program, seconds), _send_table(program, seconds)
-    ends = np.zeros((len(program.codes) + 1, max(table.shape[1], send.shape[1])))
-    source, other = np.ascontiguousarray(program.sources.T)
-    lag, other_lag = send[program.borders.T]
-    work, late = table[program.codes], bool(send.any()) and not seconds.receives_block
+    cases = max(table.shape[1], send.shape[1])
+    ends = np.zeros((len(program.codes) + 1, cases))
+    lags = send[program.borders]  # [actions, 2, cases]
+    work = np.broadcast_to(table[program.codes], (len(program.codes), cases))
     if seconds.receives_block:
-        work = work + np.maximum(lag, other_lag)
-    for first, beyond in program.waves:  # as few calls as can be: a wave is short, and a step has thousands
-        wave = slice(first, beyond)
-        start, beside = ends[source[wave]], ends[other[wave]]
+        work = work + lags.max(axis=1)
+    late = bool(send.any()) and not seconds.receives_block
+    for (first, beyond), needs in zip(program.waves, program.needs, strict=True):
+        # As few calls as can be: a wave is short, and a step has thousands.
+        arrived = ends.take(needs, axis=0)  # [wave, 3, cases]
         if late:
-            start += lag[wave]
-            beside += other_lag[wave]
-        np.maximum(start, beside, out=start)
-        np.maximum(start, ends[program.previous[wave]], out=start)
-        np.add(start, work[wave], out=ends[wave])
+            arrived[:, 1:] += lags[first:beyond]
+        np.add(np.maximum.reduce(arrived, axis=1), work[first:beyond], out=ends[first:beyond])
     return ends
 
 

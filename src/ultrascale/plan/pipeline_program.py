@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -38,6 +38,12 @@ class Program:
     """Stages (of F, of B) of the table's rows after the 4 x stages of single passes."""
     waves: list[tuple[int, int]]
     """First and last + 1 number of every wave."""
+
+    @cached_property
+    def needs(self) -> list[NDArray[np.intp]]:
+        """[wave][its actions, 3]: the one before on the rank, and the two sources."""
+        together = np.column_stack([self.previous, self.sources])
+        return [together[first:beyond] for first, beyond in self.waves]
 
 
 def program_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> Program:

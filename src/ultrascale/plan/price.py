@@ -47,7 +47,8 @@ PARTS = (
     "bubble", "optimizer", "offload", "rest", "data", "checkpoints",
 )  # fmt: skip
 
-PAIRED = tuple(SCHEDULES.index(name) for name in ("dualpipe", "dualpipe-v"))
+PAIRED = np.array([name in ("dualpipe", "dualpipe-v") for name in SCHEDULES])
+"""By number of the schedule."""
 NEWTON_SCHULZ_FLOPS = 30
 """Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan 2024)."""
 NEWTON_SCHULZ_EFFICIENCY = 0.6
@@ -281,7 +282,7 @@ def _hidden_by_pairs(table: LayoutTable, parts: dict[str, Floats], micro_batches
 
     All but about pp micro-batches are in pairs (DeepSeek-V3, section 3.2.1; `plan.pipeline.duration_table`).
     """
-    paired = np.isin(table.schedule, PAIRED) & (table.pp > 1)
+    paired = PAIRED[table.schedule] & (table.pp > 1)
     in_pairs = np.maximum(1 - table.pp / micro_batches, 0.0)
     hidden = np.minimum(parts["expert_parallel"], parts["compute"] + parts["recompute"]) * in_pairs
     return np.where(paired, hidden, 0.0)

@@ -35,8 +35,8 @@ from ultrascale.spec.work import Shape
 
 Floats = NDArray[np.float64]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
-FORWARD_FIRST = tuple(SCHEDULES.index(name) for name in ("afab", "breadth-first"))
-"""Schedules in which all losses are there before the first backward pass."""
+FORWARD_FIRST = np.array([name in ("afab", "breadth-first") for name in SCHEDULES])
+"""By number: schedules in which all losses are there before the first backward pass."""
 OFFLOADED_BLOCKS_LEFT = 2
 """Blocks whose activations are on the device although they are offloaded: one on its way out, one at work."""
 
@@ -118,7 +118,7 @@ def rank_activations(
     flight = in_flight(table, micro_batches) if kept is None else kept.flight
     # Multi-token prediction goes through the same head, and its loss comes first: what it saves is there beside the other's.
     heads = workload.model.num_nextn_predict_layers
-    earlier = np.where(np.isin(table.schedule, FORWARD_FIRST) & (table.pp > 1), micro_batches - 1, 0)
+    earlier = np.where(FORWARD_FIRST[table.schedule] & (table.pp > 1), micro_batches - 1, 0)
     head_saved = (1 + heads) * head[0] * stages.has_head * (earlier if kept is None else kept.losses)
     before = embedding[0] * stages.has_embedding
     waiting = np.maximum(flight - 1 / v, 0) * of_blocks + (flight - 1) * before + head_saved

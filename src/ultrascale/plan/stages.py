@@ -21,8 +21,8 @@ from ultrascale.spec.weights import layer_weights, weights_outside_layers
 
 Floats = NDArray[np.float64]
 FIRST, MIDDLE, LAST = range(3)
-FOLDED = tuple(SCHEDULES.index(name) for name in ("zb-v", "dualpipe-v", "dualpipe"))
-"""Schedules whose ranks do not hold every pp-th stage."""
+FOLDED = np.array([name in ("zb-v", "dualpipe-v", "dualpipe") for name in SCHEDULES])
+"""By number: schedules whose ranks do not hold every pp-th stage."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Stages:
 
 def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
     """The stages of every layout of `table`. `layers_per_stage`: a cut of one's own, for a table of one layout."""
-    key = (table.pp * 4096 + table.virtual_stages) * len(SCHEDULES) + table.schedule * np.isin(table.schedule, FOLDED)
+    key = (table.pp * 4096 + table.virtual_stages) * len(SCHEDULES) + table.schedule * FOLDED[table.schedule]
     _, rows, which = np.unique(key, return_index=True, return_inverse=True)
     kinds, kind_of_layer = layer_kinds(workload)
     sorts = []

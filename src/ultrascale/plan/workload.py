@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ultrascale.plan.storage import Storage
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.model import Model
+from ultrascale.spec.ops import Shape
 from ultrascale.spec.stack import STACKS, Stack
 
 
@@ -25,6 +29,8 @@ class Workload:
     """Tokens of the busiest rank's experts over the mean."""
     storage: Storage | None = None
     """None: what reading and writing cost is left out."""
+    priced_shapes: dict[Shape, NDArray[np.float64]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What `plan.blocks.price_blocks` worked out so far."""
 
     @property
     def tokens_per_step(self) -> int:
