@@ -319,3 +319,11 @@ def test_devices_from_before_bf16_are_planned_in_fp16(capsys) -> None:
     assert main(["plan", "--model", "gpt2-xl", "--gpus", "8xv100", "--json", "--top", "1"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["layout"]["precision"] == "fp16" and plan["time"]["peak_flops_per_second"] == 125e12 and not plan["trainable"]
+
+
+def test_the_blocks_of_each_stage_are_told_as_our_trainer_cuts_them(capsys) -> None:
+    words = "--model llama-3.2-1b --gpus 8xh100 --seq-len 4096 --sequences-per-batch 32"
+    main(["plan", *words.split(), "--pp", "4", "--schedule", "1f1b"])
+    assert "blocks of each stage: 5 5 5 1" in capsys.readouterr().out
+    main(["plan", *words.split(), "--pp", "1"])
+    assert "blocks of each stage" not in capsys.readouterr().out

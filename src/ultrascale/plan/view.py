@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ultrascale.plan.cost import cost
 from ultrascale.plan.memory import MemoryPlan
-from ultrascale.plan.report import TRAINED_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval
+from ultrascale.plan.report import TRAINED_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval, workload_of
 from ultrascale.plan.time import NOT_IN_IT
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.units import format_bytes, format_count, format_flops_per_second, format_seconds
@@ -52,6 +52,8 @@ BAR_WIDTH = 72
 PART_WIDTH = 16
 MEMORY_LABEL_WIDTH = 18
 WATERFALL_WIDTH = 40
+MOST_STAGES = 16
+"""Of a pipeline, whose blocks are listed one by one."""
 SHOWN_SHARE = 0.0005
 """Parts of a step below this share are not drawn."""
 FOOTPRINT = {
@@ -213,10 +215,26 @@ def _headline(plan: RunPlan) -> Text:
     title.append(
         f"{_cut(layout)}{layout.precision}, {_state(layout)}, {_again(layout)}{trainer}\n"
         f"a step is {format_count(tokens)} tokens: {layout.dp} {'ranks' if layout.world_size == layout.dp else 'replicas'} "
-        f"x {micro_batches} x {layout.micro_batch_size} x {run.batch.sequence_length}, documents {masked}",
+        f"x {micro_batches} x {layout.micro_batch_size} x {run.batch.sequence_length}, documents {masked}"
+        f"{_stages(plan)}",
         style="dim",
     )
     return title
+
+
+def _stages(plan: RunPlan) -> str:
+    """A line with the blocks of each pipeline stage in order, `5 5 5 1`, of many the least and the most; empty without one."""
+    layout = plan.run.layout
+    if layout.pp == 1:
+        return ""
+    from ultrascale.plan.stages import chunk_layers_of  # here, so that a CPU is planned without NumPy
+
+    workload = workload_of(plan.run, plan.cluster, plan.stack)
+    chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
+    words = " ".join(map(str, chunks))
+    if len(chunks) > MOST_STAGES:
+        words = f"{min(chunks)} to {max(chunks)}, of the first {chunks[0]}, of the last {chunks[-1]}"
+    return f"\nblocks of each stage: {words}"
 
 
 def _cut(layout: Layout) -> str:
