@@ -52,8 +52,10 @@ def vocabulary_cross_entropy(
     """
     _expect_inside(targets.masked_fill(targets == IGNORED, 0), vocab_size, "a target")
     first = even_part(vocab_size, cut.group.size(), cut.group.rank())[0]
+    # Chunks are of one size on all ranks, whose parts of the vocabulary need not be.
+    rows = chunk_rows(targets.numel(), even_part(vocab_size, cut.group.size(), 0)[1], hidden.device.type)
     fused = compiled and torch.is_grad_enabled() and (hidden.is_cuda or hidden.dtype != _wide(hidden))
-    return _Loss.apply(hidden, weight, targets, first, cut, fused)  # pyright: ignore[reportReturnType]
+    return _Loss.apply(hidden, weight, targets, first, rows, cut, fused)  # pyright: ignore[reportReturnType]
 
 
 def _expect_inside(ids: Tensor, vocab_size: int, what: str) -> None:
@@ -67,13 +69,15 @@ def _expect_inside(ids: Tensor, vocab_size: int, what: str) -> None:
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, cut: Cut, fused: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, chunk: int, cut: Cut, fused: bool
+    ) -> Tensor:
         whole = gather_parts(hidden, cut.length, cut.group)() if cut.length else hidden.contiguous()
         rows, targets = whole.flatten(0, 1), targets.flatten()
         if not any(ctx.needs_input_grad):
-            return _sweep(rows, weight, targets, first, cut.group, fused, None, None)
+            return _sweep(rows, weight, targets, first, chunk, cut.group, fused, None, None)
         grad_hidden, grad_weight = torch.empty_like(whole), torch.zeros_like(weight, dtype=_wide(weight))
-        loss = _sweep(rows, weight, targets, first, cut.group, fused, grad_hidden.flatten(0, 1), grad_weight)
+        loss = _sweep(rows, weight, targets, first, chunk, cut.group, fused, grad_hidden.flatten(0, 1), grad_weight)
         summed = sum_parts(grad_hidden, cut.group) if cut.length else sum_whole(grad_hidden, cut.group)
         narrow = grad_weight.to(weight.dtype)
         ctx.save_for_backward(summed(), narrow)
@@ -82,7 +86,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None, None, None
+        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None, None, None, None
 
 
 def _sweep(
@@ -90,14 +94,14 @@ def _sweep(
     weight: Tensor,
     targets: Tensor,
     first: int,
+    rows: int,
     group: dist.ProcessGroup,
     fused: bool,
     grad_hidden: Tensor | None,
     grad_weight: Tensor | None,
 ) -> Tensor:
-    """The loss of rows [N, D], chunk by chunk, in memory taken once; fills `grad_hidden` and adds to `grad_weight`."""
+    """The loss of hidden [N, D], `rows` at a time, in memory taken once; fills `grad_hidden` and adds to `grad_weight`."""
     loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
-    rows = chunk_rows(len(hidden), len(weight), hidden.device.type)
     room = hidden.new_empty(rows, len(weight))
     wide_room = torch.empty_like(room, dtype=loss.dtype) if room.dtype != loss.dtype else room
     product = torch.empty_like(weight) if room is not wide_room and grad_weight is not None else None
