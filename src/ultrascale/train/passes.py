@@ -18,6 +18,10 @@ from ultrascale.schedules.actions import Action, Kind
 from ultrascale.train.micro_batches import MicroBatch, activation_shape
 
 
+EVALUATED_TOGETHER = 4
+"""Micro-batches for each pipeline rank that an evaluation runs at once: over gloo, what a rank sends it keeps until the end."""
+
+
 @dataclass
 class Passes:
     """Runs micro-batches through this rank's share of the model."""
@@ -64,7 +68,9 @@ class Passes:
         if self.pipeline is None:
             return [self.forward(batch) for batch in micro_batches]
         losses: list[Tensor] = []
-        self._through(self.pipeline.evaluate, micro_batches, losses, 1.0)
+        together = EVALUATED_TOGETHER * self.share.layout.pp
+        for first in range(0, len(micro_batches), together):
+            self._through(self.pipeline.evaluate, micro_batches[first : first + together], losses, 1.0)
         return losses
 
     def forward(self, batch: MicroBatch, *, stage: int = 0, given: Tensor | None = None) -> Tensor:
