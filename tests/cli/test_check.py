@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ultrascale.check import faults, prove
+from ultrascale.check import matrix, prove
+from ultrascale.check.compare import Verdict
+from ultrascale.check.fault import FAULTS
 from ultrascale.check.prove import Case
 from ultrascale.cli.main import main
 
+CELLS = matrix.cells()
 RUN = """
 device = "cpu"
 [model]
@@ -76,7 +81,7 @@ def test_one_process_that_is_asked_for_is_told_that_it_proves_no_communication(r
 
 def test_a_run_too_large_for_a_laptop_is_proven_with_four_processes_in_groups_and_that_is_said(run_file, capsys, monkeypatch):
     todo: list[Case] = []
-    monkeypatch.setattr(prove, "prove_all", lambda cases, steps: [todo.extend(cases), []][1])  # `tests/exact` proves them
+    monkeypatch.setattr(prove, "prove_all", lambda cases, **options: [todo.extend(cases), []][1])  # `tests/exact` proves them
     words = ("--layout.dp", "64", "--layout.dp-shard", "8", "--batch.sequences-per-batch", "64", "--own-layout", "--json")
     assert check(run_file, *words) == 0
     assert "64 processes are proven with 4.\nIts groups of 8 ranks with one copy of the state become groups of 2." in (
@@ -85,21 +90,88 @@ def test_a_run_too_large_for_a_laptop_is_proven_with_four_processes_in_groups_an
     assert {(case.run.layout.dp, case.run.layout.dp_shard) for case in todo} == {(4, 2)}
 
 
-def test_every_planted_fault_is_seen_and_the_first_parameters_named(run_file, capsys):
-    assert check(run_file, "--plant", "all", "--own-layout") == 0
+def test_every_fault_that_a_run_can_have_is_seen_and_the_first_parameters_named(run_file, capsys):
+    assert check(run_file, "--plant", "counted-twice", "--own-layout") == 0
     told = capsys.readouterr().out
-    assert "8 of 8 planted faults were seen." in told and "MISSED" not in told
+    assert "2 of 2 planted faults were seen." in told and "MISSED" not in told
     assert "counted-twice: dp 2 zero 3 x 1 micro-batch, tied: step 0: gradient of embed_tokens.weight differs by 1.0" in told
 
 
+def test_all_faults_that_a_run_can_have_are_planted_and_no_others(run_file, capsys, monkeypatch):
+    todo: list[Case] = []
+    monkeypatch.setattr(prove, "prove_all", lambda cases, **options: [todo.extend(cases), []][1])
+    check(run_file, "--plant", "all", "--own-layout", "--json")
+    planted = {case.fault for case in todo}
+    assert {"missing-reduce", "missing-scatter", "accumulation-reset", "stale-copy"} < planted
+    assert not any(str(name).startswith(("tp-", "cp-", "pp-", "expert-")) for name in planted)
+    assert all(FAULTS[str(case.fault)].fits(case.run) for case in todo)
+
+
 def test_a_fault_that_is_missed_and_a_layout_that_differs_fail(run_file, capsys, monkeypatch):
-    monkeypatch.setitem(faults._PLANT, "shifted-batch", lambda trainer: lambda: None)
+    monkeypatch.setitem(FAULTS, "shifted-batch", replace(FAULTS["shifted-batch"], plant=lambda trainer: nullcontext()))
     assert check(run_file, "--plant", "shifted-batch", "--own-layout") == 1
     assert "MISSED" in capsys.readouterr().out
     monkeypatch.setattr(prove, "TOLERANCE", -1.0)
     assert check(run_file, "--own-layout") == 1
     told = capsys.readouterr().out
     assert "DIFFERS" in told and "0 of 2 cases" in told and "gradient of embed_tokens.weight differs by" in told
+
+
+def test_a_fault_without_a_run_is_planted_where_it_can_be_seen_and_the_list_names_all(capsys):
+    assert main(["check", "--plant", "pp-tied"]) == 0
+    assert "1 of 1 planted faults were seen." in capsys.readouterr().out
+    assert main(["check", "--plant", "list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(FAULTS)
+
+
+AXES = ("--layout.tp", "8", "--layout.pp", "4", "--layout.dp", "16", "--batch.sequences-per-batch", "64",
+        "--model.preset", "llama-3-8b")  # fmt: skip
+
+
+def test_a_run_of_several_axes_is_proven_with_all_of_them_and_one_that_does_not_fit_is_named(run_file, capsys, monkeypatch):
+    todo: list[Case] = []
+    monkeypatch.setattr(prove, "prove_all", lambda cases, **options: [todo.extend(cases), []][1])
+    assert check(run_file, *AXES, "--own-layout", "--json") == 0
+    assert capsys.readouterr().err == "The run's 512 processes are proven with 8.\n"
+    assert {(c.run.layout.tp, c.run.layout.pp, c.run.layout.dp, c.run.layout.zero_stage) for c in todo} == {(2, 2, 2, 3)}
+    words = [word for word in AXES if word not in ("--layout.dp", "16")]
+    assert check(run_file, *words, "--layout.zero-stage", "0", "--processes", "2", "--own-layout", "--json") == 0
+    assert "With so few processes tp and dp are not proven: leave --processes out." in capsys.readouterr().err
+
+
+def test_tensor_and_pipeline_parallelism_are_proven_from_the_command_line(run_file, capsys):
+    words = ("--layout.dp", "1", "--layout.tp", "2", "--layout.pp", "2", "--batch.sequence-length", "15", "--own-layout")
+    assert check(run_file, *words) == 0
+    assert "dp 1 tp 2 pp 2 zero 3 x 3 micro-batches, tied" in capsys.readouterr().out
+
+
+def test_the_matrix_is_summed_up_and_written_as_a_page_and_what_differs_fails(tmp_path, capsys, monkeypatch):
+    few = [cell for cell in matrix.cells() if cell.refused or cell.run.layout.world_size == 8][:3]
+    monkeypatch.setattr(matrix, "cells", lambda: few)
+    page = tmp_path / "support.md"
+    assert main(["check", "--matrix", "--processes", "2", "--markdown", str(page)]) == 0
+    assert "3 combinations: 3 refused" in capsys.readouterr().out and "dualpipe" in page.read_text()
+    good = [Verdict("a", 1e-11, {}, (), failure="rank 1 died")] * 9
+    one = next(cell for cell in CELLS if cell.run.layout.world_size == 2)
+    monkeypatch.setattr(matrix, "cells", lambda: [one])
+    monkeypatch.setattr(matrix, "prove_all", lambda cases, **options: good[: len(cases)])
+    assert main(["check", "--matrix", "--json"]) == 1
+    assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["DIFFERS"]
+
+
+DEADLOCK = "0F0,0B0\n1B0,1F0\n"
+NO_BACKWARD = "0F0\n1F0,1B0\n"
+
+
+@pytest.mark.parametrize(
+    "schedule, message",
+    [(DEADLOCK, "rank 1, action 0 (1B0)"), (NO_BACKWARD, "does not pass stage 0 once each way"), ("0F0,huh\n", "huh")],
+)
+def test_a_schedule_file_that_cannot_be_executed_is_refused_by_rank_and_action(run_file, tmp_path, capsys, schedule, message):
+    (tmp_path / "own.csv").write_text(schedule)
+    words = ("--layout.dp", "1", "--layout.pp", "2", "--layout.zero-stage", "0", "--layout.schedule", str(tmp_path / "own.csv"))
+    assert check(run_file, *words) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -112,6 +184,13 @@ def test_a_fault_that_is_missed_and_a_layout_that_differs_fail(run_file, capsys,
         (["{run}", "--laoyut.dp", "2"], "Did you mean layout.dp?"),
         (["{run}", "--steps", "0"], "must be at least 1, is 0"),
         (["{run}", "--plant", "nothing"], "knows no fault 'nothing'"),
+        (["{run}", "--plant", "tp-copies"], "tp-copies needs tp > 1"),
+        (["{run}", "--matrix"], "proves runs of its own"),
+        (["{run}", "--markdown", "page.md"], "Add --matrix."),
+        ([], "Name a run, or prove all combinations"),
+        (["{run}", "--layout.tp", "3"], "must divide model.num_attention_heads"),
+        (["{run}", "--layout.ep", "2"], "cuts experts, but the model has none"),
+        (["{run}", "--layout.ep", "3", "--model.preset", "tiny-mixtral"], "ep x expert_tp = 3 must divide tp x cp x dp = 2"),
         (["{run}", "--processes", "1", "--layout.zero-stage", "0", "--plant", "all"], "Add --processes 2"),
     ],
 )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from ultrascale.check import faults_context, faults_data, faults_experts, faults_pipeline, faults_step, faults_tensor
+from ultrascale.check.case import Case
 from ultrascale.check.fault import FAULTS
 from ultrascale.check.small import made_small, provable
 from ultrascale.spec.layout import Layout
@@ -23,6 +24,8 @@ from ultrascale.train.trainer import Trainer
 MODULES = (faults_step, faults_data, faults_tensor, faults_context, faults_pipeline, faults_experts)
 CLASSIC = ("missing-reduce", "mean-of-means", "counted-twice", "shifted-batch")
 """Those that any run of several data-parallel ranks can have."""
+SHARP = Optimizer(learning_rate=1e-2, clip_grad_norm=0.1, warmup_steps=1)
+"""Updates so large that wrong ones show, and gradients always clipped."""
 
 
 def suitable(run: Run) -> list[str]:
@@ -49,13 +52,32 @@ def expect_fault(name: str, run: Run) -> None:
         raise SpecError([Problem("--plant", f"{name} needs {FAULTS[name].needs}", remedy)])
 
 
+def with_faults(cases: list[Case], name: str) -> list[Case]:
+    """Each of `cases` with the fault `name`, or one by one with `all` that it can have. Raises SpecError as `expect_fault`.
+
+    Settings under which a fault would change nothing are sharpened: clipping bites, weights decay, updates are large.
+    """
+    expect_fault(name, max((case.run for case in cases), key=lambda run: run.batch.sequences_per_batch))
+    names = list(FAULTS) if name == "all" else [name]
+    return [
+        Case(f"{fault}: {case.name}", replace(case.run, optimizer=_sharp(case.run.optimizer)), fault)
+        for fault in names
+        for case in cases
+        if FAULTS[fault].fits(case.run)
+    ]
+
+
+def _sharp(given: Optimizer) -> Optimizer:
+    clip = None if given.clip_grad_norm is None else min(given.clip_grad_norm, SHARP.clip_grad_norm or 1.0)
+    return replace(given, learning_rate=1e-2, warmup_steps=1, weight_decay=max(given.weight_decay, 0.1), clip_grad_norm=clip)
+
+
 def home_of(name: str) -> Run:
     """The least run in which the fault `name` can be seen, with updates so large that wrong ones show, and clipped."""
     home = FAULTS[name].home
     layout = Layout(micro_batch_size=1, **home.layout)
-    optimizer = Optimizer(learning_rate=1e-2, clip_grad_norm=0.5, warmup_steps=1)
     model = replace(made_small(PRESETS[home.preset], layout), **home.model)
-    run = provable(Run(model, steps=10, layout=layout, optimizer=optimizer))
+    run = provable(Run(model, steps=10, layout=layout, optimizer=SHARP))
     batch = replace(run.batch, sequence_length=24, sequences_per_batch=home.micro_batches * layout.dp)
     return replace(run, batch=batch)
 

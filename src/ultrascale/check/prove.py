@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ultrascale.check.case import Case
 from ultrascale.check.compare import Verdict, judge
 from ultrascale.check.documents import RandomDocuments
 from ultrascale.check.faults import planted
@@ -28,15 +29,6 @@ from ultrascale.train.trainer import Trainer
 __all__ = ["TOLERANCE", "Case", "cases", "made_small", "prove", "prove_all"]
 
 TOLERANCE = 1e-11
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to prove: a run (in float64, at a size a laptop can do), and the fault planted in it, if any."""
-
-    name: str
-    run: Run
-    fault: str | None = None
 
 
 def cases(run: Run, *, own_layout: bool = False, processes: int | None = None) -> Iterator[Case]:

@@ -88,21 +88,16 @@ def command(arguments: list[str]) -> int:
         return list_faults() if asked.plant == "list" else plant_at_home(asked.plant, asked.steps, as_json=asked.json)
     described = resolve(asked.run, rest).run
     expect_trainable(described.model, described.layout)
-    from ultrascale.check.faults import expect_fault, suitable
+    from ultrascale.check.faults import with_faults
     from ultrascale.check.prove import cases, prove_all
 
     todo = list(cases(described, own_layout=asked.own_layout, processes=asked.processes))
+    steps = asked.steps
     if asked.plant is not None:
-        expect_fault(asked.plant, todo[0].run)
-        todo = [
-            replace(case, fault=fault, name=f"{fault}: {case.name}")
-            for fault in (suitable(todo[0].run) if asked.plant == "all" else (asked.plant,))
-            for case in todo
-            if fault in suitable(case.run)
-        ]
+        todo, steps = with_faults(todo, asked.plant), max(2, asked.steps)  # some show only in what the first step left
     for note in _notes(described, [case.run.layout for case in todo], asked.processes):
         print(note, file=sys.stderr if asked.json else sys.stdout, flush=True)
-    verdicts = prove_all(todo, steps=asked.steps, go_on=asked.plant is not None)
+    verdicts = prove_all(todo, steps=steps, go_on=asked.plant is not None)
     good = [verdict.holds == (asked.plant is None) for verdict in verdicts]
     if asked.json:
         print(json_module.dumps([verdict.to_json() for verdict in verdicts], indent=1))

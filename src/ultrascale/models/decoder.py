@@ -238,7 +238,7 @@ class _JoinBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, other: Tensor) -> Tensor:
-        return loss.view_as(loss)
+        return loss.clone()  # FSDP2 warns of views: what it hooks on to them is lost if they are written to
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,70 @@
+"""The combinations of `ultrascale check --matrix`: a part of them here; `--matrix` proves all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from ultrascale.check import matrix
+from ultrascale.check.compare import Difference, Verdict
+from ultrascale.check.matrix import Cell, Outcome, cells, prove_cells
+from ultrascale.check.support import to_markdown
+
+WHOLE = ("Axes, two by two", "Odd numbers")
+EVERY = 4
+"""Of the other tables one combination in so many, row by row another one."""
+
+
+def chosen() -> list[Cell]:
+    """All pairs of axes, and of the rest a part that has every row and every column."""
+    rest = [cell for cell in cells() if cell.table not in WHOLE and cell.run.layout.world_size <= 4]
+    deep = [cell for cell in cells() if cell.run.layout.world_size == 8]
+    return [cell for cell in cells() if cell.table in WHOLE] + rest[::EVERY] + deep[:2]
+
+
+def test_a_part_of_the_matrix_is_exact():
+    outcomes = prove_cells(chosen(), processes=8)
+    wrong = {one.cell.name: one.verdict for one in outcomes if one.state == "DIFFERS"}
+    assert wrong == {}
+    assert Counter(one.state for one in outcomes)["proven"] > 100
+
+
+def test_every_pair_of_axes_is_there_and_only_dualpipe_is_refused():
+    found = cells()
+    assert len({cell.name for cell in found}) == len(found) > 300
+    assert {(cell.table, cell.row) for cell in found if cell.refused} == {("Schedules", "dualpipe")}
+    pairs = {frozenset((cell.row, cell.column)) for cell in found if cell.table == "Axes, two by two"}
+    axes = ("dp", "ZeRO 3", "tp", "cp", "pp", "ep", "expert_tp")
+    assert {frozenset((one, other)) for one in axes for other in axes if {one, other} != {"dp", "ZeRO 3"}} <= pairs
+    schedules = {(cell.row, cell.column) for cell in found if cell.table == "Schedules" and not cell.refused}
+    names = ("1f1b", "afab", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v")
+    assert {(name, f"ZeRO {stage}") for name in names for stage in range(4)} <= schedules
+
+
+def test_a_combination_that_needs_more_processes_is_untried_and_one_that_differs_stops_no_other(monkeypatch):
+    few = [cell for cell in cells() if cell.table == "Odd numbers"] + [next(cell for cell in cells() if cell.refused)]
+
+    def judged(cases, **options):
+        bad = Difference(0, "gradient", "a", 1.0)
+        return [Verdict(c.name, 1e-11, {}, (bad,) if c.run.layout.pp > 1 else ()) for c in cases]
+
+    monkeypatch.setattr(matrix, "prove_all", judged)
+    states = Counter(one.state for one in prove_cells(few, processes=3))
+    assert states["untried"] and states["DIFFERS"] and states["proven"] and states["refused"]
+
+
+def test_the_page_says_what_each_combination_is_and_why_some_are_refused():
+    cell = replace(cells()[0], table="T", row="a", column="x")
+    good, bad = Verdict("c", 1e-11, {}, ()), Verdict("c", 1e-11, {}, (), failure="rank 1 died")
+    page = to_markdown(
+        [
+            Outcome(cell, good),
+            Outcome(replace(cell, column="y"), bad),
+            Outcome(replace(cell, row="b", refused="layout.pp is odd"), None),
+            Outcome(replace(cell, row="b", column="y"), None),
+        ],
+        2,
+    )
+    assert "4 combinations: 1 proven, 1 refused, 1 untried, 1 DIFFERS." in page
+    assert "| a | proven | **DIFFERS** |\n| b | refused (1) | untried |" in page
+    assert "1. refused: layout.pp is odd" in page
