@@ -28,7 +28,7 @@ from ultrascale.models.generate import Sampling, generate
 from ultrascale.models.huggingface import import_folder
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
-from ultrascale.spec.run import Run
+from ultrascale.spec.run import Optimizer, Run
 from ultrascale.spec.weights import score_biases
 from ultrascale.train import resume
 from ultrascale.train.trained import import_as_first_checkpoint, open_trained
@@ -39,7 +39,7 @@ TIED_MODEL = replace(MODEL, tie_word_embeddings=True)
 EXPERTS = replace(
     MODEL, model_type="deepseek_v3", num_key_value_heads=2, q_lora_rank=8, kv_lora_rank=6, qk_nope_head_dim=4,
     qk_rope_head_dim=4, v_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
-    shared_expert_intermediate_size=8, first_k_dense_replace=1, topk_method="noaux_tc", scoring_func="sigmoid", n_group=2,
+    shared_expert_intermediate_size=12, first_k_dense_replace=1, topk_method="noaux_tc", scoring_func="sigmoid", n_group=2,
     topk_group=1,
 )  # fmt: skip
 
@@ -109,7 +109,7 @@ def test_a_run_stopped_on_any_axis_goes_on_to_the_same_bits(home, case):
 
 
 def test_a_run_cut_by_tensors_and_stages_is_exported_and_generates(home):
-    run = run_of(home, TIED_MODEL, replace(ONE, tp=2, pp=2), "cut", steps=2)
+    run = run_of(home, TIED_MODEL, replace(ONE, tp=2, pp=2), "cut", steps=2, optimizer=Optimizer(warmup_steps=1))
     train_ranks(replace(run, checkpoint=replace(run.checkpoint, export=True)))
     trained = open_trained(home / "cut")
     _, exported = import_folder(home / "cut" / "export")
