@@ -33,6 +33,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d
 from torch.library import custom_op
 
+from ultrascale.parallel.lost import waiting
+
 _begun: list[dist.Work] = []
 """From an operation, which may return tensors only, to whoever called it. Empty if a kept result came instead."""
 
@@ -86,7 +88,8 @@ class Exchange:
         assert self._under_way is not None, "nothing is under way"
         (work, _, filling), self._under_way = self._under_way, None
         if work is not None:
-            work.wait()
+            with waiting("an exchange of tokens between experts", self.group):
+                work.wait()
         return filling
 
 
@@ -95,7 +98,8 @@ def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: st
     """Memory that fills with [sum(received), ...]; the work to wait for is left in `_begun`."""
     ranks = distributed_c10d._resolve_process_group(group)  # pyright: ignore
     filling = rows.new_empty(sum(received), *rows.shape[1:])
-    work = dist.all_to_all_single(filling, rows, received, sent, group=ranks, async_op=True)
+    with waiting("an exchange of tokens between experts", ranks):
+        work = dist.all_to_all_single(filling, rows, received, sent, group=ranks, async_op=True)
     assert work is not None, "this rank is not in the group"
     _begun.append(work)
     return filling
@@ -107,7 +111,8 @@ def sum_rows(rows: Tensor, lengths: list[int], group: str) -> Tensor:
     ranks = distributed_c10d._resolve_process_group(group)  # pyright: ignore
     own = lengths[ranks.rank()]
     parts = rows.new_empty(ranks.size(), own, *rows.shape[1:])
-    dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), [own] * ranks.size(), lengths, group=ranks)
+    with waiting("a sum of rows of tokens", ranks):
+        dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), [own] * ranks.size(), lengths, group=ranks)
     total = parts[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
@@ -201,5 +206,6 @@ def _own(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tens
 def _gathered(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     copies = rows.repeat(group.size(), *(1 for _ in rows.shape[1:]))
     gathered = rows.new_empty(sum(lengths), *rows.shape[1:])
-    dist.all_to_all_single(gathered, copies, list(lengths), [len(rows)] * group.size(), group=group)
+    with waiting("a gather of rows of tokens", group):
+        dist.all_to_all_single(gathered, copies, list(lengths), [len(rows)] * group.size(), group=group)
     return gathered

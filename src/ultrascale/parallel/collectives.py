@@ -12,14 +12,24 @@ more ranks than fit one machine: a thousand of them would send a million message
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ReduceOp
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-GATHER_TAG, SCATTER_TAG = 1, 2
-"""Two messages under way between the same ranks must not be taken for one another."""
+from ultrascale.parallel.lost import waiting
+
+
+class Tag(NamedTuple):
+    """What messages are, in number and word: two under way between the same ranks must not be taken for one another."""
+
+    number: int
+    what: str
+
+
+GATHER_TAG, SCATTER_TAG = Tag(1, "the gather of a bucket's parameters"), Tag(2, "the sum of a bucket's gradients")
 
 
 class DirectAllGather(AllGather):
@@ -90,15 +100,27 @@ class NothingToScatter(ReduceScatter):
 class Exchange(dist.Work):
     """Messages under way between this rank and every other of a group: `sent[rank]` to it, `received[rank]` from it."""
 
-    def __init__(self, sent: list[torch.Tensor], received: list[torch.Tensor], group: dist.ProcessGroup, tag: int):
+    def __init__(self, sent: list[torch.Tensor], received: list[torch.Tensor], group: dist.ProcessGroup, tag: Tag):
         super().__init__()
+        self.group, self.tag = group, tag
         others = [rank for rank in range(group.size()) if rank != group.rank()]
-        under_way = [dist.irecv(received[rank], group=group, tag=tag, group_src=rank) for rank in others]
-        under_way += [dist.isend(sent[rank], group=group, tag=tag, group_dst=rank) for rank in others]
-        self.under_way = [work for work in under_way if work is not None]
+        self.under_way: list[tuple[int, dist.Work | None]] = []
+        for start, tensors in ((self._receive, received), (self._send, sent)):
+            for rank in others:
+                with waiting(tag.what, group, [rank]):
+                    self.under_way.append((rank, start(tensors[rank], rank)))
 
     def wait(self, *timeout: object) -> bool:
         """Return when all messages have arrived and may be overwritten."""
         while self.under_way:
-            self.under_way.pop().wait()
+            rank, work = self.under_way.pop()
+            with waiting(self.tag.what, self.group, [rank]):
+                if work is not None:
+                    work.wait()
         return True
+
+    def _receive(self, tensor: torch.Tensor, rank: int) -> dist.Work | None:
+        return dist.irecv(tensor, group=self.group, tag=self.tag.number, group_src=rank)
+
+    def _send(self, tensor: torch.Tensor, rank: int) -> dist.Work | None:
+        return dist.isend(tensor, group=self.group, tag=self.tag.number, group_dst=rank)

@@ -16,6 +16,7 @@ tensors are [T, B, K, E + E'], so that a run of slots is one piece of memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.parallel.context_masks import NOTHING, ContextMask, Slots
+from ultrascale.parallel.lost import waiting
 
 KEYS_TAG, GRADIENTS_TAG = 11, 12
 """Two messages under way between the same ranks must not be taken for one another."""
@@ -61,16 +63,22 @@ class Messages:
     def __init__(
         self, group: dist.ProcessGroup | None, tag: int, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
     ):
-        self.kept = sends
+        self.kept, self.group = sends, group
+        self.peers = sorted({rank for rank, _ in (*sends, *receives)})
         receiving = [dist.P2POp(dist.irecv, tensor, group=group, tag=tag, group_peer=rank) for rank, tensor in receives]
         sending = [dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=rank) for rank, tensor in sends]
-        self.works = dist.batch_isend_irecv(receiving + sending) if receiving or sending else []
+        with self._waiting():
+            self.works = dist.batch_isend_irecv(receiving + sending) if receiving or sending else []
 
     def wait(self) -> None:
         """Until they have arrived and may be overwritten."""
-        while self.works:
-            self.works.pop().wait()
+        with self._waiting():
+            while self.works:
+                self.works.pop().wait()
         self.kept = []
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return waiting("an exchange over cp", self.group, self.peers)
 
 
 def pack(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -26,6 +26,7 @@ from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import Experts, GroupedLinear, moe_layers
 from ultrascale.parallel.expert_dispatch import Dispatch
 from ultrascale.parallel.expert_sequences import WholeSequences, apply_whole_sequences
+from ultrascale.parallel.lost import waiting
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.places import Coordinates, place
 from ultrascale.spec.weights import weights
@@ -78,7 +79,8 @@ def sum_counts(counts: Tensor, *, groups: Sequence[dist.ProcessGroup]) -> Tensor
     """Counts summed over each of `groups` in turn; those given stay as they are. Integers: the order does not matter."""
     total = counts.clone() if groups else counts
     for group in groups:
-        dist.all_reduce(total, group=group)
+        with waiting("the sum of experts' loads", group):
+            dist.all_reduce(total, group=group)
     return total
 
 

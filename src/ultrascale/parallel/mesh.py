@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as meet
 
+from ultrascale.parallel.lost import waiting
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
@@ -35,6 +36,8 @@ class Ranks:
     device: torch.device
     host_group: dist.ProcessGroup | None = None
     """All ranks over gloo, for what the CPUs agree on; None when alone."""
+    timeout: timedelta | None = None
+    """Of collectives; None: torch's own."""
 
     @property
     def is_first(self) -> bool:
@@ -44,13 +47,15 @@ class Ranks:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a CPU tensor over all ranks, on every rank."""
         if self.host_group is not None:
-            dist.all_reduce(values, group=self.host_group)
+            with waiting("a sum over all ranks", self.host_group):
+                dist.all_reduce(values, group=self.host_group)
         return values
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.host_group is not None:
-            dist.barrier(group=self.host_group)
+            with waiting("a barrier of all ranks", self.host_group):
+                dist.barrier(group=self.host_group)
 
     def gather_text(self, text: str) -> list[str]:
         """Every rank's `text`, on every rank, without pickle."""
@@ -100,9 +105,10 @@ def process_group(
     if world == 1:
         yield Ranks(0, 1, here)
         return
-    _join(here, timedelta(seconds=timeout_seconds), rendezvous)
+    timeout = timedelta(seconds=timeout_seconds)
+    _join(here, timeout, rendezvous)
     try:
-        yield Ranks(dist.get_rank(), world, here, _host_group(timeout_seconds))
+        yield Ranks(dist.get_rank(), world, here, _host_group(timeout), timeout)
     finally:
         dist.destroy_process_group()
 
@@ -132,9 +138,9 @@ class Mesh:
     def __init__(self, layout: Layout, ranks: Ranks, *, has_experts: bool = False):
         self.layout, self.rank, self.device = layout, ranks.rank, ranks.device
         self.at = Coordinates.of(layout, ranks.rank)
+        self._timeout = ranks.timeout
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._neighbours: dict[int, dist.ProcessGroup] = {}
-        self._down: dist.ProcessGroup | None = None
+        self._made: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup] = {}
         self.data: DeviceMesh | None = None
         self.expert_data: DeviceMesh | None = None
         if layout.world_size == 1:
@@ -144,10 +150,11 @@ class Mesh:
         if experts_differ:
             self._grid(stage=layout.pp, expert_dp=layout.expert_dp, ep=layout.ep, expert_tp=layout.expert_tp)
         if layout.dp * layout.cp > 1 or (experts_differ and layout.expert_dp > 1):
-            self.data = self._data_grid(layout.group("replicate")[0], layout.group("shard")[0], layout.tp)
+            self.data = self._data_grid("data", layout.group("replicate")[0], layout.group("shard")[0], layout.tp)
             if experts_differ:
                 cut = layout.expert_shard_size
-                self.expert_data = self._data_grid(layout.expert_dp // cut, cut, layout.ep * layout.expert_tp)
+                inner = layout.ep * layout.expert_tp
+                self.expert_data = self._data_grid("expert_data", layout.expert_dp // cut, cut, inner)
 
     def group(self, axis: MeshAxis) -> dist.ProcessGroup | None:
         """This rank's group along `axis`, or None where that is this rank alone."""
@@ -156,36 +163,40 @@ class Mesh:
     def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """This rank's pipeline twice, for messages to higher ranks and to lower ones: NCCL would put both into one queue, where
         they could wait for each other."""
-        up = self.group("pp")
-        assert up is not None
-        if self.device.type != "cuda":
-            return up, up
-        if self._down is None:
-            size = self.layout.world_size // self.layout.pp
-            members = [list(range(first, self.layout.world_size, size)) for first in range(size)]
-            down, _ = dist.new_subgroups_by_enumeration(members)
-            assert isinstance(down, dist.ProcessGroup)
-            self._down = down
-        return up, self._down
+        return self._along("pp", (self.layout.pp, -1), 0), self._along("pp, downwards", (self.layout.pp, -1), 0)
 
     def neighbours(self, count: int) -> dist.ProcessGroup:
         """The `count` consecutive ranks among which this one is. All ranks must ask for the same counts in the same order."""
-        if count not in self._neighbours:
-            shape = (self.layout.world_size // count, count)
-            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("runs", "neighbours"))
-            self._neighbours[count] = mesh.get_group("neighbours")
-        return self._neighbours[count]
+        return self._along("neighbours", (-1, count), 1)
 
     def _grid(self, **sizes: int) -> None:
         """Groups along the axes of a grid of all ranks, the last one fastest."""
-        mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        self._groups |= {axis: mesh.get_group(axis) for axis, size in sizes.items() if size > 1 and axis != "stage"}
+        for dim, (axis, size) in enumerate(sizes.items()):
+            if size > 1 and axis != "stage":
+                self._groups[axis] = self._along(axis, tuple(sizes.values()), dim)
 
-    def _data_grid(self, replicate: int, shard: int, inner: int) -> DeviceMesh:
+    def _data_grid(self, name: str, replicate: int, shard: int, inner: int) -> DeviceMesh:
         """The middle two of four axes: pipeline ranks, copies of the state, parts of one copy, ranks with other weights."""
-        names = ("pp", "dp_replicate", "dp_shard", "inner")
-        grid = init_device_mesh(self.device.type, (self.layout.pp, replicate, shard, inner), mesh_dim_names=names)
-        return grid[names[1:3]]
+        shape, names = (self.layout.pp, replicate, shard, inner), ("dp_replicate", "dp_shard")
+        groups = [self._along(f"{name} {axis}", shape, dim) for dim, axis in enumerate(names, start=1)]
+        planes = torch.arange(self.layout.world_size, dtype=torch.int).view(shape).movedim(3, 1).flatten(0, 1)
+        (own,) = (plane for plane in planes if self.rank in plane)
+        return DeviceMesh.from_group(groups, self.device.type, mesh=own, mesh_dim_names=names)
+
+    def _along(self, name: str, shape: tuple[int, ...], dim: int) -> dist.ProcessGroup:
+        """This rank's group along one axis of a grid of all ranks.
+
+        On CPU axes with the same groups share them: each group has a thread that wakes a hundred times a second, and its
+        connections take time to make. On CUDA one group would be one queue.
+        """
+        rows = torch.arange(self.layout.world_size).view(shape).movedim(dim, -1).flatten(0, -2).tolist()
+        key = ("" if self.device.type == "cpu" else name, tuple(map(tuple, rows)))
+        if key not in self._made:
+            is_world = len(rows) == 1 and self.device.type == "cpu"
+            group = dist.group.WORLD if is_world else dist.new_subgroups_by_enumeration(rows, timeout=self._timeout)[0]
+            assert isinstance(group, dist.ProcessGroup)
+            self._made[key] = group
+        return self._made[key]
 
 
 def _join(device: torch.device, timeout: timedelta, rendezvous: str) -> None:
@@ -199,7 +210,7 @@ def _join(device: torch.device, timeout: timedelta, rendezvous: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-def _host_group(timeout_seconds: float) -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+def _host_group(timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrascale.parallel.lost import LostRankError
 from ultrascale.schedules.messages import Message
 
 
-class PipelineError(RuntimeError):
-    """A message did not arrive or could not be sent: a rank has died, or is too late."""
+class PipelineError(LostRankError):
+    """A message between stages did not arrive or could not be sent."""
 
 
 class Mailbox:

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.parallel.collectives import Exchange
+from ultrascale.parallel.collectives import Exchange, Tag
+from ultrascale.parallel.lost import waiting
 from ultrascale.spec.places import even_part
 
-PART_TAG, SUM_TAG = 3, 4
+PART_TAG, SUM_TAG = Tag(3, "a gather over tp"), Tag(4, "a sum over tp")
 """A gather and a sum are under way at once in a backward pass. 1 and 2 are those of `parallel.collectives`."""
 _PAIR = 2
 """Ranks that add each other's whole tensors: with more, parts are less to send."""
@@ -48,7 +49,7 @@ def gather_parts(part: Tensor, length: int, group: dist.ProcessGroup) -> Finish:
     pieces = [part if rank == own else part.new_empty(part.shape[0], n, *part.shape[2:]) for rank, n in enumerate(lengths)]
     if part.is_cuda:
         pieces[own] = torch.empty_like(part)
-    return _then(lambda: torch.cat(pieces, dim=1), _all_gather(pieces, part, group))
+    return _then(lambda: torch.cat(pieces, dim=1), _all_gather(pieces, part, group), group)
 
 
 def sum_parts(whole: Tensor, group: dist.ProcessGroup) -> Finish:
@@ -57,25 +58,25 @@ def sum_parts(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     if whole.is_cuda:
         total = torch.empty_like(pieces[own], memory_format=torch.contiguous_format)
         sent = [piece.contiguous() for piece in pieces]
-        return _then(lambda: total, dist.reduce_scatter(total, sent, group=group, async_op=True))
+        return _then(lambda: total, dist.reduce_scatter(total, sent, group=group, async_op=True), group)
     sent = [piece if rank == own else piece.contiguous() for rank, piece in enumerate(pieces)]
     received = [pieces[own] if rank == own else _like(pieces[own]) for rank in range(len(pieces))]
-    return _then(lambda: _add(received), Exchange(sent, received, group, SUM_TAG))
+    return _then(lambda: _add(received), Exchange(sent, received, group, SUM_TAG), group)
 
 
 def sum_whole(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     """Start to sum a tensor over the ranks. It may be overwritten."""
     whole = whole.contiguous()
     if whole.is_cuda or group.size() > _PAIR:
-        return _then(lambda: whole, dist.all_reduce(whole, group=group, async_op=True))
+        return _then(lambda: whole, dist.all_reduce(whole, group=group, async_op=True), group)
     received = [whole if rank == group.rank() else torch.empty_like(whole) for rank in range(_PAIR)]
-    return _then(lambda: _add(received), Exchange([whole] * _PAIR, received, group, SUM_TAG))
+    return _then(lambda: _add(received), Exchange([whole] * _PAIR, received, group, SUM_TAG), group)
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A small tensor of every rank, one after the other: [...] to [tp, ...]. Waits for it."""
     pieces = [own if rank == group.rank() and not own.is_cuda else torch.empty_like(own) for rank in range(group.size())]
-    return _then(lambda: torch.stack(pieces), _all_gather(pieces, own, group))()
+    return _then(lambda: torch.stack(pieces), _all_gather(pieces, own, group), group)()
 
 
 def _all_gather(pieces: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
@@ -84,10 +85,11 @@ def _all_gather(pieces: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup)
     return Exchange([own] * len(pieces), list(pieces), group, PART_TAG)
 
 
-def _then(result: Finish, work: dist.Work | None) -> Finish:
+def _then(result: Finish, work: dist.Work | None, group: dist.ProcessGroup) -> Finish:
     def finish() -> Tensor:
         assert work is not None
-        work.wait()
+        with waiting("a collective over tp", group):
+            work.wait()
         return result()
 
     return finish

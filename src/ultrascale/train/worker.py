@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import distributed as dist
 
 from ultrascale.launch.orphans import end_with_parent
+from ultrascale.parallel.lost import LostRankError
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
@@ -46,22 +47,23 @@ def train_or_explain(run: Run, *, allow_changes: bool, rendezvous: str = "env://
         train(run, allow_changes=allow_changes, rendezvous=rendezvous)
         return 0
     except Exception as error:
+        has_lost_contact = _has_lost_contact(error)
         meant_for_people = type(error).__module__.split(".")[0] == "ultrascale"
-        if not (meant_for_people or _has_lost_contact(error)) or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
+        if not (meant_for_people or has_lost_contact) or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
             raise
         rank, code = int(os.environ.get("RANK", "0")), 2 if isinstance(error, SpecError) else 1
         text = str(error) if meant_for_people else f"lost contact with another rank ({str(error).splitlines()[0]})"
         # Ranks mostly fail together and with the same words: one of them says it.
         if rank == 0 or f"rank {rank}" in text:
             print(f"ultrascale: error on rank {rank}: {text}", file=sys.stderr, flush=True)
-        if failure is not None and meant_for_people:
+        if failure is not None and not has_lost_contact:
             _tell_launcher(failure, {"rank": rank, "exit_code": code, "message": text})
         return code
 
 
 def _has_lost_contact(error: Exception) -> bool:
     """Whether a collective broke because another rank is gone; gloo says so in words only."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return isinstance(error, dist.DistError | LostRankError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _tell_launcher(path: Path, facts: dict[str, object]) -> None:

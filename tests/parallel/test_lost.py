@@ -1,0 +1,88 @@
+"""A rank that dies or hangs in the middle of a step: the others stop, and say whom they waited for and in what."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from models.families import EXPERT_FAMILIES, FAMILIES
+from ranks import RankError, run_ranks
+from torch import nn
+
+from ultrascale.check.documents import RandomDocuments
+from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.lost import LostRankError
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.run import Batch, Log, Optimizer, Run
+from ultrascale.train.trainer import Trainer
+
+LENGTH = 12
+PATIENCE = timedelta(seconds=4)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """How rank 1 leaves the others."""
+
+    model: Model
+    layout: Layout
+    hangs: bool = False
+
+
+def train_until_one_is_lost(rank: int, lost: Lost) -> str:
+    layout = replace(lost.layout, precision="fp64")
+    batch = Batch(sequence_length=LENGTH, sequences_per_batch=2 * layout.dp)
+    run = Run(lost.model, steps=9, layout=layout, batch=batch, optimizer=Optimizer(warmup_steps=1), log=Log(memory_steps=0))
+    loader = RandomDocuments(sequence_length=LENGTH, vocab_size=lost.model.vocab_size, seed=0, document_mask=True)
+    ranks = Ranks(rank, layout.world_size, torch.device("cpu"), dist.group.WORLD, timeout=PATIENCE if lost.hangs else None)
+    trainer = Trainer(run, ranks, loader)
+    trainer.train_step()
+    if rank == 1:
+        last_block(next(iter(trainer.share.stages.values()))).register_forward_pre_hook(lambda *unused: leave(lost.hangs))
+    try:
+        trainer.train_step()
+    except LostRankError as error:
+        return str(error)
+    return "nothing was missed"
+
+
+def last_block(decoder: Decoder) -> nn.Module:
+    return [block for _, block in decoder.blocks()][-1] if len(decoder.layers) else next(iter(decoder.children()))
+
+
+def leave(hangs: bool) -> None:
+    if hangs:
+        time.sleep(4 * PATIENCE.total_seconds())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("model", "layout", "what"), [
+    ("llama", Layout(tp=2), "a gather over tp"),
+    ("llama", Layout(tp=2, sequence_parallel=False), "a sum over tp"),
+    ("llama", Layout(cp=2), "an exchange over cp"),
+    ("llama", Layout(pp=2), "waited for"),
+    ("llama", Layout(dp=2, zero_stage=3), "bucket"),
+    ("mixtral", Layout(dp=2, ep=2), "experts"),
+])  # fmt: skip
+def test_when_a_rank_dies_the_other_names_it_and_what_it_waited_for(model, layout, what):
+    outcomes = run_ranks(2, train_until_one_is_lost, Lost((FAMILIES | EXPERT_FAMILIES)[model], layout), failures="return")
+    said, gone = outcomes
+    assert isinstance(gone, RankError) and gone.kind == "died"
+    assert isinstance(said, str) and what in said
+    assert "rank 0 waited for rank 1 in" in said or "(pipeline rank 1)" in said
+
+
+def test_a_rank_that_hangs_is_waited_for_as_long_as_the_timeout_of_collectives_and_no_longer():
+    begin = time.monotonic()
+    lost = Lost(FAMILIES["llama"], Layout(tp=2, dp=2), hangs=True)
+    outcomes = run_ranks(4, train_until_one_is_lost, lost, failures="return")
+    assert "rank 0 waited for rank 1 in a" in outcomes[0] and "over tp" in outcomes[0]
+    assert time.monotonic() - begin < 60
