@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,22 +32,12 @@ from ultrascale.train.gradients import (
     name_bad_gradients,
     watched_gradients,
 )
+from ultrascale.train.heap import keep_freed_memory, return_free_memory
 from ultrascale.train.learning_rate import learning_rate
 from ultrascale.train.micro_batches import MicroBatch, ReadsSequences, micro_batch, sequence_numbers
 from ultrascale.train.noise_scale import NoiseScale
 from ultrascale.train.optimizer import build_optimizer, create_state, set_learning_rate
 from ultrascale.train.passes import Passes
-
-
-def _return_free_memory() -> None:
-    """Give the heap's free pages back to the system, where the C library can (glibc).
-
-    The compiler leaves 100 MB of them, in pieces too small for a step's tensors, for which the heap would then grow: the peak
-    of a small model was 3 to 5 percent higher.
-    """
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
 
 
 @dataclass(frozen=True)
@@ -105,6 +94,8 @@ class Trainer:
     def __post_init__(self) -> None:
         run = self.run
         self._just_compiled = run.compile
+        if self.ranks.device.type == "cpu":
+            keep_freed_memory()
         self.share = build_share(
             run.model,
             run.layout,
@@ -138,7 +129,7 @@ class Trainer:
         result = self.apply(self.compute_gradients())
         if self._just_compiled:
             self._just_compiled = False
-            _return_free_memory()
+            return_free_memory()
         return result
 
     def apply(self, gradients: Gradients) -> StepResult:
