@@ -35,7 +35,7 @@ def _changed(trainer: Trainer, change: Callable[[MicroBatch], MicroBatch]) -> An
 
 @fault("cp-rope-restarted", "rotary positions are counted from the start of each rank's part", needs="cp > 1, rotary positions",
        fits=lambda run: run.layout.cp > 1 and run.model.position_embedding == "rotary", home=HOME)  # fmt: skip
-def rope_restarted(trainer: Trainer) -> Iterator[None]:
+def _rope_restarted(trainer: Trainer) -> Iterator[None]:
     def restarted(batch: MicroBatch) -> MicroBatch:
         assert batch.positions is not None
         return replace(batch, positions=torch.arange(batch.positions.shape[-1]).expand_as(batch.positions))
@@ -46,7 +46,7 @@ def rope_restarted(trainer: Trainer) -> Iterator[None]:
 
 @fault("cp-order", "tokens are dealt out one place further on than masks take them to be (zigzag off by one)", needs="cp > 1",
        fits=axis("cp"), home=HOME)  # fmt: skip
-def order(trainer: Trainer) -> Iterator[None]:
+def _order(trainer: Trainer) -> Iterator[None]:
     cut_batch = micro_batches.cut_batch
 
     def shifted(*arrays: Any, **options: Any) -> LocalBatch:
@@ -60,7 +60,7 @@ def order(trainer: Trainer) -> Iterator[None]:
 
 @fault("cp-targets", "each rank makes its targets from its own tokens (Megatron#673: labels rolled over the border)",
        needs="cp > 1", fits=axis("cp"), home=HOME)  # fmt: skip
-def targets(trainer: Trainer) -> Iterator[None]:
+def _targets(trainer: Trainer) -> Iterator[None]:
     def rolled(batch: MicroBatch) -> MicroBatch:
         own = torch.where(batch.targets == IGNORED, IGNORED, batch.tokens.roll(-1, dims=1))
         return replace(batch, targets=own)
@@ -71,7 +71,7 @@ def targets(trainer: Trainer) -> Iterator[None]:
 
 @fault("cp-weights-of-parts", "parts of attention are joined without their log-sum-exp", needs="cp > 1 over a ring",
        fits=_rings, home=HOME)  # fmt: skip
-def weights_of_parts(trainer: Trainer) -> Iterator[None]:
+def _weights_of_parts(trainer: Trainer) -> Iterator[None]:
     def averaged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         out.lerp_(part.to(out.dtype), 0.5)
         torch.logaddexp(lse, part_lse, out=lse)
@@ -82,7 +82,7 @@ def weights_of_parts(trainer: Trainer) -> Iterator[None]:
 
 @fault("cp-own-lse", "the backward pass of a part takes its own log-sum-exp for all parts' (TransformerEngine#1557)",
        needs="cp > 1 over a ring", fits=_rings, home=HOME)  # fmt: skip
-def own_lse(trainer: Trainer) -> Iterator[None]:
+def _own_lse(trainer: Trainer) -> Iterator[None]:
     backward = context_attention.attend_backward
 
     def alone(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **options: Any) -> Any:
@@ -95,7 +95,7 @@ def own_lse(trainer: Trainer) -> Iterator[None]:
 
 @fault("cp-gradients-lost", "gradients of keys and values never come home from other ranks", needs="cp > 1 over a ring",
        fits=_rings, home=HOME)  # fmt: skip
-def gradients_lost(trainer: Trainer) -> Iterator[None]:
+def _gradients_lost(trainer: Trainer) -> Iterator[None]:
     ring, scattered = context_ring.RingGradients.arrived, context_gather.ScatteredGradients.arrived
 
     def lost(arrived: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -110,7 +110,7 @@ def gradients_lost(trainer: Trainer) -> Iterator[None]:
 
 @fault("cp-documents-seen", "masks leave out documents where queries and keys are on several ranks", needs="cp > 1, documents",
        fits=lambda run: run.layout.cp > 1 and run.data.document_mask, home=HOME)  # fmt: skip
-def documents_seen(trainer: Trainer) -> Iterator[None]:
+def _documents_seen(trainer: Trainer) -> Iterator[None]:
     visible = context_masks._visible
 
     def blind(rows: Any, place: int, source: int, view: Any, document_ids: Any, window: int | None) -> Tensor:

@@ -57,14 +57,14 @@ def _all_reduce(change: Callable[[Tensor], Any], *, skips: bool) -> Any:
 
 @fault("missing-reduce", "gradients are never summed over the ranks (picotron: cp > 1 at dp = 1)", needs="dp or cp > 1",
        fits=_reduces, home=Home(layout={"dp": 2}))  # fmt: skip
-def missing_reduce(trainer: Trainer) -> Iterator[None]:
+def _missing_reduce(trainer: Trainer) -> Iterator[None]:
     with _all_reduce(lambda tensor: None, skips=True), patch.object(DirectReduceScatter, "__call__", _scattered_alone):
         yield
 
 
 @fault("missing-scatter", "gradients are summed over copies of the state, but not over the ranks that cut it",
        needs="a ZeRO stage", fits=_cuts, home=Home(layout={"dp": 2, "zero_stage": 2}))  # fmt: skip
-def missing_scatter(trainer: Trainer) -> Iterator[None]:
+def _missing_scatter(trainer: Trainer) -> Iterator[None]:
     with patch.object(DirectReduceScatter, "__call__", _scattered_alone):
         yield
 
@@ -72,14 +72,14 @@ def missing_scatter(trainer: Trainer) -> Iterator[None]:
 @fault("missing-replicas", "gradients are summed over the ranks that cut the state, but not over its copies",
        needs="copies of the state", fits=_repeats,
        home=Home(layout={"dp": 4, "dp_shard": 2, "zero_stage": 1}))  # fmt: skip
-def missing_replicas(trainer: Trainer) -> Iterator[None]:
+def _missing_replicas(trainer: Trainer) -> Iterator[None]:
     with _all_reduce(lambda tensor: None, skips=True):
         yield
 
 
 @fault("reduced-twice", "gradients that are whole are summed over the ranks once more (DeepSpeed#7718, Megatron#7160)",
        needs="copies of the state", fits=_repeats, home=Home(layout={"dp": 2}))  # fmt: skip
-def reduced_twice(trainer: Trainer) -> Iterator[None]:
+def _reduced_twice(trainer: Trainer) -> Iterator[None]:
     ranks = trainer.run.layout.group("replicate")[0]
     with _all_reduce(lambda tensor: tensor.mul_(ranks), skips=False):
         yield
@@ -87,7 +87,7 @@ def reduced_twice(trainer: Trainer) -> Iterator[None]:
 
 @fault("averaged", "gradients of sums are averaged over the ranks, as FSDP2 does unless told", needs="dp or cp > 1",
        fits=_reduces, home=Home(layout={"dp": 2, "zero_stage": 3}))  # fmt: skip
-def averaged(trainer: Trainer) -> Iterator[None]:
+def _averaged(trainer: Trainer) -> Iterator[None]:
     finish, ranks = trainer.share.finish_gradients, trainer.run.layout.dp * trainer.run.layout.cp
 
     def divided() -> None:
@@ -103,7 +103,7 @@ def averaged(trainer: Trainer) -> Iterator[None]:
 @fault("accumulation-reset", "only the last micro-batch's gradient is kept (Fast-LLM#550)", needs="several micro-batches",
        fits=lambda run: _reduces(run) and _micro_batches(run) > 1 and run.layout.pp == 1,
        home=Home(layout={"dp": 2, "zero_stage": 2}))  # fmt: skip
-def accumulation_reset(trainer: Trainer) -> Iterator[None]:
+def _accumulation_reset(trainer: Trainer) -> Iterator[None]:
     told = trainer.passes.on_action
 
     def forget(action: Action) -> None:
@@ -133,7 +133,7 @@ def _micro_batches(run: Run) -> int:
 @fault("moving-average", "each micro-batch divides what was accumulated before (torchtitan#1733, torch's scale_grads)",
        needs="several micro-batches", fits=lambda run: run.layout.world_size > 1 and _micro_batches(run) > 1,
        home=Home(layout={"pp": 2}))  # fmt: skip
-def moving_average(trainer: Trainer) -> Iterator[None]:
+def _moving_average(trainer: Trainer) -> Iterator[None]:
     train, count = trainer.passes.train, _micro_batches(trainer.run)
 
     def scaled(micro_batches: Any, num_targets: int) -> Any:

@@ -52,14 +52,14 @@ def _after_backward(trainer: Trainer, change: Callable[[Tensor], Any]) -> Any:
 
 @fault("expert-gradients-doubled", "gradients of experts are ep times too large (pytorch#160285)", needs="ep > 1",
        fits=axis("ep"), home=MIXTRAL)  # fmt: skip
-def gradients_doubled(trainer: Trainer) -> Iterator[None]:
+def _gradients_doubled(trainer: Trainer) -> Iterator[None]:
     with _after_backward(trainer, lambda gradient: gradient.mul_(trainer.run.layout.ep)):
         yield
 
 
 @fault("expert-gradients-mixed", "gradients of different experts are summed, as if all ranks held the same (Megatron#5916)",
        needs="ep > 1", fits=axis("ep"), home=MIXTRAL)  # fmt: skip
-def gradients_mixed(trainer: Trainer) -> Iterator[None]:
+def _gradients_mixed(trainer: Trainer) -> Iterator[None]:
     group = trainer.share.mesh.group("ep")
     with _after_backward(trainer, lambda gradient: dist.all_reduce(gradient, group=group)):
         yield
@@ -69,7 +69,7 @@ def gradients_mixed(trainer: Trainer) -> Iterator[None]:
        needs="ep or expert_tp > 1 and several copies of experts",
        fits=lambda run: with_experts(run) and _travels(run) and run.layout.expert_dp > 1,
        home=Home("tiny-mixtral", {"dp": 4, "ep": 2}))  # fmt: skip
-def gradients_averaged(trainer: Trainer) -> Iterator[None]:
+def _gradients_averaged(trainer: Trainer) -> Iterator[None]:
     # What a rank alone had is gone after the sum; the mean over ranks is as wrong.
     with _after_backward(trainer, lambda gradient: gradient.div_(trainer.run.layout.expert_dp)):
         yield
@@ -77,7 +77,7 @@ def gradients_averaged(trainer: Trainer) -> Iterator[None]:
 
 @fault("router-detached", "weights of choices get no gradient through the dispatch (transformers#48687, Automodel#2995)",
        needs="ep or expert_tp > 1", fits=_travels, home=MIXTRAL)  # fmt: skip
-def router_detached(trainer: Trainer) -> Iterator[None]:
+def _router_detached(trainer: Trainer) -> Iterator[None]:
     weighted_sum = expert_dispatch.weighted_sum
 
     def detached(rows: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def router_detached(trainer: Trainer) -> Iterator[None]:
 
 @fault("expert-rows-unsorted", "results go home in the order in which experts computed them", needs="ep > 1", fits=axis("ep"),
        home=MIXTRAL)  # fmt: skip
-def rows_unsorted(trainer: Trainer) -> Iterator[None]:
+def _rows_unsorted(trainer: Trainer) -> Iterator[None]:
     with patch.object(expert_dispatch, "put_back", lambda rows, order: rows):
         yield
 
@@ -97,7 +97,7 @@ def rows_unsorted(trainer: Trainer) -> Iterator[None]:
 @fault("expert-bias-everywhere", "the bias of an expert's last product is added on every rank of expert_tp",
        needs="expert_tp > 1 and biases", fits=lambda run: run.layout.expert_tp > 1 and run.model.mlp_bias,
        home=Home("tiny-gpt-oss", {"dp": 2, "expert_tp": 2}))  # fmt: skip
-def bias_everywhere(trainer: Trainer) -> Iterator[None]:
+def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
     modules = [module for stage in trainer.share.stages.values() for module in stage.modules()]
     quiet = [module for module in modules if isinstance(module, GroupedLinear) and "forward" in vars(module)]
     before = [module.forward for module in quiet]
@@ -118,7 +118,7 @@ def _with_bias(module: GroupedLinear, rows: Tensor, counts: Tensor) -> Tensor:
 
 @fault("router-counts-overwritten", "only the last micro-batch's choices are counted", needs="experts, several ranks",
        fits=lambda run: run.layout.world_size > 1 and with_experts(run), home=DEEPSEEK)  # fmt: skip
-def counts_overwritten(trainer: Trainer) -> Iterator[None]:
+def _counts_overwritten(trainer: Trainer) -> Iterator[None]:
     def overwrite(seen: Seen, counts: Tensor, auxiliary: Tensor | None) -> None:
         seen.counts, seen.auxiliary = counts, auxiliary
 
@@ -129,7 +129,7 @@ def counts_overwritten(trainer: Trainer) -> Iterator[None]:
 @fault("router-counts-twice", "choices are counted again where blocks are recomputed", needs="experts, recomputation",
        fits=lambda run: run.layout.world_size > 1 and with_experts(run) and run.layout.recompute != "none",
        home=Home("tiny-deepseek-v3", {"dp": 2, "recompute": "full"}))  # fmt: skip
-def counts_twice(trainer: Trainer) -> Iterator[None]:
+def _counts_twice(trainer: Trainer) -> Iterator[None]:
     add = Seen.add
 
     def twice(seen: Seen, counts: Tensor, auxiliary: Tensor | None) -> None:
@@ -142,7 +142,7 @@ def counts_twice(trainer: Trainer) -> Iterator[None]:
 
 @fault("expert-bias-local", "each rank moves the biases that even out the load by its own counts (torchtitan#2416)",
        needs="several ranks, a bias that balances", fits=_balances, home=DEEPSEEK)  # fmt: skip
-def bias_local(trainer: Trainer) -> Iterator[None]:
+def _bias_local(trainer: Trainer) -> Iterator[None]:
     apply = trainer.apply
 
     def alone(gradients: Any) -> Any:
@@ -155,7 +155,7 @@ def bias_local(trainer: Trainer) -> Iterator[None]:
 
 @fault("auxiliary-scale", "losses for balance are weighted by the number of ranks (Megatron#5047)", needs="a loss for balance",
        fits=_has_balance_loss, home=Home("tiny-olmoe", {"tp": 2}))  # fmt: skip
-def auxiliary_scale(trainer: Trainer) -> Iterator[None]:
+def _auxiliary_scale(trainer: Trainer) -> Iterator[None]:
     scale = passes.scale_auxiliary_losses
     ranks = trainer.run.layout.tp * trainer.run.layout.cp
 
@@ -167,7 +167,7 @@ def auxiliary_scale(trainer: Trainer) -> Iterator[None]:
        needs="a loss for balance, cp > 1 or tp > 1 with sequence_parallel",
        fits=lambda run: _has_balance_loss(run) and (run.layout.cp > 1 or run.layout.sequence_parallel),
        home=Home("tiny-olmoe", {"cp": 2}))  # fmt: skip
-def auxiliary_counts(trainer: Trainer) -> Iterator[None]:
+def _auxiliary_counts(trainer: Trainer) -> Iterator[None]:
     layers = [layer for stage in trainer.share.stages.values() for _, layer in moe_layers(stage)]
     before = [layer.router.sum_counts for layer in layers]
     for layer in layers:

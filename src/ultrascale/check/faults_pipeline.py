@@ -30,7 +30,7 @@ def _tied_ends(run: Run) -> bool:
 @fault("pp-order", "the last stage takes the targets of another micro-batch", needs="pp > 1, several micro-batches",
        fits=lambda run: run.layout.pp > 1 and run.batch.sequences_per_batch > run.layout.dp * run.layout.micro_batch_size,
        home=HOME)  # fmt: skip
-def order(trainer: Trainer) -> Iterator[None]:
+def _order(trainer: Trainer) -> Iterator[None]:
     train = trainer.passes.train
 
     def reordered(micro_batches: Any, num_targets: int) -> Any:
@@ -44,7 +44,7 @@ def order(trainer: Trainer) -> Iterator[None]:
 
 @fault("pp-gradient-dropped", "the gradient of the first micro-batch never reaches the stage before", needs="pp > 1",
        fits=axis("pp"), home=HOME)  # fmt: skip
-def gradient_dropped(trainer: Trainer) -> Iterator[None]:
+def _gradient_dropped(trainer: Trainer) -> Iterator[None]:
     backward = Passing._backward
 
     def dropping(passing: Passing, part: Action, gradient: Tensor | None) -> Tensor | None:
@@ -57,7 +57,7 @@ def gradient_dropped(trainer: Trainer) -> Iterator[None]:
 
 @fault("pp-documents", "stages after the first do not know the documents (torchtitan)", needs="pp > 1, documents",
        fits=lambda run: run.layout.pp > 1 and run.data.document_mask, home=HOME)  # fmt: skip
-def documents(trainer: Trainer) -> Iterator[None]:
+def _documents(trainer: Trainer) -> Iterator[None]:
     forward = trainer.passes.forward
 
     def blind(batch: Any, *, stage: int = 0, given: Tensor | None = None) -> Tensor:
@@ -70,14 +70,14 @@ def documents(trainer: Trainer) -> Iterator[None]:
 
 @fault("pp-tied", "gradients of a tied embedding on first and last stage are not added up", needs=TIED_ENDS, fits=_tied_ends,
        home=HOME)  # fmt: skip
-def tied(trainer: Trainer) -> Iterator[None]:
+def _tied(trainer: Trainer) -> Iterator[None]:
     with patch.object(Share, "_sum_tied", lambda share: None):
         yield
 
 
 @fault("pp-tied-twice", "gradients of a tied embedding are added up twice (Megatron#844)", needs=TIED_ENDS, fits=_tied_ends,
        home=HOME)  # fmt: skip
-def tied_twice(trainer: Trainer) -> Iterator[None]:
+def _tied_twice(trainer: Trainer) -> Iterator[None]:
     sum_tied = Share._sum_tied
 
     def twice(share: Share) -> None:
@@ -90,7 +90,7 @@ def tied_twice(trainer: Trainer) -> Iterator[None]:
 
 @fault("pp-tied-updated-twice", "the last stage updates its copy of a tied embedding once more", needs=TIED_ENDS,
        fits=_tied_ends, home=HOME)  # fmt: skip
-def tied_updated_twice(trainer: Trainer) -> Iterator[None]:
+def _tied_updated_twice(trainer: Trainer) -> Iterator[None]:
     update = trainer.update
 
     def twice(norm: float) -> float:
@@ -109,7 +109,7 @@ def tied_updated_twice(trainer: Trainer) -> Iterator[None]:
 @fault("pp-weights-dropped", "a zero-bubble W forgets one matrix", needs="a zero-bubble schedule",
        fits=lambda run: run.layout.pp > 1 and run.layout.schedule in ("zb-h1", "zb-v", "dualpipe-v"),
        home=Home(layout={"pp": 2, "schedule": "zb-h1", "layers_per_stage": (2, 1)}))  # fmt: skip
-def weights_dropped(trainer: Trainer) -> Iterator[None]:
+def _weights_dropped(trainer: Trainer) -> Iterator[None]:
     make = pipeline.make_gradients
 
     def forgetful(waiting: Waiting) -> None:

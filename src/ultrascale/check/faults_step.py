@@ -30,7 +30,7 @@ def _clips(run: Run) -> bool:
 
 @fault("mean-of-means", "each rank divides by its own count of valid targets (transformers#34191, nanotron, DeepSpeed)",
        needs="dp or cp > 1", fits=_shares_tokens, home=Home(layout={"dp": 2}))  # fmt: skip
-def mean_of_means(trainer: Trainer) -> Iterator[None]:
+def _mean_of_means(trainer: Trainer) -> Iterator[None]:
     agree, ranks = trainer._agree_on_targets, trainer.run.layout.dp * trainer.run.layout.cp
 
     def own_mean(micro_batches: Any) -> int:
@@ -43,7 +43,7 @@ def mean_of_means(trainer: Trainer) -> Iterator[None]:
 
 @fault("shifted-batch", "a rank reads its neighbour's sequences (picotron)", needs="dp > 1", fits=axis("dp"),
        home=Home(layout={"dp": 2}))  # fmt: skip
-def shifted_batch(trainer: Trainer) -> Iterator[None]:
+def _shifted_batch(trainer: Trainer) -> Iterator[None]:
     read = trainer.read_micro_batches
 
     def shifted(span: StepSpan) -> Any:
@@ -56,7 +56,7 @@ def shifted_batch(trainer: Trainer) -> Iterator[None]:
 
 @fault("counted-twice", "the embedding's gradient is added once too often (pytorch#160285; tied embeddings)",
        needs="several ranks", fits=_several, home=Home(layout={"dp": 2}))  # fmt: skip
-def counted_twice(trainer: Trainer) -> Iterator[None]:
+def _counted_twice(trainer: Trainer) -> Iterator[None]:
     forward_backward = trainer._forward_backward
 
     def doubled(*arguments: Any) -> Tensor:
@@ -73,7 +73,7 @@ def counted_twice(trainer: Trainer) -> Iterator[None]:
 @fault("local-clip", "each rank clips by the norm of the gradients it holds (torchtitan#596: of its own stage)",
        needs="several ranks that hold different parts, and clip_grad_norm", fits=_clips,
        home=Home(layout={"pp": 2}))  # fmt: skip
-def local_clip(trainer: Trainer) -> Iterator[None]:
+def _local_clip(trainer: Trainer) -> Iterator[None]:
     update = trainer.update
 
     def clipped(norm: float) -> float:
@@ -90,21 +90,21 @@ def _counting(trainer: Trainer, counts: Callable[[Share, Held], bool]) -> Any:
 
 @fault("norm-overcount", "the norm counts what several ranks of tp hold once for each of them", needs="tp > 1", fits=axis("tp"),
        home=Home(layout={"tp": 2}))  # fmt: skip
-def norm_overcount(trainer: Trainer) -> Iterator[None]:
+def _norm_overcount(trainer: Trainer) -> Iterator[None]:
     with _counting(trainer, lambda share, one: not one.is_second):
         yield
 
 
 @fault("norm-of-replicas", "the norm counts every copy of the state (hybrid sharding)", needs="copies of the state",
        fits=lambda run: run.layout.dp_replicate > 1, home=Home(layout={"dp": 2}))  # fmt: skip
-def norm_of_replicas(trainer: Trainer) -> Iterator[None]:
+def _norm_of_replicas(trainer: Trainer) -> Iterator[None]:
     with _counting(trainer, lambda share, one: not one.is_second and not one.place.copy):
         yield
 
 
 @fault("tied-norm-twice", "the norm counts a tied embedding on the first stage and on the last", needs="pp > 1, tied embedding",
        fits=lambda run: run.layout.pp > 1 and is_tied(run.model), home=Home(layout={"pp": 2}))  # fmt: skip
-def tied_norm_twice(trainer: Trainer) -> Iterator[None]:
+def _tied_norm_twice(trainer: Trainer) -> Iterator[None]:
     counts = Share._counts
     with _counting(trainer, lambda share, one: counts(share, one._replace(is_second=False))):
         yield
@@ -112,7 +112,7 @@ def tied_norm_twice(trainer: Trainer) -> Iterator[None]:
 
 @fault("norm-without-experts", "the norm leaves out experts (Megatron#5916)", needs="ep > 1", fits=axis("ep"),
        home=Home("tiny-mixtral", {"dp": 2, "ep": 2}))  # fmt: skip
-def norm_without_experts(trainer: Trainer) -> Iterator[None]:
+def _norm_without_experts(trainer: Trainer) -> Iterator[None]:
     counts = Share._counts
     with _counting(trainer, lambda share, one: counts(share, one) and not one.weight.is_expert):
         yield
@@ -121,7 +121,7 @@ def norm_without_experts(trainer: Trainer) -> Iterator[None]:
 @fault("norm-without-sinks", "the norm leaves out attention sinks, which tp cuts (Megatron#7452, 8)", needs="attention sinks",
        fits=lambda run: run.layout.world_size > 1 and run.model.attention_sinks,
        home=Home("tiny-gpt-oss", {"tp": 2}))  # fmt: skip
-def norm_without_sinks(trainer: Trainer) -> Iterator[None]:
+def _norm_without_sinks(trainer: Trainer) -> Iterator[None]:
     counts = Share._counts
     with _counting(trainer, lambda share, one: counts(share, one) and not one.name.endswith("sinks")):
         yield
@@ -129,7 +129,7 @@ def norm_without_sinks(trainer: Trainer) -> Iterator[None]:
 
 @fault("initial-weights", "each rank draws its own initial weights (pytorch#168058; torchtitan#2387: routers)",
        needs="several ranks", fits=_several, home=Home(layout={"dp": 2}))  # fmt: skip
-def initial_weights(trainer: Trainer) -> Iterator[None]:
+def _initial_weights(trainer: Trainer) -> Iterator[None]:
     one = next(one for one in trainer.share.held if one.name.endswith("_proj.weight"))
     if trainer.ranks.rank == trainer.ranks.world - 1:
         with torch.no_grad():
@@ -139,7 +139,7 @@ def initial_weights(trainer: Trainer) -> Iterator[None]:
 
 @fault("stale-copy", "the forward pass reads the weights of the step before (FSDP shards not refreshed: Megatron#3510)",
        needs="several ranks", fits=_several, home=Home(layout={"dp": 2}))  # fmt: skip
-def stale_copy(trainer: Trainer) -> Iterator[None]:
+def _stale_copy(trainer: Trainer) -> Iterator[None]:
     compute, previous = trainer.compute_gradients, [_values(trainer)]
 
     def stale() -> Any:
@@ -156,7 +156,7 @@ def stale_copy(trainer: Trainer) -> Iterator[None]:
 
 @fault("drifting-replica", "one rank rounds its copy of a weight otherwise: 1e-14 of it", needs="several copies",
        fits=lambda run: run.layout.dp_replicate > 1, home=Home(layout={"dp": 2}))  # fmt: skip
-def drifting_replica(trainer: Trainer) -> Iterator[None]:
+def _drifting_replica(trainer: Trainer) -> Iterator[None]:
     update = trainer.update
 
     def rounded(norm: float) -> float:
@@ -172,7 +172,7 @@ def drifting_replica(trainer: Trainer) -> Iterator[None]:
 
 @fault("decayed-norms", "weight decay reaches norms and biases", needs="several ranks", fits=_several,
        home=Home(layout={"dp": 2}))  # fmt: skip
-def decayed_norms(trainer: Trainer) -> Iterator[None]:
+def _decayed_norms(trainer: Trainer) -> Iterator[None]:
     groups = trainer.optimizer.param_groups
     before = [group["weight_decay"] for group in groups]
     for group in groups:
@@ -184,7 +184,7 @@ def decayed_norms(trainer: Trainer) -> Iterator[None]:
 
 @fault("step-forgotten", "AdamW's count of updates starts again each step (accelerate#3971)", needs="several ranks",
        fits=_several, home=Home(layout={"dp": 2}))  # fmt: skip
-def step_forgotten(trainer: Trainer) -> Iterator[None]:
+def _step_forgotten(trainer: Trainer) -> Iterator[None]:
     update = trainer.update
 
     def forgetful(norm: float) -> float:

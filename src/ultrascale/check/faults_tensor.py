@@ -48,7 +48,7 @@ def _own_part(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
 
 @fault("tp-sum-missing", "products cut by rows are not summed over tp", needs="tp > 1", fits=axis("tp"), home=HOME)
-def sum_missing(trainer: Trainer) -> Iterator[None]:
+def _sum_missing(trainer: Trainer) -> Iterator[None]:
     class Alone(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, out: Tensor, own: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def sum_missing(trainer: Trainer) -> Iterator[None]:
 
 @fault("tp-input-gradient", "gradients of a column product's input are not summed over tp", needs="tp > 1", fits=axis("tp"),
        home=HOME)  # fmt: skip
-def input_gradient(trainer: Trainer) -> Iterator[None]:
+def _input_gradient(trainer: Trainer) -> Iterator[None]:
     backward = tensor_ops._Columns.backward
 
     def alone(ctx: Any, *grads: Tensor) -> Any:
@@ -88,7 +88,7 @@ def input_gradient(trainer: Trainer) -> Iterator[None]:
 
 @fault("tp-input-gradient-twice", "gradients of a column product's input are summed over tp twice", needs="tp > 1",
        fits=axis("tp"), home=HOME)  # fmt: skip
-def input_gradient_twice(trainer: Trainer) -> Iterator[None]:
+def _input_gradient_twice(trainer: Trainer) -> Iterator[None]:
     backward, ranks = tensor_ops._Columns.backward, trainer.run.layout.tp
 
     def doubled(ctx: Any, *grads: Tensor) -> Any:
@@ -103,7 +103,7 @@ def input_gradient_twice(trainer: Trainer) -> Iterator[None]:
 @fault("tp-bias-everywhere", "the bias of a row product is added on every rank of tp", needs="tp > 1 and such biases",
        fits=lambda run: run.layout.tp > 1 and (run.model.mlp_bias or run.model.attention_output_bias),
        home=Home("tiny-gpt2", {"tp": 2}))  # fmt: skip
-def bias_everywhere(trainer: Trainer) -> Iterator[None]:
+def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
     def heavy(fan_in: Callable[..., Tensor]) -> Callable[..., Tensor]:
         extra = trainer.run.layout.tp - 1
 
@@ -122,7 +122,7 @@ def bias_everywhere(trainer: Trainer) -> Iterator[None]:
 
 @fault("tp-vocabulary-offset", "ranks of tp take the vocabulary to be cut one row further on", needs="tp > 1", fits=axis("tp"),
        home=HOME)  # fmt: skip
-def vocabulary_offset(trainer: Trainer) -> Iterator[None]:
+def _vocabulary_offset(trainer: Trainer) -> Iterator[None]:
     def shifted(length: int, parts: int, part: int) -> tuple[int, int]:
         first, size = even_part(length, parts, part)
         return first + min(part, 1), size
@@ -133,7 +133,7 @@ def vocabulary_offset(trainer: Trainer) -> Iterator[None]:
 
 @fault("tp-normaliser", "the loss takes every rank's logits for the whole vocabulary's: log(tp) too high (Megatron#7452, 2)",
        needs="tp > 1", fits=axis("tp"), home=HOME)  # fmt: skip
-def normaliser(trainer: Trainer) -> Iterator[None]:
+def _normaliser(trainer: Trainer) -> Iterator[None]:
     join, extra = tensor_loss._join, torch.tensor(float(trainer.run.layout.tp)).log().double()
 
     def high(ranks: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ def normaliser(trainer: Trainer) -> Iterator[None]:
 
 @fault("tp-copies", "gradients of norms are not summed over tp (torchtitan#1373, Megatron's sequence parallelism)",
        needs="tp > 1 with sequence_parallel", fits=_cuts_sequences, home=HOME)  # fmt: skip
-def copies(trainer: Trainer) -> Iterator[None]:
+def _copies(trainer: Trainer) -> Iterator[None]:
     with patch.object(Share, "_sum_copies", lambda share: None):
         yield
 
@@ -154,7 +154,7 @@ def copies(trainer: Trainer) -> Iterator[None]:
 @fault("tp-copies-twice", "gradients that every rank of tp has whole are summed over tp", needs="tp > 1, no sequence_parallel",
        fits=lambda run: run.layout.tp > 1 and not run.layout.sequence_parallel,
        home=Home(layout={"tp": 2, "sequence_parallel": False}))  # fmt: skip
-def copies_twice(trainer: Trainer) -> Iterator[None]:
+def _copies_twice(trainer: Trainer) -> Iterator[None]:
     held = trainer.share.held
     trainer.share.held = [one._replace(place=one.place._replace(is_partial=one.place.copies > 1)) for one in held]
     yield
@@ -164,7 +164,7 @@ def copies_twice(trainer: Trainer) -> Iterator[None]:
 @fault("tp-key-heads", "copies of a head of keys or values that several ranks hold go their own ways (bigcode Megatron#35)",
        needs="tp > num_key_value_heads", fits=lambda run: run.layout.tp > run.model.num_key_value_heads,
        home=Home(layout={"tp": 2}, model={"num_key_value_heads": 1}))  # fmt: skip
-def key_heads(trainer: Trainer) -> Iterator[None]:
+def _key_heads(trainer: Trainer) -> Iterator[None]:
     held, heads = trainer.share.held, ("k_proj.weight", "v_proj.weight")
     trainer.share.held = [
         one._replace(place=one.place._replace(is_partial=one.place.is_partial and not one.name.endswith(heads))) for one in held
@@ -176,7 +176,7 @@ def key_heads(trainer: Trainer) -> Iterator[None]:
 @fault("tp-shared-key", "the gradient of latent attention's shared rope key is not summed over tp (torchtitan#1373)",
        needs="tp > 1 and latent attention", fits=lambda run: run.layout.tp > 1 and run.model.latent_attention,
        home=Home("tiny-deepseek-v3", {"tp": 2}))  # fmt: skip
-def shared_key(trainer: Trainer) -> Iterator[None]:
+def _shared_key(trainer: Trainer) -> Iterator[None]:
     def alone(ctx: Any, *grads: Tensor) -> Any:
         group = tensor_ops.group_named(ctx.group)
         return None, None, _own_part(grads[0], group)() if ctx.length else grads[0]
@@ -189,7 +189,7 @@ def shared_key(trainer: Trainer) -> Iterator[None]:
        needs="tp > 1 with sequence_parallel, learned positions",
        fits=lambda run: _cuts_sequences(run) and run.model.position_embedding == "learned",
        home=Home("tiny-gpt2", {"tp": 2}))  # fmt: skip
-def positions(trainer: Trainer) -> Iterator[None]:
+def _positions(trainer: Trainer) -> Iterator[None]:
     group = trainer.share.mesh.group("tp")
     assert group is not None
 

@@ -141,7 +141,7 @@ def _notes(described: Run, layouts: list[Layout], processes: int | None) -> list
         notes.append(f"The run has one process, which communicates with nobody; it is proven with {proven[0]}.")
     elif proven != [own.world_size]:
         notes.append(f"The run's {own.world_size} processes are proven with {' and '.join(map(str, proven))}.")
-    shards = {layout.dp_shard for layout in layouts if layout.zero_stage == own.zero_stage} - {None}
+    shards = {one.dp_shard for one in layouts if one.zero_stage == own.zero_stage and one.dp_shard is not None}
     if own.dp_shard not in (None, own.dp, *shards) and shards:
         notes.append(f"Its groups of {own.dp_shard} ranks with one copy of the state become groups of {max(shards)}.")
     if missing := left_out(own, layouts):
