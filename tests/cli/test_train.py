@@ -98,6 +98,7 @@ def test_several_processes_end_as_their_launcher_says(run_file, capsys, monkeypa
         (["{run}", "--processes", "4", "--layout.dp", "4", "--layout.tp", "2"], "leave dp = 2 beside tp = 2, but"),
         (["{run}", "--processes", "3"], "must be a multiple of layout.dp x layout.micro_batch_size = 6, is 8"),
         (["{run}", "--laoyut.dp", "2"], "Did you mean layout.dp?"),
+        (["{run}", "--layout.pp", "2", "--layout.schedule", "{backward_first}"], "comes before 0F0 on its rank"),
         (["{run}", "--max-restarts", "-1"], "must be at least 0, is -1"),
         (["{run}", "--log.sinks", "wandb"], "pip install wandb"),
         (["{run}", "--data.sources", "[]"], "names no corpus to train on"),
@@ -106,6 +107,8 @@ def test_several_processes_end_as_their_launcher_says(run_file, capsys, monkeypa
 def test_a_mistake_is_told_with_its_remedy_before_anything_starts(run_file, tmp_path, capsys, monkeypatch, words, message):
     monkeypatch.setattr(verb, "RunFolder", None)  # not even a folder is made
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main(["train", *(word.format(run=run_file) for word in words)]) == 2
+    backward_first = tmp_path / "backward_first.csv"
+    backward_first.write_text("0B0,0F0\n1F0,1B0\n")
+    assert main(["train", *(word.format(run=run_file, backward_first=backward_first) for word in words)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "small").exists()

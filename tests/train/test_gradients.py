@@ -77,3 +77,14 @@ def test_each_gradient_is_seen_once_a_backward_pass_before_it_is_added_to_others
     assert sorted(name for name, _ in seen) == sorted([*names, *names])
     for name, gradient in seen:
         torch.testing.assert_close(gradient * 3, cast(torch.Tensor, decoder.get_parameter(name).grad))
+
+
+def test_the_norm_of_large_gradients_is_exact_to_rounding():
+    share = build_share(FAMILIES["llama"], Layout(), Ranks(0, 1, torch.device("cpu")), seed=0)
+    parameter = torch.nn.Parameter(torch.empty(3_000_000))
+    parameter.grad = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    share.held = [share.held[0]._replace(parameter=parameter)]
+    assert float(share.gradient_norm()) == pytest.approx(float(parameter.grad.double().norm()), rel=1e-6)
+    assert float(torch.nn.utils.get_total_norm([parameter.grad])) != pytest.approx(
+        float(parameter.grad.double().norm()), rel=1e-6
+    )

@@ -10,6 +10,8 @@ from typing import Annotated
 import tyro
 
 from ultrascale.cli.parse import parse_with_overrides
+from ultrascale.plan.memory import num_micro_batches
+from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
@@ -52,6 +54,8 @@ def command(arguments: list[str]) -> int:
     overrides = [*_own_place(path, rest), *rest]
     resolved = resolve(path, overrides, require_data=True, processes=processes).run
     expect_trackers(resolved)
+    if resolved.layout.pp > 1:
+        schedule_of(resolved.layout, num_micro_batches(resolved.layout, resolved.batch.sequences_per_batch))
     if "WORLD_SIZE" in os.environ or resolved.layout.world_size == 1:
         from ultrascale.train.worker import train_or_explain
 

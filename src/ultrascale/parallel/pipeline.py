@@ -35,12 +35,12 @@ from ultrascale.parallel.pipeline_data import order_gathers, prepare_backward, r
 from ultrascale.parallel.pipeline_messages import Mailbox
 from ultrascale.parallel.pipeline_weights import Waiting, WeightGradients, make_gradients
 from ultrascale.schedules.actions import Action, Kind, forward
-from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
-from ultrascale.schedules.executable import Schedule, check_executable, ranks_of_stages, shape_of
+from ultrascale.schedules.build import is_file, stages_of_ranks
+from ultrascale.schedules.executable import Schedule, shape_of
+from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.schedules.messages import Message, made_by, messages, only_forward, read_by
 from ultrascale.schedules.sharded import sharded
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.problems import Problem, SpecError
 
 Passes = Callable[[int, int, Tensor | None], Tensor]
 """(stage, micro-batch, its input or None for the first stage) to what the next stage takes, of the last one the loss (0-d)."""
@@ -77,24 +77,9 @@ class _Held(NamedTuple):
 
 
 def build_orders(layout: Layout, num_micro_batches: int) -> Orders:
-    """The step of `layout` with so many micro-batches on each rank, checked to be one that a pipeline of it can execute.
-
-    Raises SpecError for a schedule that does not suit, cannot be executed, or wants two copies of the weights.
-    """
-    schedule = build_schedule(layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages)
-    check_executable(schedule)
-    num_stages = shape_of(schedule)[0]
-    problems = []
-    if num_stages != layout.num_stages:
-        rule = f"{layout.schedule} has {num_stages} stages, but pp x virtual_stages is {layout.num_stages}"
-        problems.append(Problem("layout.virtual_stages", rule, f"Set it to {num_stages // layout.pp}."))
-    if any(len(ranks) > 1 for ranks in ranks_of_stages(schedule)):
-        rule = f"{layout.schedule} keeps two copies of every stage: twice the memory of the state, and a sum of gradients more"
-        remedy = 'Use schedule = "dualpipe-v": the same order of passes with one copy.'
-        problems.append(Problem("layout.schedule", rule, remedy))
-    if problems:
-        raise SpecError(problems)
-    return Orders(schedule, messages(schedule), num_stages)
+    """The step of `layout` with so many micro-batches on each rank. Raises SpecError as `schedule_of`."""
+    schedule = schedule_of(layout, num_micro_batches)
+    return Orders(schedule, messages(schedule), shape_of(schedule)[0])
 
 
 def build_evaluation(layout: Layout, num_micro_batches: int) -> Orders:

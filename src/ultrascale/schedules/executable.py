@@ -147,7 +147,8 @@ def _repeated_or_misplaced(schedule: Schedule) -> list[Problem]:
                     found.append(Problem(name, "has been done before", "Every stage passes a micro-batch once each way."))
                 elif kind != "F" and seen.get((earlier[kind], *where)) != rank:
                     rule = f"comes before {part.stage}{earlier[kind]}{part.micro_batch} on its rank, or that is on another rank"
-                    found.append(Problem(name, rule, "What a pass keeps is on its rank: put them on one, in order."))
+                    remedy = f"Put it behind {part.stage}{earlier[kind]}{part.micro_batch}, in the list of the same rank."
+                    found.append(Problem(name, rule, remedy))
                 seen[(kind, *where)] = rank
     return found
 

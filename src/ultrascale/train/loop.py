@@ -178,7 +178,9 @@ class Session:
         if held_out or _due(run.log.every_steps, done) or done == run.steps:
             values |= held_out | {"perf/save_s": self.save_seconds}
             self.save_seconds = None
-            self.metrics.row(result.gradients.step, values)
+            balance = result.expert_balance
+            tables = None if balance is None else {"moe/load": balance.load.tolist()}
+            self.metrics.row(result.gradients.step, values, tables=tables)
             self.metrics.line(console_line(run, values, done))
         self.metrics.advance(done)
         if _due(run.checkpoint.every_steps, done):

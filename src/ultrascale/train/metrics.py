@@ -52,10 +52,10 @@ class Metrics:
         self.bar = _bar(first_step, run.steps) if writes and sys.stderr.isatty() else None
         self._warned = False
 
-    def row(self, step: int, values: Row) -> None:
-        """Record the values of a step (counted from zero)."""
+    def row(self, step: int, values: Row, *, tables: Mapping[str, list[list[int]]] | None = None) -> None:
+        """Record the values of a step (counted from zero). `tables` are kept beside them, not given to trackers."""
         known = {key: value for key, value in values.items() if value is not None}
-        self._append(self.folder.metrics.name, {"step": step, "time": time.time(), **known})
+        self._append(self.folder.metrics.name, {"step": step, "time": time.time(), **known, **(tables or {})})
         for tracker in self.trackers:
             tracker.write(step, known)
 
