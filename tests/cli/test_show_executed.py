@@ -32,12 +32,13 @@ def test_the_actions_that_ran_are_those_of_the_plan_in_its_order_and_none_before
 def test_a_plan_with_the_mean_of_equal_passes_is_the_step_itself(schedule):
     program = build_schedule(schedule, 2, 6)
     stages = 4 if schedule == "dualpipe-v" else 2
-    seconds = StageSeconds([1.0 + stage for stage in range(stages)], 2.0, 1.0)
+    forward = [1.0 + stage for stage in range(stages)]
+    seconds = StageSeconds(forward, 2.0, 1.0)
     alone = [[part._replace(beside=None) for action in row for part in action.parts] for row in program]
     played = simulate(alone, seconds)
     again = simulate(alone, mean_seconds(played, stages))
     assert [*chain(*again.end)] == pytest.approx([*chain(*played.end)])
-    assert list(mean_seconds(played, stages).forward) == pytest.approx(list(seconds.forward))
+    assert mean_seconds(played, stages).forward == pytest.approx(forward)
 
 
 def test_a_person_sees_both_and_what_each_rank_waits(capsys, monkeypatch):
