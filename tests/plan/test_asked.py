@@ -33,6 +33,7 @@ def workload(stack: str = "ultrascale", *, model: str = "llama-3-8b", gpus: str 
         ("megatron", {"zero_stage": (3,)}, "megatron has ZeRO 0, 1, not 3", "0, 1"),
         ("megatron", {"recompute": ("every-k",)}, "megatron has recompute none, selective, full, not every-k", "none"),
         ("deepspeed", {"zero_stage": (3,), "pp": (2,)}, "with a pipeline deepspeed has ZeRO 0, 1, not 3", "0, 1"),
+        ("ultrascale", {"schedule": ("own.csv",)}, "own.csv is made for one number of ranks and micro-batches", "run.toml"),
         ("deepspeed", {"schedule": ("zb-v",)}, "deepspeed has 1f1b, not zb-v", "1f1b"),
         ("deepspeed", {"dp": (64,), "dp_shard": (8,), "zero_stage": (1,)}, "hybrid sharding with ZeRO 3 only", "Leave it out"),
         ("deepspeed", {"cp": (2,), "tp": (2,)}, "without tp and pp only", "Drop the others"),

@@ -313,6 +313,9 @@ def test_a_mixture_of_experts_is_told_what_recomputation_saves_and_costs(capsys)
     main(["plan", "--model", "mixtral-8x7b", "--gpus", "64xh100", "--top", "1"])
     said = " ".join(capsys.readouterr().out.split())
     assert "recomputation here: selective" in said and "full (whole blocks again) saves" in said
+    main(["plan", "--model", "mixtral-8x7b", "--gpus", "64xh100", "--top", "1", "--json"])
+    ways = json.loads(capsys.readouterr().out)["recomputation"]
+    assert set(ways) == {"selective", "full"} and ways["full"]["saved_bytes"] > 2**30 and ways["full"]["added_fraction"] > 0.1
 
 
 def test_devices_from_before_bf16_are_planned_in_fp16(capsys) -> None:

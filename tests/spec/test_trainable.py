@@ -23,6 +23,13 @@ def test_layouts_that_are_only_planned_are_refused_for_each_field_by_name(layout
     assert all("so far" in p.rule and "ultrascale plan" in p.remedy for p in found)
 
 
+def test_a_schedule_of_two_copies_is_refused_with_its_twin_of_one():
+    (problem,) = untrainable_layout(Layout(pp=2, schedule="dualpipe"))
+    assert problem.key == "layout.schedule" and "dualpipe-v" in problem.remedy
+    assert untrainable_layout(Layout(pp=2, virtual_stages=2, schedule="dualpipe-v")) == []
+    assert untrainable_layout(Layout(schedule="dualpipe")) == []
+
+
 def test_data_parallel_layouts_are_trained():
     for zero_stage in (0, 1, 2, 3):
         assert untrainable_layout(Layout(dp=8, zero_stage=zero_stage, precision="bf16", reduce_dtype="bf16")) == []

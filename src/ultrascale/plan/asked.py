@@ -19,6 +19,7 @@ from ultrascale.plan.layouts import CP_METHODS, RECOMPUTE, SCHEDULES, LayoutTabl
 from ultrascale.plan.space import Asked, Space, divisors
 from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
+from ultrascale.schedules.build import is_file
 from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
 from ultrascale.spec.layout import Layout
@@ -138,6 +139,9 @@ def _choices(has: str, name: str, offered: tuple[Any, ...], value: Any) -> Reaso
     if not offered:
         missing = "pipeline" if name == "schedule" else "context parallelism"
         return f"{has} no {missing}", "Leave it out, or use another --stack."
+    if name == "schedule" and is_file(str(value)):
+        rule = f"{value} is made for one number of ranks and micro-batches, and a search has many"
+        return rule, "Name the whole layout in a run.toml, with layout.schedule there, and plan that."
     kind = {"zero_stage": "ZeRO ", "recompute": "recompute "}.get(name, "")
     words = ", ".join(map(str, offered))
     return f"{has} {kind}{words}, not {value}", f"Choose one of {words}, or another --stack."

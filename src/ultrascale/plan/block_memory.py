@@ -41,7 +41,7 @@ class BlockMemory:
     """Of all its weights, as autograd makes them."""
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=1 << 16)  # DeepSeek-V3 on 2,048 devices has 11,000
 def block_memory(model: Model, layer: int, shape: Shape, *, recompute: Recompute = "none", stack: Stack) -> BlockMemory:
     """Decoder block `layer`. `shape.kernels` are those of `stack`; `recompute` as in `Layout`, without every-k."""
     ops = block_work(model, layer, shape)
@@ -51,7 +51,7 @@ def block_memory(model: Model, layer: int, shape: Shape, *, recompute: Recompute
     return part.measure(recompute, stack.selective)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def head_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
     """The final norm, the head and its loss."""
     hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
@@ -61,7 +61,7 @@ def head_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
     return part.measure("none", stack.selective)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def embedding_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
     """The embedding, and what all blocks share: angles and masks."""
     hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
@@ -79,7 +79,7 @@ def weight_gradients(stack: Stack) -> WeightGradients:
     return "in place" if stack.fuses_gradient_accumulation else "momentary"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def dummy_gradient_bytes(model: Model, layers: tuple[int, ...], shape: Shape, *, stack: Stack) -> int:
     """One gradient for every distinct shape of a linear layer in blocks like `layers`; one expert stands for all."""
     if not stack.keeps_dummy_gradients:

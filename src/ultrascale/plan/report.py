@@ -31,8 +31,6 @@ HEADROOM_BYTES = {"cuda": 3 * 2**30, "cpu": 2**29}
 """CUDA's context and kernels 0.5 to 0.9 GiB, NCCL 1 to 2 GiB; on a CPU the interpreter and torch, about 0.4 GiB a process."""
 TRAINED_OPTIMIZER = "adamw"
 """What our trainer runs, and the replay counts."""
-TWO_COPIES = "dualpipe"
-"""The schedule whose two copies of the weights our trainer does not keep."""
 RECOMPUTE_FROM_CHEAP = ("none", "selective", "full")
 Device = Literal["cpu", "cuda"]
 
@@ -104,6 +102,20 @@ class RunPlan:
             "memory": self._memory_json(),
             "time": self._time_json(),
             "time_convention": CONVENTION,
+        } | self._recomputation_json()
+
+    def _recomputation_json(self) -> dict[str, Any]:
+        """What recomputation saves and costs here, of models with experts: none is published for them."""
+        if self.prediction is None or not self.run.model.num_experts:
+            return {}
+        from ultrascale.plan.recomputation import ways_to_recompute  # here: a CPU is planned without NumPy
+
+        ways = ways_to_recompute(self.prediction.workload, self.run.layout)
+        return {
+            "recomputation": {
+                one.way: {"saved_bytes": one.saved_bytes, "added_fraction": one.added_seconds / one.step_seconds}
+                for one in ways
+            }
         }
 
     def _memory_json(self) -> dict[str, Any]:
@@ -199,8 +211,6 @@ _NO_RATES = (
 def not_trainable(run: Run, stack: Stack = STACKS["ultrascale"]) -> list[str]:
     """What of `run` and of how `stack` trains it our trainer does not run yet, as dotted keys."""
     found = [problem.key for problem in (*untrainable_model(run.model), *untrainable_layout(run.layout))]
-    if run.layout.pp > 1 and run.layout.schedule == TWO_COPIES:
-        found.append("layout.schedule")
     return [*found, "optimizer"] if stack.optimizer != TRAINED_OPTIMIZER else found
 
 

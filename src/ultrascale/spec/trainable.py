@@ -17,6 +17,7 @@ _LAYOUT: dict[str, tuple[object, str]] = {
     "offload_optimizer": (False, "zero_stage = 1 cuts optimizer state over dp ranks"),
 }  # fmt: skip
 _PRECISIONS = ("fp64", "fp32", "bf16")
+_TWO_COPIES = "dualpipe"
 
 
 def untrainable_layout(layout: Layout) -> list[Problem]:
@@ -26,6 +27,9 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
         for key, (only, nearest) in _LAYOUT.items()
         if (value := getattr(layout, key)) != only
     ]
+    if layout.pp > 1 and layout.schedule == _TWO_COPIES:
+        rule = "the trainer keeps one copy of every stage so far, and dualpipe needs two"
+        found.append(Problem("layout.schedule", rule, _remedy("dualpipe-v, the same order of passes with one copy")))
     for key in ("precision", "reduce_dtype"):
         if getattr(layout, key) not in (*_PRECISIONS, None):
             rule = f"the trainer runs {', '.join(_PRECISIONS)} only so far, is {getattr(layout, key)}"
