@@ -1,11 +1,12 @@
 """What ranks send, as a rank's own calls tell it: kind, group, pass and bytes of every collective, or what stands for one.
 
-On the CPU many collectives are messages between all pairs (`parallel.collectives.Exchange`); their tags tell what they stand for.
+On the CPU many collectives are messages between all pairs (`parallel.collectives.Exchange`), whose tags tell what they mean.
 Numbers of bytes are those of `spec.ops.Collective`: of the whole buffer that is gathered or reduced, or of what one rank holds.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,14 +20,22 @@ from ultrascale.parallel import collectives, context_ring, context_swap, tensor_
 from ultrascale.parallel.pipeline_messages import Mailbox
 
 KINDS = {
-    collectives.GATHER_TAG: "all_gather",
-    collectives.SCATTER_TAG: "reduce_scatter",
+    collectives.GATHER_TAG: "parameters",
+    collectives.SCATTER_TAG: "gradients",
     tensor_traffic.PART_TAG: "all_gather",
     tensor_traffic.SUM_TAG: "reduce_scatter",
     context_ring.KEYS_TAG: "keys",
     context_ring.GRADIENTS_TAG: "gradients of keys",
     context_swap.SWAP_TAG: "swap",
 }
+CALLERS = {
+    "begin_exchange": "all_to_all",
+    "_gathered": "all_gather",
+    "sum_rows": "reduce_scatter",
+    "foreach_reduce": "copies of gradients",
+    "_sum_over": "shares of gradients",
+}
+"""Functions of ours and of FSDP2 that call `torch.distributed`, and what for."""
 
 
 class Key(NamedTuple):
@@ -57,6 +66,11 @@ class Traffic:
         self.num_bytes[key] += num_bytes
 
 
+def _caller() -> str:
+    """Who called what is watched: past this function, the note and its wrapper."""
+    return sys._getframe(3).f_code.co_name
+
+
 @contextmanager
 def watched() -> Iterator[Traffic]:
     """Note what this process sends meanwhile."""
@@ -76,14 +90,15 @@ def watched() -> Iterator[Traffic]:
         kind = KINDS[tag]
         if tag == tensor_traffic.SUM_TAG and sent[0] is sent[-1]:
             return traffic.note("all_reduce", group, sent[0].nbytes)
-        traffic.note(kind, group, sum(one.nbytes for one in (received if kind == "all_gather" else sent)))
+        traffic.note(kind, group, sum(one.nbytes for one in (received if kind in ("all_gather", "parameters") else sent)))
 
     def all_reduce(tensor: Tensor, *rest: Any, group: Any = None, **options: Any) -> None:
-        traffic.note("all_reduce", group, tensor.nbytes)
+        kind = "numbers" if tensor.dtype == torch.int64 else CALLERS.get(_caller(), "all_reduce")
+        traffic.note(kind, group, tensor.nbytes)
 
     def all_to_all(received: Tensor, sent: Tensor, *rest: Any, group: Any = None, **options: Any) -> None:
-        kind = "numbers" if sent.dtype == torch.int64 else "all_to_all"
-        traffic.note(kind, group, sent.nbytes)
+        kind = "numbers" if sent.dtype == torch.int64 else CALLERS[_caller()]
+        traffic.note(kind, group, received.nbytes if kind == "all_gather" else sent.nbytes)
 
     def messages(operations: list[Any]) -> None:
         sent = [one for one in operations if one.op is dist.isend]

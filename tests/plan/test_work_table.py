@@ -92,13 +92,15 @@ def test_every_weight_of_every_kind_of_block_belongs_to_an_operation(name: str, 
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_ranks_of_tp_and_cp_compute_together_what_one_computes_alone(name: str, tp: int, cp: int, method, sp: bool) -> None:
-    """Latent attention's narrow projections are on every rank of tp, unless the sequence is cut."""
+    """Latent attention's narrow projections and the router are on every rank of tp, unless the sequence is cut."""
     model = preset(name)
     layer = model.num_hidden_layers - 1
     whole = Shape(1, 4096, "bf16", device="cuda", kernels=MEGATRON.kernels)
     part = replace(whole, tp=tp, cp=cp, cp_method=method, sequence_parallel=sp)
     alone, each = (sum(op.flops for op in block_work(model, layer, shape)) for shape in (whole, part))
-    narrow = sum(op.flops for op in block_work(model, layer, whole) if op.makes[0].name in ("q_latent", "kv_latent"))
+    narrow = sum(
+        op.flops for op in block_work(model, layer, whole) if op.makes[0].name in ("q_latent", "kv_latent", "router_logits")
+    )
     assert each * tp * cp == alone + (0 if sp else (tp - 1) * narrow)
 
 

@@ -93,7 +93,7 @@ def plan_memory(
     count = num_micro_batches(layout, sequences_per_batch)
     shape = rank_shape(layout, sequence_length, documents=documents, device=device)
     ledger, at = Ledger(keeps_timeline=keeps_timeline), Coordinates.of(layout, rank)
-    parts = _parts(model, layout, sequence_length, at)
+    parts = stage_parts(model, layout, sequence_length, at)
     stages = {number: StageReplay(ledger, model, layout, shape, part, at) for number, part in parts.items()}
     ledger.take("other", "batch", count * _batch_bytes(layout, shape))
     shards = [stage.shards for stage in stages.values()]
@@ -153,7 +153,7 @@ def num_micro_batches(layout: Layout, sequences_per_batch: int) -> int:
     return sequences_per_batch // together
 
 
-def _parts(model: Model, layout: Layout, sequence_length: int, at: Coordinates) -> dict[int, Part]:
+def stage_parts(model: Model, layout: Layout, sequence_length: int, at: Coordinates) -> dict[int, Part]:
     """The stages of the rank at `at`, by number."""
     if layout.pp == 1:
         return {0: Part(range(model.num_hidden_layers))}

@@ -89,32 +89,34 @@ def _experts(model: Model, shape: Shape, make: str) -> tuple[Op, ...]:
     local, f = cut(model.num_experts, shape.ep), cut(model.moe_intermediate_size, shape.expert_tp)
     return (
         *_route(model, shape, n),
-        *_dispatch(shape, n * k * d * a, routed * d * a, arrived * d * a),
+        *_dispatch(shape, n * k * d * a, routed * d * a, arrived * d * a, arrived),
         *_grouped(model, shape, arrived, local, f),
         *_combine(model, shape, make, n, routed * d * a, arrived * d * a),
     )
 
 
 def _route(model: Model, shape: Shape, n: int) -> list[Op]:
-    """Scores of all experts, the k best, and the tokens in the order of their experts."""
+    """Scores of all experts, the k best, and `n` tokens in the order of their experts. Without sequence parallelism every rank
+    of tp scores all tokens."""
     d, a, k, x = model.hidden_size, shape.itemsize, model.num_experts_per_tok, model.num_experts
-    logits = Activation("router_logits", n * x * shape.wide_itemsize)
-    chosen = Activation("chosen_experts", n * k * ROW_BYTES, False)
+    m = shape.outer_tokens
+    logits = Activation("router_logits", m * x * shape.wide_itemsize)
+    chosen = Activation("chosen_experts", m * k * ROW_BYTES, False)
     kept = (Activation("router_probabilities", logits.num_bytes, False), chosen)
-    flops, weights = 2 * n * x * d, ("mlp.router.weight", "mlp.router.bias") if model.mlp_bias else ("mlp.router.weight",)
+    flops, weights = 2 * m * x * d, ("mlp.router.weight", "mlp.router.bias") if model.mlp_bias else ("mlp.router.weight",)
     rows = Activation("permuted_rows", n * k * ROW_BYTES, False)
     permuted = Activation("permuted", n * k * d * a)
     return [
-        Op("mlp.router", "matmul", ("mlp_in",), (logits,), ("mlp_in",), weights, flops, 2 * flops, product=Product(n, x, d)),
-        Op("mlp.choose", "router", ("router_logits",), (Activation("scores", n * k * shape.wide_itemsize), *kept),
+        Op("mlp.router", "matmul", ("mlp_in",), (logits,), ("mlp_in",), weights, flops, 2 * flops, product=Product(m, x, d)),
+        Op("mlp.choose", "router", ("router_logits",), (Activation("scores", m * k * shape.wide_itemsize), *kept),
            tuple(one.name for one in kept), moved_bytes=4 * logits.num_bytes, backward_moved_bytes=4 * logits.num_bytes),
         Op("mlp.permute", "permute", ("mlp_in",), (permuted, rows), (rows.name,), moved_bytes=2 * permuted.num_bytes,
            backward_moved_bytes=2 * permuted.num_bytes),
     ]  # fmt: skip
 
 
-def _dispatch(shape: Shape, sent: int, received: int, gathered: int) -> list[Op]:
-    """Copies of tokens to the ranks of their experts, and there into the order of experts."""
+def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) -> list[Op]:
+    """Copies of tokens to the ranks of their experts, and there, `rows` of them, into the order of experts."""
     ops, name = [], "permuted"
     if shape.ep > 1:
         traffic = tuple(Collective("all_to_all", "ep", max(sent, received), when) for when in ("forward", "backward"))
@@ -125,8 +127,10 @@ def _dispatch(shape: Shape, sent: int, received: int, gathered: int) -> list[Op]
                    Collective("reduce_scatter", "expert_tp", gathered, "backward"))  # fmt: skip
         ops.append(Op("mlp.expert_gather", "gather", (name,), (Activation("gathered", gathered),), collectives=traffic))
         name = "gathered"
-    ops.append(Op("mlp.sort", "permute", (name,), (Activation("expert_in", gathered),), moved_bytes=2 * gathered,
-                  backward_moved_bytes=2 * gathered))  # fmt: skip
+    # What came from several ranks is put next to each other by expert, and back; the order is kept.
+    order = () if name == "permuted" else (Activation("sorted_rows", rows * ROW_BYTES, False),)
+    ops.append(Op("mlp.sort", "permute", (name,), (Activation("expert_in", gathered), *order), tuple(o.name for o in order),
+                  moved_bytes=2 * gathered, backward_moved_bytes=2 * gathered))  # fmt: skip
     return ops
 
 

@@ -100,8 +100,8 @@ class Op:
     def kept_by_selective(self) -> bool:
         """Whether selective recomputation keeps its result: `parallel.recompute.KEPT_OPS`, and what came over the network.
 
-        Not partial sums: the cut sum is kept instead, and the two are one operation there. Nor what cp swapped, which is swapped
-        again.
+        Not partial sums: the cut sum is kept instead, and the two are one operation there. Nor what cp swapped, which is
+        swapped again.
         """
         swaps = any(one.axis == "cp" for one in self.collectives) and self.kind == "exchange"
         return self.kind in ("matmul", "attention", "exchange") and not self.makes_partial_sums and not swaps

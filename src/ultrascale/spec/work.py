@@ -34,7 +34,7 @@ __all__ = [
 
 def shared_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     """What all blocks read: rotary angles, and a mask for each sliding window there is. They carry no gradient."""
-    rows = shape.num_tokens if shape.documents else shape.local_length
+    rows = shape.num_tokens if shape.documents or shape.cp > 1 else shape.local_length  # over cp sequences differ in order
     ops: list[Op] = []
     for window in dict.fromkeys(model.window(layer) for layer in range(model.num_hidden_layers)):
         if elements := mask_elements(window, shape):
@@ -58,9 +58,12 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     name = "token" if learned else "hidden"
     partial = f"{name}_partial" if shape.cuts_sequence else name
     sums = () if shape.tp == 1 or shape.cuts_sequence else (Collective("all_reduce", "tp", whole, "forward"),)
+    # Of a part of the vocabulary: which row each token is here, and whether it is elsewhere.
+    places = (Activation("embed_rows", n * INDEX_BYTES, False), Activation("embed_elsewhere", n, False))
+    kept = places if shape.tp > 1 else ()
     ops = [
-        Op("embed_tokens", "embedding", (), (Activation(partial, whole),), weights=("embed_tokens.weight",),
-           moved_bytes=2 * whole, backward_moved_bytes=3 * whole, collectives=sums)
+        Op("embed_tokens", "embedding", (), (Activation(partial, whole), *kept), tuple(one.name for one in kept),
+           ("embed_tokens.weight",), moved_bytes=2 * whole, backward_moved_bytes=3 * whole, collectives=sums)
     ]  # fmt: skip
     if shape.cuts_sequence:
         traffic = (Collective("reduce_scatter", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
@@ -73,10 +76,11 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
 def _positions(model: Model, shape: Shape) -> tuple[Op, ...]:
     """Learned positions, added to the tokens."""
     m, d, a = shape.outer_tokens, model.hidden_size, shape.itemsize
-    rows = m if shape.documents else shape.local_length // (shape.tp if shape.cuts_sequence else 1)
+    given = shape.documents or shape.cp > 1
+    rows = m if given else shape.local_length // (shape.tp if shape.cuts_sequence else 1)
     position = Activation("position", rows * d * a)
     # Positions are made in the forward pass unless the batch brings its own, and kept as the indices of the lookup.
-    indices = () if shape.documents else (Activation("positions", rows * INDEX_BYTES, False),)
+    indices = () if given or shape.tp > 1 else (Activation("positions", rows * INDEX_BYTES, False),)
     return (
         Op("embed_positions", "embedding", (), (position, *indices), tuple(i.name for i in indices),
            ("embed_positions.weight",), moved_bytes=2 * position.num_bytes, backward_moved_bytes=2 * position.num_bytes),

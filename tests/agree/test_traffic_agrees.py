@@ -1,0 +1,149 @@
+"""Every collective of a step of the trainer against the planner's: kind, group, pass, number and bytes, summed over ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from agree.axes import Case, RankStep
+from agree.layouts import EXPERTS, MODEL, cases
+from agree.traffic import Key, watched
+from hypothesis import given, settings
+from ranks import run_ranks
+
+from ultrascale.plan.memory import rank_shape, stage_parts
+from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.messages import messages
+from ultrascale.spec.layout import DTYPE_BYTES, Layout
+from ultrascale.spec.ops import Collective, Op
+from ultrascale.spec.places import Coordinates, place
+from ultrascale.spec.weights import weights
+from ultrascale.spec.work import block_work, embedding_work, head_work
+
+BLOCKWISE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+OF_CONTEXT = {("all_gather", "cp"): "keys", ("reduce_scatter", "cp"): "gradients of keys", ("all_to_all", "cp"): "swap"}
+Totals = dict[Key, tuple[int, int]]
+
+
+def sent_by(rank: int, case: Case) -> Totals:
+    """What a rank sends in a step: calls and bytes."""
+    step = RankStep(case, rank)
+    batches = step.batches()
+    with watched() as traffic:
+        step.train(batches)
+    return {key: (count, traffic.num_bytes[key]) for key, count in traffic.calls.items()}
+
+
+def measured(case: Case) -> Totals:
+    """Of all ranks together."""
+    calls: Counter[Key] = Counter()
+    num_bytes: Counter[Key] = Counter()
+    for sent in run_ranks(case.layout.world_size, sent_by, case):
+        for key, (count, size) in sent.items():
+            calls[key] += count
+            num_bytes[key] += size
+    return {key: (calls[key], num_bytes[key]) for key in calls}
+
+
+def planned(case: Case) -> Totals:
+    """The same of what blocks, embedding and head send."""
+    layout = case.layout
+    calls: Counter[Key] = Counter()
+    num_bytes: Counter[Key] = Counter()
+    for rank in range(layout.world_size):
+        for item, when in planned_of(case, Coordinates.of(layout, rank)):
+            kind = OF_CONTEXT.get((item.kind, item.axis), item.kind)
+            size, stride = layout.group(item.axis)
+            key = Key(kind, (size, stride), when)
+            calls[key] += case.num_micro_batches
+            num_bytes[key] += round(item.num_bytes * share_that_leaves(item, layout)) * case.num_micro_batches
+    return {key: (calls[key], num_bytes[key]) for key in calls}
+
+
+def share_that_leaves(item: Collective, layout: Layout) -> float:
+    """Of cp what is counted is what leaves a rank: after an all-gather over gloo gradients of keys that were seen."""
+    if item.axis != "cp":
+        return 1.0
+    unseen = item.kind == "reduce_scatter" and layout.cp_method == "all-gather"
+    return (layout.cp - 1) / layout.cp * item.sent_share * (0.75 if unseen else 1.0)
+
+
+def planned_of(case: Case, at: Coordinates) -> list[tuple[Collective, str]]:
+    """A rank's collectives of one micro-batch, each with the pass in which it is sent."""
+    shape = rank_shape(case.layout, case.length, documents=False, device="cpu")
+    found: list[tuple[Collective, str]] = []
+    for part in stage_parts(case.model, case.layout, case.length, at).values():
+        ends = [*(embedding_work(case.model, shape) if part.is_first else ())]
+        ends += head_work(case.model, shape) if part.is_last else ()
+        found += [(item, item.when) for op in ends for item in op.collectives]
+        for layer in part.layers:
+            ops = block_work(case.model, layer, shape)
+            found += [(item, item.when) for op in ops for item in op.collectives]
+            found += [(item, "backward") for op in sent_again(case.layout, layer, ops) for item in op.collectives
+                      if item.when == "forward"]  # fmt: skip
+    return found
+
+
+def sent_again(layout: Layout, layer: int, ops: tuple[Op, ...]) -> list[Op]:
+    """Operations whose messages recomputation repeats: all up to the last that saves something, with the sum that it is one
+    with; or those whose results selective recomputation does not keep."""
+    last = max(index for index, op in enumerate(ops) if op.saves)
+    if layout.recomputes(layer):
+        return list(ops[: last + 1 + ops[last].makes_partial_sums])
+    if layout.recompute != "selective":
+        return []
+    # The gather before column products is one operation with them.
+    return [op for op in ops[: last + 1]
+            if any(item.axis == "cp" for item in op.collectives) or op.name == "mlp.expert_gather"]  # fmt: skip
+
+
+def only(totals: Totals, kinds: tuple[str, ...]) -> Totals:
+    return {key: value for key, value in totals.items() if key.kind in kinds}
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@given(case=cases())
+def test_every_collective_of_blocks_and_ends_is_planned(case: Case) -> None:
+    found, told = measured(case), planned(case)
+    assert only(found, BLOCKWISE) == only(told, BLOCKWISE), str(case)
+    in_context = tuple(OF_CONTEXT.values())
+    # Queries, keys and values are swapped in one message, and a hop is a message: bytes alone are compared.
+    bytes_of = [{key: size for key, (_, size) in only(one, in_context).items()} for one in (found, told)]
+    assert bytes_of[0] == bytes_of[1], str(case)
+
+
+@settings(max_examples=3, deadline=None, derandomize=True, database=None)
+@given(case=cases())
+def test_messages_of_a_pipeline_are_those_of_its_schedule(case: Case) -> None:
+    layout = replace(case.layout, tp=1, cp=1, ep=1, expert_tp=1, dp=2, pp=2)
+    case = replace(case, layout=layout, num_micro_batches=4)
+    schedule = build_schedule(layout.schedule, 2, 4, layout.virtual_stages)
+    size = rank_shape(layout, case.length, documents=False, device="cpu").outer_tokens * case.model.hidden_size * 4
+    count = layout.dp * len(messages(schedule))
+    assert {key.group: value for key, value in measured(case).items() if key.kind == "send"} == {(2, 2): (count, count * size)}
+
+
+@pytest.mark.parametrize(
+    "zero_stage, shard, gathers, reductions", [(0, 1, 0, 0), (1, 4, 1, 1), (2, 2, 1, 3), (3, 4, 6, 3), (3, 2, 6, 3)]
+)
+def test_parameters_and_gradients_are_sent_as_often_as_the_planner_says(zero_stage, shard, gathers, reductions) -> None:
+    layout = Layout(dp=4, dp_shard=shard, zero_stage=zero_stage)
+    found = measured(Case(MODEL, layout, num_micro_batches=3))
+    sizes = {weight.name: weight.numel * DTYPE_BYTES["fp32"] for weight in weights(MODEL)}
+    whole, root = sum(sizes.values()), sum(sizes[weight.name] for weight in weights(MODEL) if weight.layer is None)
+    total: Counter[str] = Counter()
+    for key, (_, num_bytes) in found.items():
+        total[key.kind] += num_bytes // layout.dp
+    assert total["gradients"] == reductions * whole
+    # Between a forward pass and the backward pass after it what is outside the blocks stays.
+    assert total["parameters"] == gathers * whole - (3 * root if zero_stage == 3 else 0)
+    assert total["copies of gradients"] == (whole // shard if shard < layout.dp else 0)
+
+
+def test_shares_of_gradients_that_tp_leaves_are_summed_once_a_step() -> None:
+    layout = Layout(tp=2)
+    found = measured(Case(EXPERTS, layout, num_micro_batches=3))
+    at = Coordinates.of(layout, 0)
+    shares = sum(w.numel * 4 for w in weights(EXPERTS) if place(w, layout, at).is_partial)
+    assert found[Key("shares of gradients", (2, 1), "forward")] == (2, 2 * shares)
