@@ -35,7 +35,7 @@ from ultrascale.spec.weights import Weight
 
 TIED = "embed_tokens.weight"
 NORM_PIECE = 1 << 16
-"""Elements whose squares are summed at once, in fp32. On CPU torch adds them to running sums, which loses 3e-5 of the norm of 2M
+"""Elements whose squares are summed at once, in fp32. On CPU torch adds to running sums, which loses 3e-5 of the norm of 2M
 elements, so that it would depend on the cut; 1e-7 of so many."""
 
 

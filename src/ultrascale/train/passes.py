@@ -17,7 +17,6 @@ from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.train.micro_batches import MicroBatch, activation_shape
 
-
 EVALUATED_TOGETHER = 4
 """Micro-batches for each pipeline rank that an evaluation runs at once: over gloo, what a rank sends it keeps until the end."""
 
