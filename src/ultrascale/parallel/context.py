@@ -28,6 +28,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.models.decoder import Decoder, following
 from ultrascale.parallel.context_attention import Setting, ring_attention
 from ultrascale.parallel.context_masks import ContextMask, Rows, context_mask, document_rows, positions_of
@@ -66,7 +67,7 @@ def apply_context_parallel(decoder: Decoder, layout: Layout, mesh: Mesh) -> None
     group = mesh.group("cp")
     if group is None:
         return
-    if mesh.device.type == "cuda":
+    if is_cuda(mesh.device):
         dist.barrier(group=group)  # NCCL wants all ranks of a group at its first call; at some hops only some have messages
     context = ContextParallel(layout, group)
     core = cast(Any, torch.compiler.disable(context.core))  # messages are no part of a compiled graph

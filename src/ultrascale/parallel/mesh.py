@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as meet
 
+from ultrascale.kernels.device_kind import kind_of
 from ultrascale.parallel.lost import waiting
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.places import Coordinates
@@ -190,9 +191,9 @@ class Mesh:
         connections take time to make. On CUDA one group would be one queue.
         """
         rows = torch.arange(self.layout.world_size).view(shape).movedim(dim, -1).flatten(0, -2).tolist()
-        key = ("" if self.device.type == "cpu" else name, tuple(map(tuple, rows)))
+        key = ("" if kind_of(self.device) == "cpu" else name, tuple(map(tuple, rows)))
         if key not in self._made:
-            is_world = len(rows) == 1 and self.device.type == "cpu"
+            is_world = len(rows) == 1 and kind_of(self.device) == "cpu"
             group = dist.group.WORLD if is_world else dist.new_subgroups_by_enumeration(rows, timeout=self._timeout)[0]
             assert isinstance(group, dist.ProcessGroup)
             self._made[key] = group

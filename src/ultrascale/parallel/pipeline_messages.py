@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.schedules.messages import Message
 
@@ -83,7 +84,7 @@ class Mailbox:
         leaving = self._leaving[message.receiver]
         leaving.append((message, tensor, work))
         # NCCL does say when a message has left.
-        while self.device.type == "cuda" and leaving and (leaving[0][2] is None or leaving[0][2].is_completed()):
+        while is_cuda(self.device) and leaving and (leaving[0][2] is None or leaving[0][2].is_completed()):
             leaving.popleft()
 
     def close(self) -> None:

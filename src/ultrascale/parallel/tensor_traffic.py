@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.collectives import Exchange, Tag
 from ultrascale.parallel.lost import waiting
 from ultrascale.spec.places import even_part
@@ -47,7 +48,7 @@ def gather_parts(part: Tensor, length: int, group: dist.ProcessGroup) -> Finish:
         raise ValueError(f"{rule} of {length}, which gives it {lengths[own]}")
     part = part.contiguous()
     pieces = [part if rank == own else part.new_empty(part.shape[0], n, *part.shape[2:]) for rank, n in enumerate(lengths)]
-    if part.is_cuda:
+    if is_cuda(part):
         pieces[own] = torch.empty_like(part)
     return _then(lambda: torch.cat(pieces, dim=1), _all_gather(pieces, part, group), group)
 
@@ -55,7 +56,7 @@ def gather_parts(part: Tensor, length: int, group: dist.ProcessGroup) -> Finish:
 def sum_parts(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     """Start to sum [B, S, ...] over the ranks, each keeping its part of the sequence."""
     pieces, own = list(whole.split(part_lengths(whole.shape[1], group), dim=1)), group.rank()
-    if whole.is_cuda:
+    if is_cuda(whole):
         total = torch.empty_like(pieces[own], memory_format=torch.contiguous_format)
         sent = [piece.contiguous() for piece in pieces]
         return _then(lambda: total, dist.reduce_scatter(total, sent, group=group, async_op=True), group)
@@ -67,7 +68,7 @@ def sum_parts(whole: Tensor, group: dist.ProcessGroup) -> Finish:
 def sum_whole(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     """Start to sum a tensor over the ranks. It may be overwritten."""
     whole = whole.contiguous()
-    if whole.is_cuda or group.size() > _PAIR:
+    if is_cuda(whole) or group.size() > _PAIR:
         return _then(lambda: whole, dist.all_reduce(whole, group=group, async_op=True), group)
     received = [whole if rank == group.rank() else torch.empty_like(whole) for rank in range(_PAIR)]
     return _then(lambda: _add(received), Exchange([whole] * _PAIR, received, group, SUM_TAG), group)
@@ -75,12 +76,12 @@ def sum_whole(whole: Tensor, group: dist.ProcessGroup) -> Finish:
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A small tensor of every rank, one after the other: [...] to [tp, ...]. Waits for it."""
-    pieces = [own if rank == group.rank() and not own.is_cuda else torch.empty_like(own) for rank in range(group.size())]
+    pieces = [own if rank == group.rank() and not is_cuda(own) else torch.empty_like(own) for rank in range(group.size())]
     return _then(lambda: torch.stack(pieces), _all_gather(pieces, own, group), group)()
 
 
 def _all_gather(pieces: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    if own.is_cuda:
+    if is_cuda(own):
         return dist.all_gather(list(pieces), own, group=group, async_op=True)
     return Exchange([own] * len(pieces), list(pieces), group, PART_TAG)
 
