@@ -1,0 +1,446 @@
+"""Every operation of a rank, seen as it is dispatched: what it allocates, sends and computes.
+
+On the meta device nothing is computed, and most operations repeat: for one that neither writes nor gives views its results are
+made from what the first with the same shapes gave, at a tenth of the time of torch's shape functions. What only values could
+tell is pretended: a number that the host reads is 2, and of experts every one is chosen equally often (`trace.routing`).
+
+The same recorder counts a step that really runs on the CPU (`is_real`): tests hold the one to the other.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ultrascale.measure.memory import LiveMemory
+from ultrascale.parallel import all_to_all, tensor_ops
+from ultrascale.trace.flops import FLOPS
+from ultrascale.trace.groups import group_of
+from ultrascale.trace.record import Block, Mark, RankTrace, Sent
+
+_aten = torch.ops.aten
+PRETENDED_NUMBER = 2.0
+"""What the host reads from the device: a norm above any limit, so that gradients are clipped."""
+OURS = "/ultrascale/"
+OWN = ("/ultrascale/trace/", "/ultrascale/measure/")
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class TraceError(RuntimeError):
+    """Something that cannot be traced."""
+
+
+class Recorder(LiveMemory):
+    """Writes down what happens while it is entered, of storages from `watch` on."""
+
+    def __init__(self, trace: RankTrace, *, is_real: bool = False, stream_name: Callable[[], str] = lambda: "compute"):
+        super().__init__(nn.Module(), None, round_to=trace.round_to)
+        self.trace, self.is_real, self.stream_name = trace, is_real, stream_name
+        self.device_type = "cpu" if is_real else "meta"
+        self.is_counting = False
+        self._handlers: dict[Any, Handler] = {}
+        self._known: dict[Any, Any] = {}
+        self._flops_of: dict[Any, int] = {}
+        self._numbers: dict[int, int] = {}
+        """Of living storages, by address, the block's number."""
+        self._names: dict[int, str] = {}
+        """Of parameters' storages."""
+        self._references: dict[int, Any] = {}
+        self._sizes: dict[int, int] = {}
+        self._tick, self._during, self._when, self._block = 0, "", "between", ""
+
+    # From outside
+
+    def __enter__(self) -> Recorder:
+        self._patch(torch.UntypedStorage, "resize_", self._after_resize)
+        self._watch_fsdp()
+        TorchDispatchMode.__enter__(self)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.trace.ticks, self.is_counting = self._tick, False
+        self._numbers.clear()
+        self._references.clear()
+        super().__exit__(*exc)
+
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> None:
+        """Count from here on, with what is there."""
+        self.model, self.optimizer, self.is_counting = model, optimizer, True
+        for parameter, name in names.items():
+            self._names[_storage(parameter)._cdata] = name
+        self._count_what_is_there()
+        for parameter, name in names.items():
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor) and (number := self._numbers.get(_storage(value)._cdata)) is not None:
+                    self.trace.blocks[number].what = name
+        self._watch_gradients()
+        self._watch_optimizer()
+        self._watch_blocks()
+
+    def mark(self, phase: str, step: int | None = None, action: str = "") -> None:
+        """Say what comes next."""
+        self._step = self._step if step is None else step
+        self._phase, self._during = phase, action or phase
+        self.trace.marks.append(Mark(self._tick, self._step, phase, action))
+
+    # Operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind in types:
+            if issubclass(kind, DTensor):
+                return NotImplemented
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._handlers[func] = self._handler(func)
+        self._tick += 1
+        try:
+            return handler(func, args, kwargs or {})
+        except NotImplementedError as error:
+            where = line_of_ours(sys._getframe())
+            raise TraceError(f"{func} at {where} needs values, and a trace has shapes alone: {str(error).splitlines()[0]}") from error
+
+    def _handler(self, func: Any) -> Handler:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            return self._communicate
+        if (own := OWN_OPERATIONS.get(func)) is not None:
+            return lambda func, args, options: self._inside(own, args, options)
+        if self.is_real:
+            return self._really
+        if func in SPECIAL:
+            return SPECIAL[func].__get__(self)
+        schema, name = func._schema, func._schema.name.rpartition("::")[2]
+        if func.namespace != "aten" or torch.Tag.inplace_view in func.tags or name.endswith(("resize_", "set_")):
+            return self._run
+        if not schema.is_mutable and not any(one.alias_info for one in schema.returns):
+            return self._make
+        writes = schema.arguments[0].alias_info is not None and name.endswith("_")
+        return self._write if writes and len(schema.returns) < 2 else self._run
+
+    def _inside(self, implementation: Callable[..., Any], args: Any, options: Any) -> Any:
+        """An operation of ours, of which the parts are seen."""
+        TorchDispatchMode.__enter__(self)
+        try:
+            return implementation(*args, **options)
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
+
+    def _really(self, func: Any, args: Any, options: Any) -> Any:
+        result = func(*args, **options)
+        self._count_flops(func, args, options, result)
+        for tensor in tree_leaves((args, options)):
+            if isinstance(tensor, Tensor):
+                self._count(tensor, self._region or "other")
+        self._count_all(result, func)
+        return result
+
+    def _run(self, func: Any, args: Any, options: Any) -> Any:
+        """On the meta device, by torch's own shape function."""
+        result = func(*args, **options)
+        self._count_flops(func, args, options, result)
+        self._count_all(result, func)
+        return result
+
+    def _write(self, func: Any, args: Any, options: Any) -> Any:
+        """In place: there is nothing to do."""
+        first = args[0]
+        example = first[0] if isinstance(first, list | tuple) else first
+        if not isinstance(example, Tensor) or example.device.type != "meta":
+            if func is _aten.copy_.default and args[1].device.type == "meta":
+                return first
+            return self._run(func, args, options)
+        if func._overloadpacket in FLOPS:
+            self._add_flops(func, FLOPS[func._overloadpacket](args, options, first))
+        return first if func._schema.returns else None
+
+    def _make(self, func: Any, args: Any, options: Any) -> Any:
+        """New tensors, made from memory of what the first with such shapes gave."""
+        try:
+            key = (func, _key(args), _key(tuple(options.items())) if options else None)
+            known = self._known.get(key)
+        except TypeError:
+            return self._run(func, args, options)
+        if known is None:
+            result = func(*args, **options)
+            self._known[key] = _recipe(result, args, options)
+            self._flops_of[key] = self._flops(func, args, options, result)
+        elif known is False:
+            result = func(*args, **options)
+        else:
+            result = _made(known)
+        if flops := self._flops_of[key]:
+            self._add_flops(func, flops)
+        if known:
+            self._add_new(result, func)
+        else:
+            self._count_all(result, func)
+        return result
+
+    # What only values tell
+
+    def _read_number(self, func: Any, args: Any, options: Any) -> Any:
+        (tensor,) = args
+        if tensor.device.type != "meta":
+            return func(*args, **options)
+        if tensor.dtype.is_floating_point:
+            return PRETENDED_NUMBER
+        return True if tensor.dtype is torch.bool else 0
+
+    def _to_copy(self, func: Any, args: Any, options: Any) -> Any:
+        device = options.get("device")
+        if device is not None and device.type == "cpu" and args[0].device.type == "meta":
+            return torch.zeros(args[0].shape, dtype=options.get("dtype") or args[0].dtype)
+        if device is not None and device.type == "meta" and args[0].device.type == "cpu":
+            result = func(*args, **options)
+            self._count(result, "other")  # a batch, on its way to the device
+            return result
+        return self._make(func, args, options)
+
+    def _bincount(self, func: Any, args: Any, options: Any) -> Any:
+        if args[0].device.type != "meta":
+            return func(*args, **options)
+        bins = options.get("minlength", args[2] if len(args) > 2 else 0)
+        result = torch.empty(bins, dtype=torch.int64, device="meta")
+        self._count_all(result, func)
+        return result
+
+    def _grouped_mm(self, func: Any, args: Any, options: Any) -> Any:
+        """torch's shape function knows bf16 alone, its kernels more."""
+        left, right = args[0], args[1]
+        ends = options.get("offs", args[2] if len(args) > 2 else None)
+        groups = (len(ends),) if right.dim() == 2 and ends is not None else ()
+        result = left.new_empty(*groups, left.shape[-2], right.shape[-1])
+        self._count_flops(func, args, options, result)
+        self._count_all(result, func)
+        return result
+
+    # Messages
+
+    def _communicate(self, func: Any, args: Any, options: Any) -> Any:
+        self._note(func, args)
+        if self.is_real:
+            return func(*args, **options)
+        if func.namespace != "c10d":
+            raise TraceError(f"{func} at {line_of_ours(sys._getframe())} is a collective that a trace does not know")
+        work = FakeWork().boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+    def _note(self, func: Any, args: Any) -> None:
+        name = func._schema.name.rpartition("::")[2]
+        kind, of = KINDS.get(name, (name, 0))
+        group = next((one for one in map(_as_group, args) if one is not None), None)
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
+            return
+        tensors = [one for one in tree_leaves(args[of]) if isinstance(one, Tensor)] if args else []
+        if not isinstance(args[0], Tensor | list | tuple):
+            tensors = []
+        found = group_of(self.trace.layout, ranks)
+        line, is_host = line_of_ours(sys._getframe()), bool(tensors) and tensors[0].device.type == "cpu" and not self.is_real
+        size = sum(tensor.nbytes for tensor in tensors)
+        self.trace.sent.append(
+            Sent(self._tick, self._step, kind, *found, size, line, f"{self._during} {self._block}".strip(), is_host)
+        )
+
+    # FLOPs
+
+    def _count_flops(self, func: Any, args: Any, options: Any, result: Any) -> None:
+        if flops := self._flops(func, args, options, result):
+            self._add_flops(func, flops)
+
+    def _flops(self, func: Any, args: Any, options: Any, result: Any) -> int:
+        formula = FLOPS.get(func._overloadpacket)
+        return 0 if formula is None else formula(args, options, result)
+
+    def _add_flops(self, func: Any, flops: int) -> None:
+        self.trace.flops[self._step, func._schema.name.rpartition("::")[2], self._pass()] += flops
+
+    def _pass(self) -> str:
+        if torch._C._current_graph_task_id() == -1:
+            return "forward"
+        return "recomputed" if self._block.startswith("again") else "backward"
+
+    # Storages
+
+    def _count_all(self, result: Any, func: Any) -> None:
+        if not self.is_counting:
+            return
+        if isinstance(result, Tensor):
+            self._count(result, self._category(), func)
+            return
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor, self._category(), func)
+
+    def _add_new(self, result: Any, func: Any) -> None:
+        if not self.is_counting:
+            return
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device_type:
+                self._add(tensor.untyped_storage(), self._category(), func)
+
+    def _count(self, tensor: Tensor, category: str, func: Any = None) -> None:
+        if not self.is_counting or isinstance(tensor, FakeTensor):
+            return
+        storage = _storage(tensor)
+        if storage.device.type == self.device_type and storage._cdata not in self._numbers:
+            self._add(storage, category, func)
+
+    def _add(self, storage: torch.UntypedStorage, category: str, func: Any = None) -> None:
+        key, trace = storage._cdata, self.trace
+        number = len(trace.blocks)
+        what = self._names.get(key) or ("" if func is None else func._schema.name.rpartition("::")[2])
+        during = f"{self._during} {self._block}".strip()
+        trace.blocks.append(Block(category, what, line_of_ours(sys._getframe()), during, self.stream_name()))
+        self._numbers[key] = number
+        self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._sizes[key] = 0
+        self._resize(key, storage.nbytes())
+
+    def _forget(self, key: int) -> None:
+        if key in self._numbers:
+            self._resize(key, 0)
+            del self._numbers[key], self._references[key], self._sizes[key]
+
+    def _resize(self, key: int, num_bytes: int) -> None:
+        size = self._rounded(num_bytes)
+        if change := size - self._sizes[key]:
+            self._sizes[key] = size
+            self.trace.changes.append((self._tick, self._numbers[key], change))
+
+    def _retag(self, tensor: Tensor | None, category: str) -> None:
+        if tensor is None or not self.is_counting:
+            return
+        self._count(tensor, category)
+        number = self._numbers.get(_storage(tensor)._cdata)
+        if number is None:
+            return
+        block = self.trace.blocks[number]
+        if block.category != category:
+            self.trace.moves.append((self._tick, number, block.category))
+            block.category = category
+
+    def _after_resize(self, storage: torch.UntypedStorage, *unused: Any) -> None:
+        if not self.is_counting or storage.device.type != self.device_type:
+            return
+        if storage._cdata in self._numbers:
+            self._tick += 1
+            self._resize(storage._cdata, storage.nbytes())
+        else:
+            self._add(storage, self._category())
+
+    def _sample(self) -> None: ...
+
+    def _watch_blocks(self) -> None:
+        """Let storages tell the block of the model they were made in."""
+        for stage in self.model.modules():
+            if not hasattr(stage, "blocks"):
+                continue
+            for number, block in stage.blocks():  # pyright: ignore[reportCallIssue]
+                def enter(module: nn.Module, inputs: Any, number: int = number) -> None:
+                    self._block = f"block {number}"
+
+                def leave(module: nn.Module, inputs: Any, result: Any) -> None:
+                    self._block = ""
+
+                self._undo += [block.register_forward_pre_hook(enter).remove, block.register_forward_hook(leave).remove]
+
+
+def line_of_ours(frame: FrameType | None) -> str:
+    """`file:line` of the innermost caller in `ultrascale` that is neither of the trace nor of what measures."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        at = name.rfind(OURS)
+        if at >= 0 and not name.startswith(OWN, at):
+            return f"{name[at + len(OURS):]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def _as_group(value: Any) -> dist.ProcessGroup | None:
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(value)
+        except (RuntimeError, TypeError):
+            return None
+    return None
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    return type(value), value
+
+
+def _recipe(result: Any, args: Any, options: Any) -> Any:
+    """How to make the same again; False if it is no new memory of its own, or more of it than its shape needs."""
+    inputs = {one.untyped_storage()._cdata for one in tree_leaves((args, options)) if isinstance(one, Tensor)}
+    if isinstance(result, Tensor):
+        if result.device.type != "meta" or result.storage_offset() or result.untyped_storage()._cdata in inputs:
+            return False
+        if result.untyped_storage().nbytes() != _extent(result):
+            return False
+        return (Tensor, tuple(result.shape), result.stride(), result.dtype)
+    if isinstance(result, list | tuple):
+        parts = [_recipe(one, args, options) for one in result]
+        return False if False in parts else (type(result) if type(result) in (list, tuple) else tuple, parts)
+    return (None, result)
+
+
+def _extent(tensor: Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    return (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
+
+
+def _made(recipe: Any) -> Any:
+    kind = recipe[0]
+    if kind is Tensor:
+        return torch.empty_strided(recipe[1], recipe[2], dtype=recipe[3], device="meta")
+    if kind is None:
+        return recipe[1]
+    return kind(_made(one) for one in recipe[1])
+
+
+OWN_OPERATIONS = {
+    value._opoverload: value._init_fn
+    for module in (tensor_ops, all_to_all)
+    for value in vars(module).values()
+    if isinstance(value, torch.library.CustomOpDef)
+}
+"""Operations of ours, seen from inside: what they gather is memory, and what they send are messages."""
+SPECIAL = {
+    _aten._local_scalar_dense.default: Recorder._read_number,
+    _aten._to_copy.default: Recorder._to_copy,
+    _aten.bincount.default: Recorder._bincount,
+    _aten._grouped_mm.default: Recorder._grouped_mm,
+}
+KINDS = {
+    "allreduce_": ("all_reduce", 0), "allreduce_coalesced_": ("all_reduce", 0), "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1), "reduce_scatter_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1), "alltoall_": ("all_to_all", 1), "broadcast_": ("broadcast", 0), "send": ("send", 0),
+    "recv_": ("receive", 0), "barrier": ("barrier", 0),
+}  # fmt: skip
+"""Of torch's collectives the kind, and the argument whose bytes count."""
