@@ -43,7 +43,7 @@ def build_share(
     run.
     """
     expect_trainable(model, layout)
-    mesh = Mesh(layout, ranks, has_experts=model.num_experts > 0)
+    mesh = Mesh(model, layout, ranks)
     places = {weight.name: place(weight, layout, mesh.at) for weight in weights(model)}
     stages = {
         number: build_stage(bare, mesh, compile_blocks=compile_blocks)
