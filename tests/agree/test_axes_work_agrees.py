@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from agree.axes import Case, RankStep
@@ -21,6 +22,7 @@ from ultrascale.spec.work import block_work, work
 
 Sizes = Sequence[int]
 OPS = torch.ops.ultrascale
+RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 
 def _columns(hidden: Sizes, weights: list[Sizes], *rest: Any, out_shape: list[Sizes], **options: Any) -> int:
@@ -103,18 +105,18 @@ def planned_flops(case: Case) -> int:
 
 def test_flops_and_saved_bytes_of_a_rank_are_those_of_the_table() -> None:
     dense = [
-        Case(MODEL, Layout(micro_batch_size=2, recompute=recompute, **cut), num_micro_batches=1)  # type: ignore[arg-type]
-        for recompute in ("none", "selective", "full")
-        for cut in ({"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}, {"cp": 2, "cp_method": "all-to-all"})
+        Case(MODEL, replace(cut, micro_batch_size=2, recompute=recompute), num_micro_batches=1)
+        for recompute in RECOMPUTE
+        for cut in (Layout(tp=2), Layout(tp=2, sequence_parallel=False), Layout(cp=2), Layout(cp=2, cp_method="all-to-all"))
     ]
     experts = [
-        Case(EXPERTS, Layout(micro_batch_size=2, **cut), num_micro_batches=1)
+        Case(EXPERTS, replace(cut, micro_batch_size=2), num_micro_batches=1)
         for cut in (
-            {"tp": 2},
-            {"tp": 2, "sequence_parallel": False},
-            {"tp": 2, "expert_tp": 2},
-            {"tp": 2, "ep": 2},
-            {"dp": 2, "ep": 2},
+            Layout(tp=2),
+            Layout(tp=2, sequence_parallel=False),
+            Layout(tp=2, expert_tp=2),
+            Layout(tp=2, ep=2),
+            Layout(dp=2, ep=2),
         )
     ]
     by_rank = run_ranks(2, work_of, [*dense, *experts], timeout_seconds=120)

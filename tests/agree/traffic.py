@@ -16,17 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.parallel import collectives, context_ring, context_swap, tensor_traffic
+from ultrascale.parallel import collectives
 from ultrascale.parallel.pipeline_messages import Mailbox
+from ultrascale.parallel.tags import Tag
 
 KINDS = {
-    collectives.GATHER_TAG: "parameters",
-    collectives.SCATTER_TAG: "gradients",
-    tensor_traffic.PART_TAG: "all_gather",
-    tensor_traffic.SUM_TAG: "reduce_scatter",
-    context_ring.KEYS_TAG: "keys",
-    context_ring.GRADIENTS_TAG: "gradients of keys",
-    context_swap.SWAP_TAG: "swap",
+    Tag.PARAMETERS: "parameters",
+    Tag.GRADIENTS: "gradients",
+    Tag.SEQUENCE_PARTS: "all_gather",
+    Tag.SEQUENCE_SUMS: "reduce_scatter",
+    Tag.TIED_EMBEDDING: "tied",
+    Tag.KEYS: "keys",
+    Tag.KEY_GRADIENTS: "gradients of keys",
+    Tag.SWAP: "swap",
 }
 CALLERS = {
     "begin_exchange": "all_to_all",
@@ -86,9 +88,9 @@ def watched() -> Iterator[Traffic]:
         setattr(owner, name, call)
         undo.append(lambda: setattr(owner, name, original))
 
-    def exchange(_: Any, sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, tag: int) -> None:
+    def exchange(_: Any, sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, tag: Tag) -> None:
         kind = KINDS[tag]
-        if tag == tensor_traffic.SUM_TAG and sent[0] is sent[-1]:
+        if tag is Tag.SEQUENCE_SUMS and sent[0] is sent[-1]:
             return traffic.note("all_reduce", group, sent[0].nbytes)
         traffic.note(kind, group, sum(one.nbytes for one in (received if kind in ("all_gather", "parameters") else sent)))
 
@@ -103,7 +105,7 @@ def watched() -> Iterator[Traffic]:
     def messages(operations: list[Any]) -> None:
         sent = [one for one in operations if one.op is dist.isend]
         if operations:
-            kind = KINDS.get(operations[0].tag, "tied")
+            kind = KINDS[Tag(operations[0].tag)]
             traffic.note(kind, operations[0].group, sum(one.tensor.nbytes for one in sent))
 
     def mail(box: Mailbox, message: Any, tensor: Tensor) -> None:

@@ -3,6 +3,8 @@ import json
 import pytest
 
 from ultrascale.cli.show import command
+from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.custom import to_csv
 from ultrascale.spec.machines import ACCELERATORS, NODES
 from ultrascale.spec.model_presets import PRESETS
 from ultrascale.spec.problems import SpecError
@@ -70,3 +72,15 @@ def test_a_wrong_description_raises_all_its_mistakes(path):
 def test_settings_without_effect_are_noted(path, capsys):
     assert command([str(path), "--layout.dp", "1", "--layout.zero-stage", "3"]) == 0
     assert "note: layout.zero_stage = 3 has no effect" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_schedule_from_a_file_must_be_there_and_suit_the_run(path, tmp_path, capsys):
+    file, words = tmp_path / "mine.csv", [path, "--layout.pp", "2", "--batch.sequences-per-batch", "4", "--layout.schedule"]
+    with pytest.raises(SpecError, match="there is no such file"):
+        command([*words, str(file)])
+    file.write_text(to_csv(build_schedule("1f1b", 2, 3)))
+    with pytest.raises(SpecError, match="has 3 micro-batches, not 4"):
+        command([*words, str(file)])
+    file.write_text(to_csv(build_schedule("1f1b", 2, 4)))
+    assert command([*words, str(file)]) == 0
+    assert "layout.schedule" in capsys.readouterr().out

@@ -60,10 +60,19 @@ def test_a_file_says_itself_how_many_ranks_it_is_for(tmp_path, capsys):
         command(["schedule", str(path), "--pp", "4"])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schedule_written_as_a_file_is_the_schedule(name, tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    out = shown(f"schedule {name} --pp 4 --micro-batches 6 --csv {path}", capsys)
+    assert f"wrote {path}" in out.replace("\n", "")
+    assert build_schedule(str(path), 4, 6) == build_schedule(name, 4, 6)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [("schedule", "which schedule is missing"), ("schedule 2f2b", "there is no schedule '2f2b'"),
-     ("schedules 1f1b", "takes no name"), ("schedule 1f1b --cost.send -1", "must not be negative"),
+     ("schedules 1f1b", "takes no name"), ("schedules --csv a.csv", "is of one schedule"),
+     ("schedule nosuch.csv", "no such file"), ("schedule 1f1b --cost.send -1", "must not be negative"),
      ("schedule dualpipe --cost.communication 2", "is part of forward"), ("schedule dualpipe --pp 3", "must be even")],
 )  # fmt: skip
 def test_mistakes_are_told_in_a_sentence(words, told):

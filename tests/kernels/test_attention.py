@@ -113,6 +113,6 @@ def test_values_narrower_than_queries_and_a_scale_of_ones_own_give_the_softmax_w
 def test_narrow_values_and_results_are_saved_narrow_and_no_scores_at_all():
     query, key = (torch.randn(2, 16, 4, 12, requires_grad=True) for _ in range(2))
     value, sizes = torch.randn(2, 16, 4, 8, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.numel()), lambda nothing: None):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.numel()), lambda nothing: value):
         attention(query, key, value, None)
     assert sorted(sizes) == sorted([2 * 16 * 4 * 12, 2 * 16 * 4 * 12, 2 * 16 * 4 * 8, 2 * 16 * 4 * 8, 2 * 4 * 16])

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import pytest
 import torch
+from grads import grad_of
 from models.families import DEEPSEEK_V3, LLAMA, MIXTRAL, QWEN3_MOE
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ultrascale.models.decoder import Decoder, PredictionBlock
 from ultrascale.models.experts import MoE, moe_layers, scale_auxiliary_losses, take_load, update_expert_bias
 from ultrascale.models.initialise import initialise
-from ultrascale.models.router import choose, drop_over_capacity
+from ultrascale.models.router import Router, choose, drop_over_capacity
 from ultrascale.spec.model import Model
 
 BALANCED = replace(MIXTRAL, router_aux_loss_coef=0.7, num_hidden_layers=2)
@@ -37,6 +40,12 @@ def gradients(decoder: Decoder) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in decoder.named_parameters() if parameter.grad is not None}
 
 
+def bias_of(router: Router) -> Tensor:
+    """[experts]"""
+    assert router.e_score_correction_bias is not None
+    return router.e_score_correction_bias
+
+
 def expect_equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-11) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -47,7 +56,11 @@ def router_inputs(decoder: Decoder) -> dict[int, Tensor]:
     """Filled by the next forward pass: what each router sees, with its graph."""
     seen: dict[int, Tensor] = {}
     for number, layer in moe_layers(decoder):
-        layer.router.register_forward_pre_hook(lambda module, inputs, number=number: seen.update({number: inputs[0]}))
+
+        def keep(module: nn.Module, inputs: tuple[Tensor], number: int = number) -> None:
+            seen[number] = inputs[0]
+
+        layer.router.register_forward_pre_hook(keep)
     return seen
 
 
@@ -119,7 +132,7 @@ def test_load_is_counted_once_in_each_backward_pass_recomputed_or_not_and_never_
         for _, block in decoder.blocks():
             forward = block.forward
             if recompute:
-                block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
+                block.forward = partial(checkpoint, forward, use_reentrant=False)
         with torch.no_grad():
             decoder(tokens, targets=tokens)
         seen = router_inputs(decoder)
@@ -144,12 +157,12 @@ def test_the_bias_rises_for_experts_below_the_mean_falls_for_those_above_and_cha
     load = {number: torch.tensor([4, 0, 9, 1, 1, 1, 1, 7]) for number, _ in moe_layers(decoder)}  # mean 3
     update_expert_bias(decoder, load)
     for _, layer in moe_layers(decoder):
-        assert layer.router.e_score_correction_bias.tolist() == [-0.5, 0.5, -0.5, 0.5, 0.5, 0.5, 0.5, -0.5]
+        assert bias_of(layer.router).tolist() == [-0.5, 0.5, -0.5, 0.5, 0.5, 0.5, 0.5, -0.5]
     router = next(moe_layers(decoder))[1].router
     hidden = torch.randn(1, 12, model.hidden_size, dtype=torch.float64)
     routing = router(hidden)[0]
     scores = (hidden[0] @ router.weight.t()).sigmoid()
-    best = (scores + router.e_score_correction_bias).topk(3).indices
+    best = (scores + bias_of(router)).topk(3).indices
     assert torch.equal(routing.experts.sort(-1).values, best.sort(-1).values)
     weights = scores.gather(1, routing.experts)
     torch.testing.assert_close(routing.weights, 2.5 * weights / weights.sum(1, keepdim=True), rtol=1e-12, atol=0)
@@ -157,14 +170,14 @@ def test_the_bias_rises_for_experts_below_the_mean_falls_for_those_above_and_cha
 
 def test_the_bias_stays_wide_when_the_model_is_made_narrow():
     decoder = Decoder(DEEPSEEK_V3)
-    biases = [layer.router.e_score_correction_bias for _, layer in moe_layers(decoder)]
+    biases = [bias_of(layer.router) for _, layer in moe_layers(decoder)]
     for bias in biases:
         bias += 1e-3
     narrow = decoder.to(torch.bfloat16)
     assert all(parameter.dtype == torch.bfloat16 for parameter in narrow.parameters())
     for (_, layer), bias in zip(moe_layers(narrow), biases, strict=True):
-        assert layer.router.e_score_correction_bias.dtype == torch.float32
-        assert torch.equal(layer.router.e_score_correction_bias, bias)
+        assert bias_of(layer.router).dtype == torch.float32
+        assert torch.equal(bias_of(layer.router), bias)
 
 
 def test_a_token_visits_experts_of_so_many_groups_only():
@@ -190,11 +203,12 @@ def test_with_capacity_a_layer_is_the_sum_over_choices_that_are_kept():
     hidden = torch.randn(2, 10, model.hidden_size, dtype=torch.float64, requires_grad=True)
     out = layer(hidden)
     routing, counts, _ = layer.router(hidden)
-    expected, experts = torch.zeros(20, model.hidden_size, dtype=torch.float64), layer.experts
+    expected, experts, gated = torch.zeros(20, model.hidden_size, dtype=torch.float64), layer.experts, layer.experts.gate_proj
+    assert gated is not None
     for token, (chosen, weights) in enumerate(zip(routing.experts.tolist(), routing.weights, strict=True)):
         for expert, weight in zip(chosen, weights, strict=True):
             if expert < model.num_experts:
-                gate, up = (p.weight[expert] @ hidden.flatten(0, 1)[token] for p in (experts.gate_proj, experts.up_proj))
+                gate, up = (p.weight[expert] @ hidden.flatten(0, 1)[token] for p in (gated, experts.up_proj))
                 expected[token] += weight * (experts.down_proj.weight[expert] @ (F.silu(gate) * up))
     dropped = int((routing.experts == model.num_experts).sum())
     assert dropped > 0 and counts.sum() == 40
@@ -211,7 +225,6 @@ def test_experts_that_nobody_visits_have_gradients_of_zeros():
     model = replace(MIXTRAL, num_hidden_layers=1)
     decoder, tokens = build(model), tokens_of(model)
     router = next(moe_layers(decoder))[1].router
-    router.keep = None  # not used without a capacity
     router.forward = lambda hidden, forward=router.forward: _all_to(forward(hidden), 2)
     decoder(tokens, targets=tokens).backward()
     for name, gradient in gradients(decoder).items():
@@ -239,7 +252,8 @@ def test_prediction_blocks_read_tokens_to_come_and_add_their_gradient_but_nothin
     loss.backward()
 
     hidden: list[Tensor] = []
-    alone.norm.register_forward_hook(lambda module, inputs, out: hidden.append(out))
+    assert alone.norm is not None and alone.embed_tokens is not None
+    alone.norm.register_forward_hook(lambda module, inputs, out: hidden.append(cast(Tensor, out)))
     with torch.no_grad():
         quiet = alone(tokens, targets=targets)
     expected = F.cross_entropy(alone(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
@@ -276,8 +290,9 @@ def test_the_last_stage_predicts_without_tokens_and_stages_together_are_the_mode
         stage.double().load_state_dict(whole.state_dict(), strict=False)
     assert [number for number, _ in last.blocks()] == [2, 3]
     last(first(tokens), targets=targets).backward()
+    assert first.embed_tokens is not None and last.embed_tokens is not None
     found = gradients(first) | {name: g for name, g in gradients(last).items() if name != "embed_tokens.weight"}
-    found["embed_tokens.weight"] = first.embed_tokens.weight.grad + last.embed_tokens.weight.grad
+    found["embed_tokens.weight"] = grad_of(first.embed_tokens.weight) + grad_of(last.embed_tokens.weight)
     expect_equal(found, gradients(whole))
 
 

@@ -1,4 +1,5 @@
 import multiprocessing
+from typing import Any
 
 import pytest
 import torch
@@ -6,8 +7,9 @@ from models.families import FAMILIES, LLAMA
 from torch.distributed.tensor import DTensor
 
 from ultrascale.models.decoder import Decoder
-from ultrascale.models.initialise import initial_value, initialise, weight_seed
+from ultrascale.models.initialise import TILE, initial_value, initialise, weight_seed
 from ultrascale.spec.model import Model
+from ultrascale.spec.places import Place
 from ultrascale.spec.weights import Weight, weights
 
 
@@ -39,9 +41,9 @@ def test_values_depend_on_seed_and_name_alone():
 
 def test_values_stay_the_same_from_one_version_to_the_next():
     """Checked in: runs of an older version can be repeated."""
-    assert weight_seed(0, "embed_tokens.weight") == 3608968891763947199
+    assert weight_seed(0, "embed_tokens.weight/0/0") == 139905720820288070
     value = initial_value(Weight("embed_tokens.weight", (4, 8), "embedding", None, init_std=1.0), seed=0)
-    torch.testing.assert_close(value[0, :3], torch.tensor([-1.499727, 0.838826, 2.499842]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(value[0, :3], torch.tensor([-0.430442, -1.587858, 0.500467]), rtol=0, atol=1e-6)
 
 
 def test_precision_does_not_change_the_draw():
@@ -49,6 +51,33 @@ def test_precision_does_not_change_the_draw():
     for name, value in fp32.items():
         assert torch.equal(fp64[name], value.double())
         assert torch.equal(bf16[name], value.bfloat16())
+
+
+def test_a_part_is_cut_from_the_same_values_and_only_its_tiles_are_drawn(monkeypatch):
+    """Rows as ep and ZeRO cut them, columns as tp does, across the borders of tiles."""
+    matrix = Weight("x", (700, 2100), "mlp", 0, init_std=1.0)
+    experts = Weight("x", (6, 70, 1030), "mlp", 0, init_std=1.0, is_expert=True)
+    whole, drawn = {weight: initial_value(weight, 5) for weight in (matrix, experts)}, []
+    normal = torch.Tensor.normal_
+
+    def noting(tile: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        drawn.append(tile.numel())
+        return normal(tile, *rest, **options)
+
+    monkeypatch.setattr(torch.Tensor, "normal_", noting)
+    for weight, offsets, shape in (
+        (matrix, (0, 525), (700, 525)), (matrix, (63, 0), (66, 2100)), (matrix, (699, 2099), (1, 1)),
+        (matrix, (700, 0), (0, 2100)), (experts, (2, 0, 0), (2, 70, 1030)), (experts, (5, 35, 0), (1, 35, 1030)),
+        (experts, (0, 0, 1000), (6, 70, 30)),
+    ):  # fmt: skip
+        cut = tuple(slice(first, first + length) for first, length in zip(offsets, shape, strict=True))
+        drawn.clear()
+        assert torch.equal(initial_value(weight, 5, part=Place(offsets, shape)), whole[weight][cut])
+        assert sum(drawn) <= whole[weight].numel() and max(drawn, default=0) <= TILE
+        if shape == (1, 1):
+            assert drawn == [(700 - 640) * (2100 - 2048)]
+        if shape == (2, 70, 1030):
+            assert sum(drawn) == whole[weight].numel() // 3
 
 
 def initialise_sharded(rank: int, world_size: int, store: str, model: Model) -> None:

@@ -14,9 +14,15 @@ from ranks import run_ranks
 from torch._dynamo.utils import counters
 
 from ultrascale.check.documents import RandomDocuments
+from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks
+from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.build import NAMES, build_schedule
+from ultrascale.schedules.custom import to_csv
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.rules import SPLITTING_SCHEDULES, run_problems
 from ultrascale.spec.run import Batch, Log, Optimizer, Run
 from ultrascale.train.trainer import Trainer
 
@@ -58,7 +64,7 @@ def both(rank: int, model: Model, layout: Layout) -> list[Trained]:
 
 @pytest.mark.parametrize(("model", "layout", "breaks"), [
     ("llama", Layout(tp=2), False),
-    ("llama", Layout(pp=2, schedule="zb-h1"), False),
+    ("llama", Layout(pp=2), False),
     ("llama", Layout(cp=2), True),  # attention over ranks asks for things that a graph cannot hold
     ("mixtral", Layout(dp=2, ep=2), True),  # and experts sort and count
 ])  # fmt: skip
@@ -69,3 +75,30 @@ def test_compiled_blocks_compute_what_eager_ones_do(model, layout, breaks):
     assert max(abs(a / b - 1) for a, b in zip(compiled.numbers, eager.numbers, strict=True)) < FP32
     assert eager.graphs == 0 and compiled.graphs > 0
     assert (compiled.breaks > 0) == breaks and (breaks or compiled.graphs <= 2)
+
+
+def test_compiled_blocks_whose_backward_passes_are_cut_are_refused(tmp_path):
+    """W would find nothing to do, and a step last as long as one of 1f1b."""
+    layout = Layout(pp=2, schedule="zb-h1")
+    named = Run(FAMILIES["llama"], steps=9, layout=layout, compile=True, batch=Batch(LENGTH, 4))
+    assert [problem.key for problem in run_problems(named)] == ["compile"]
+    assert run_problems(replace(named, layout=Layout(pp=2))) == run_problems(replace(named, compile=False)) == []
+    path = tmp_path / "own.csv"
+    path.write_text(to_csv(build_schedule("zb-h1", 2, 4)))
+    of_file, ranks = replace(layout, schedule=str(path)), Ranks(0, 2, torch.device("cpu"))
+    with pytest.raises(SpecError, match="compiled block is one piece"):
+        build_share(FAMILIES["llama"], of_file, ranks, seed=0, compile_blocks=True)
+
+
+def test_the_schedules_refused_by_name_are_those_that_cut_backward_passes():
+    found = {
+        name
+        for name, named in NAMES.items()
+        if any(
+            part.kind is Kind.INPUT_GRADIENT
+            for row in build_schedule(name, 2, 4, named.virtual_stages)
+            for action in row
+            for part in action.parts
+        )
+    }
+    assert found == set(SPLITTING_SCHEDULES)

@@ -14,6 +14,7 @@ from ultrascale.parallel import context, context_attention, context_gather, cont
 from ultrascale.parallel.context import ContextParallel
 from ultrascale.parallel.context_masks import ContextMask, context_mask, document_rows
 from ultrascale.parallel.context_ring import Messages, RingGradients
+from ultrascale.parallel.tags import Tag
 from ultrascale.spec.context_order import ring_order
 from ultrascale.spec.layout import Layout
 
@@ -135,7 +136,7 @@ def test_a_planted_fault_is_seen(name):
 
 def messages_of(rank: int, case: Case) -> tuple[int, int]:
     """Elements this rank sends: keys and values forward and backward, and gradients of them."""
-    sent = {context_ring.KEYS_TAG: 0, context_ring.GRADIENTS_TAG: 0}
+    sent = {Tag.KEYS: 0, Tag.KEY_GRADIENTS: 0}
     start = Messages.__init__
 
     def counting(self: Messages, group, tag, sends, receives) -> None:
@@ -144,7 +145,7 @@ def messages_of(rank: int, case: Case) -> tuple[int, int]:
 
     Messages.__init__ = counting
     errors_of(rank, {"": case})
-    return sent[context_ring.KEYS_TAG], sent[context_ring.GRADIENTS_TAG]
+    return sent[Tag.KEYS], sent[Tag.KEY_GRADIENTS]
 
 
 def own_elements(world: int, length: int) -> int:

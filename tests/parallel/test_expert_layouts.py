@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from ultrascale.models.router import drop_over_capacity
 from ultrascale.parallel import all_to_all, expert_sequences
 from ultrascale.parallel.context import apply_context_parallel, cut_batch, own_positions
 from ultrascale.parallel.expert import apply_expert_parallel
+from ultrascale.parallel.groups import AxisGroups
 from ultrascale.parallel.mesh import Mesh, Ranks
 from ultrascale.parallel.recompute import KEPT_OPS, apply_recompute
 from ultrascale.parallel.share import Share
@@ -61,14 +62,14 @@ class Case:
 def errors_of(rank: int, case: Case) -> dict[str, float]:
     """Of the loss, each gradient, the load and the bias after an update, relative to the whole's largest element."""
     layout, ranks = case.layout, Ranks(rank, case.layout.world_size, torch.device("cpu"), dist.group.WORLD)
-    mesh = Mesh(layout, ranks, has_experts=True)
+    mesh = Mesh(case.model, layout, ranks)
     whole = one_process(case)
     decoder = cut_decoder(case, mesh)
     plant(case.fault, decoder)
     loss = backward(decoder, case, mesh.at.dp, mesh.at.cp)
     table = {weight.name: weight for weight in weights(case.model)}
     expected = {name: grad_of(parameter) for name, parameter in whole.decoder.named_parameters()}
-    errors = {"loss": relative(over(loss, mesh, ("dp", "cp")), whole.loss)}
+    errors = {"loss": relative(over(loss, layout.group("dp")), whole.loss)}
     for name, parameter in decoder.named_parameters():
         part = place(table[name], layout, mesh.at)
         gradient = summed_gradient(grad_of(parameter), table[name].is_expert, part, mesh)
@@ -169,19 +170,25 @@ def local_batch(arrays: list[Any], case: Case, cp: int) -> dict[str, Tensor]:
 
 
 def summed_gradient(gradient: Tensor, is_expert: bool, part: Any, mesh: Mesh) -> Tensor:
-    gradient = over(gradient, mesh, ("expert_dp",) if is_expert else ("dp", "cp"))
+    gradient = over(gradient, mesh.layout.group("expert_dp" if is_expert else "dp"))
     if part.is_partial:
         gradient = gradient.clone()
         dist.all_reduce(gradient, group=mesh.neighbours(part.copies))
     return gradient
 
 
-def over(value: Tensor, mesh: Mesh, axes: tuple[Any, ...]) -> Tensor:
+def over(value: Tensor, ranks: tuple[int, int]) -> Tensor:
+    """The sum over so many ranks, so far apart."""
     value = value.clone()
-    for axis in axes:
-        if (group := mesh.group(axis)) is not None:
-            dist.all_reduce(value, group=group)
+    dist.all_reduce(value, group=group_of(*ranks))
     return value
+
+
+@cache
+def group_of(size: int, stride: int) -> Any:
+    """This rank's; all ranks ask for the same ones in the same order."""
+    ranks = AxisGroups("sums of the test", size, stride, "blocks").ranks_with(dist.get_rank())
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def relative(got: Tensor, expected: Tensor, scale: float = 0.0) -> float:

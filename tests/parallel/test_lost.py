@@ -67,7 +67,7 @@ def leave(hangs: bool) -> None:
 @pytest.mark.parametrize(("model", "layout", "what"), [
     ("llama", Layout(tp=2), "a gather over tp"),
     ("llama", Layout(tp=2, sequence_parallel=False), "a sum over tp"),
-    ("llama", Layout(cp=2), "an exchange over cp"),
+    ("llama", Layout(cp=2), "an exchange of keys over cp"),
     ("llama", Layout(pp=2), "waited for"),
     ("llama", Layout(dp=2, zero_stage=3), "bucket"),
     ("mixtral", Layout(dp=2, ep=2), "experts"),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from parallel.pipelines import MODEL, Step, build, layout_of, one_process, rank_step, tied, whole_of, worst_difference
 from ranks import RankError, run_ranks
 
-from ultrascale.parallel.pipeline import Executed, build_evaluation, build_orders, two_ways
+from ultrascale.parallel.pipeline import Executed, build_evaluation, build_orders
 from ultrascale.parallel.pipeline_messages import Mailbox
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import stages_of_ranks
@@ -216,7 +216,7 @@ def test_when_a_rank_dies_its_neighbour_says_what_it_waited_for_and_from_whom():
 def test_a_schedule_that_cannot_be_executed_is_refused_before_anything_starts(tmp_path):
     path = tmp_path / "wrong.csv"
     for text, said in (
-        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "can never start"),
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlock: it waits for"),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", "B, or I and W, is on no rank"),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n2F0,2F1,2B0,2B1\n", "has 3 ranks, not 2"),
         ("0F0,0B0\n1F0,1B0\n", "has 1 micro-batches, not 2"),
@@ -241,9 +241,7 @@ def back_and_forth(rank: int) -> int:
     group = dist.new_group([0, 1])
     assert isinstance(group, dist.ProcessGroup)
     orders = build_orders(layout_of("1f1b", 2), 40)
-    mailbox = Mailbox(
-        orders.messages, two_ways(group, torch.device("cpu")), shape=(2,), dtype=torch.float64, device=torch.device("cpu")
-    )
+    mailbox = Mailbox(orders.messages, (group, group), shape=(2,), dtype=torch.float64, device=torch.device("cpu"))
     most = 0
     for position, action in enumerate(orders.schedule[rank]):
         mailbox.expect(position)

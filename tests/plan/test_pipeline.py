@@ -17,6 +17,7 @@ from ultrascale.plan.pipeline import (
     simulate,
     step_seconds,
 )  # fmt: skip
+from ultrascale.plan.pipeline_levels import level_step_seconds
 from ultrascale.plan.pipeline_steady import long_step_seconds
 from ultrascale.schedules.actions import Kind, backward, forward
 from ultrascale.schedules.build import NAMES, build_schedule
@@ -151,6 +152,19 @@ def test_a_long_step_from_its_rhythm_is_the_step_played_to_its_end(name, pp, mor
     costs = np.exp(np.random.default_rng(seed).uniform(-spread, spread, (3, program.num_stages, 2)))
     seconds = priced(costs, 0.01)
     np.testing.assert_allclose(long_step_seconds(name, pp, count, seconds), step_seconds(program, seconds), rtol=1e-11)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pp=st.sampled_from([2, 3, 8, 24]), more=st.integers(0, 60), spread=st.sampled_from([0.0, 0.1, 1.5]),
+    send=st.sampled_from([0.0, 0.01, 3.0]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_levels_of_1f1b_end_when_its_actions_do(pp, more, spread, send, seed):
+    program, random = program_of("1f1b", pp, pp + more), np.random.default_rng(seed)
+    costs, sends = np.exp(random.uniform(-spread, spread, (3, pp, 2))), send * random.random((pp - 1, 2))
+    ahead, inputs, weights = costs
+    expected = step_seconds(program, StageSeconds(ahead, inputs, weights, sends))
+    np.testing.assert_allclose(level_step_seconds(ahead, inputs + weights, sends, pp + more), expected, rtol=1e-11)
 
 
 def test_the_rhythm_of_even_stages_is_found_without_playing_a_long_step(monkeypatch):

@@ -53,19 +53,25 @@ def test_broken_json_is_told_with_its_line(tmp_path):
         read_schedule(path)
 
 
+@pytest.mark.parametrize("name", ["nosuch.csv", "nosuch.json"])
+def test_a_file_that_is_not_there_is_told(tmp_path, name):
+    with pytest.raises(SpecError, match=r"(?s)there is no such file.*show schedule 1f1b --csv"):
+        read_schedule(tmp_path / name)
+
+
 def test_a_deadlock_names_every_rank_that_waits_and_for_what():
     found = problems(["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"])
     assert [key for key, _ in found] == ["rank 0, action 1 (0B0)", "rank 1, action 0 (1F1)"]
-    assert "it waits for the gradient from 1F0" in found[0][1] and "it waits for 0F1" in found[1][1]
+    assert "it waits for 1B0 (rank 1, action 3)" in found[0][1] and "it waits for 0F1 (rank 0, action 2)" in found[1][1]
 
 
 @pytest.mark.parametrize(
     ("rows", "key", "rule"),
     [(["0F0 0F0 0B0"], "rank 0, action 1 (0F0)", "has been done before"),
      (["0F0 0I0 0B0"], "rank 0, action 2 (0B0)", "has been done before"),
-     (["0B0 0F0"], "rank 0, action 0 (0B0)", "comes before 0F0"),
-     (["0F0 0W0 0I0"], "rank 0, action 1 (0W0)", "comes before 0I0"),
-     (["0F0 1F0 1B0", "0B0"], "rank 1, action 0 (0B0)", "is on another rank"),
+     (["0B0 0F0"], "rank 0, action 0 (0B0)", "0F0 (rank 0, action 1)"),
+     (["0F0 0W0 0I0"], "rank 0, action 1 (0W0)", "0I0 (rank 0, action 2)"),
+     (["0F0 1F0 1B0", "0B0"], "rank 1, action 0 (0B0)", "0F0 (rank 0, action 0)"),
      (["0F0 0B0 0F1"], "0B1", "B, or I and W, is on no rank"),
      (["0F0 0I0"], "0W0", "W is on no rank"),
      (["0F0 0B0 2F0 2B0"], "1F0", "does not pass stage 1")],

@@ -55,6 +55,7 @@ def test_the_state_is_cut_over_data_and_context_ranks_and_repeated_over_the_rest
         ({"pp": 2, "schedule": "zb-v"}, "layout.virtual_stages", "Use 2"),
         ({"pp": 2, "schedule": "dualpipe-v", "virtual_stages": 4}, "layout.virtual_stages", "Use 2"),
         ({"pp": 2, "virtual_stages": 2}, "layout.virtual_stages", "interleaved"),
+        ({"pp": 2, "schedule": "dualpipe", "virtual_stages": 2}, "layout.virtual_stages", 'schedule = "dualpipe-v"'),
         ({"pp": 3, "schedule": "dualpipe"}, "layout.pp", "Use 2 or 4"),
         ({"pp": 2, "layers_per_stage": (3, 2, 1)}, "layout.layers_per_stage", "even cut"),
         ({"pp": 3, "layers_per_stage": (3, 0, 3)}, "layout.layers_per_stage", "even cut"),

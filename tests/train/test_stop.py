@@ -26,6 +26,7 @@ from train.small_runs import (
 
 from ultrascale.checkpoint import CheckpointError
 from ultrascale.models.decoder import Block
+from ultrascale.models.feed_forward import GatedMLP
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.train.gradients import NonFiniteError
@@ -65,7 +66,7 @@ def make_loss_nan(trainer: Trainer) -> None:
 
 def make_gradient_infinite(trainer: Trainer) -> None:
     """In the backward pass of the second block, from here on."""
-    projection = cast(Block, trainer.decoder.layers["1"]).mlp.down_proj
+    projection = cast(GatedMLP, cast(Block, trainer.decoder.layers["1"]).mlp).down_proj
     projection.register_forward_hook(lambda module, inputs, output: output.register_hook(lambda g: g * float("inf")) and None)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.resolve import Resolved, resolve
 from ultrascale.spec.rules import run_notes
+from ultrascale.spec.run import Run
 from ultrascale.spec.schema import leaves
 from ultrascale.spec.units import format_bytes, format_bytes_per_second, format_count, format_flops_per_second
 
@@ -60,8 +61,20 @@ def command(arguments: list[str]) -> int:
             return 2
         models_catalogue(as_json=as_json) if what == "models" else clusters_catalogue(as_json=as_json, sources=every)
     else:
-        show_run(resolve(what, rest), every=every, as_json=as_json)
+        found = resolve(what, rest)
+        _expect_schedule(found.run)
+        show_run(found, every=every, as_json=as_json)
     return 0
+
+
+def _expect_schedule(run: Run) -> None:
+    """Raise SpecError if the run's schedule is a file that is not there, or does not suit it."""
+    from ultrascale.plan.memory import num_micro_batches
+    from ultrascale.schedules.build import is_file
+    from ultrascale.schedules.for_layout import schedule_of
+
+    if run.layout.pp > 1 and is_file(run.layout.schedule):
+        schedule_of(run.layout, num_micro_batches(run.layout, run.batch.sequences_per_batch))
 
 
 def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:

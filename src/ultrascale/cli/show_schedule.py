@@ -76,6 +76,8 @@ class ShowSchedule:
     """Also write a picture."""
     perfetto: Path | None = None
     """Also write a trace for ui.perfetto.dev."""
+    csv: Path | None = None
+    """Also write the actions as the file that `--layout.schedule FILE` reads, to be changed."""
     executed: bool = False
     """Also run it on this machine's CPU, with a small model, and show that below what is planned."""
     json: bool = False
@@ -88,8 +90,10 @@ def command(arguments: list[str]) -> int:
     if asked.what == "schedules":
         if asked.name:
             raise SpecError([Problem("name", f"`show schedules` takes no name, got {asked.name}", "Say `show schedule`.")])
-        if asked.executed:
-            raise SpecError([Problem("executed", "runs one schedule, not all", "Say `show schedule NAME --executed`.")])
+        for flag in ("executed", "svg", "perfetto", "csv"):
+            if getattr(asked, flag):
+                rule = f"is of one schedule, and `show schedules` compares all in a table: say `show schedule NAME --{flag}`"
+                raise SpecError([Problem(f"--{flag}", rule, "Name one, or leave the flag out.")])
         return _show_all(asked)
     if not asked.name:
         from ultrascale.schedules.build import NAMES
@@ -118,6 +122,8 @@ def _expect_measured(asked: ShowSchedule) -> None:
         found.append(Problem("cost", "is measured with --executed", "Leave out one of the two."))
     if asked.perfetto is not None:
         found.append(Problem("perfetto", "holds one step, and --executed shows two", "Use --svg or --json."))
+    if asked.csv is not None:
+        found.append(Problem("csv", "holds actions, and nothing of how they were executed", "Leave out one of the two."))
     if found:
         raise SpecError(found)
 
@@ -261,6 +267,8 @@ def _number(value: float) -> str:
 
 
 def _write_files(asked: ShowSchedule, timeline: Timeline, title: str, *, say: bool) -> None:
+    from ultrascale.schedules.custom import to_csv
+
     if asked.svg is not None:
         from ultrascale.plan.draw_schedule import draw_svg
 
@@ -269,6 +277,8 @@ def _write_files(asked: ShowSchedule, timeline: Timeline, title: str, *, say: bo
         from ultrascale.plan.trace_events import trace_events
 
         asked.perfetto.write_text(jsonlib.dumps(trace_events(timeline, title=title)))
-    for path in (asked.svg, asked.perfetto):
+    if asked.csv is not None:
+        asked.csv.write_text(to_csv(timeline.schedule))
+    for path in (asked.svg, asked.perfetto, asked.csv):
         if path is not None and say:
             print(f"wrote {path}")

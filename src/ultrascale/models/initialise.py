@@ -1,22 +1,32 @@
-"""Initial values that do not depend on the layout: each weight's are a pure function of (seed, its name).
+"""Initial values that do not depend on the layout: each is a pure function of (seed, name of its weight, place in it).
 
-Every weight (of experts: every expert) is drawn whole, in fp32, from its own generator, and a rank keeps its slice. Ranks that
-share a weight draw the same numbers, so nothing is sent. The cost is one whole weight in memory at a time, and world-size times
-the drawing; the alternative, one stream for all weights, ties the values to the order and the cut.
+A weight (of experts: every expert's matrix) is drawn in tiles, in fp32, each from a generator of its own:
+
+    columns     0 .. 1023   1024 .. 2047
+    rows 0-63   tile 0/0    tile 0/1          a rank draws the tiles that its part touches, one at a time, and keeps what is
+    64-127      tile 1/0    tile 1/1          its own: rows that tp, ep or ZeRO left it, or columns that tp left it
+
+Ranks that share a weight draw the same numbers, so nothing is sent, and no rank holds more than its part and one tile. Beside a
+part of whole tiles nothing is drawn for nothing; narrow ones cost at most a tile's width more on each side. The alternatives:
+one stream for all weights ties the values to the order and the cut; whole weights cost every rank what only all of them need.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Place
 from ultrascale.spec.weights import Weight, weights
+
+TILE, TILE_COLUMNS = 1 << 16, 1024
+"""Elements, and the most columns: a quarter MB, beside whose drawing its seed costs little, and small beside a rank's part."""
 
 
 @torch.no_grad()
@@ -41,32 +51,22 @@ def initialise(
         odd = sorted(parameters.keys() ^ table.keys())
         raise ValueError(f"the decoder's parameters are not those of its description; these differ: {odd}")
     for name, parameter in parameters.items():
-        whole = Place((0,) * len(table[name].shape), table[name].shape)
-        part = whole if places is None else places[name]
+        part = _all_of(table[name]) if places is None else places[name]
         if tuple(parameter.shape) != part.shape:
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}, its description says {part.shape}")
-        fill(parameter, initial_value(table[name], seed, part=part, device=parameter.device if draw_on_device else "cpu"))
+        own, first_row = _own_rows(parameter)
+        offsets = (part.offsets[0] + first_row, *part.offsets[1:])
+        _fill(own, table[name], offsets, seed, parameter.device if draw_on_device else torch.device("cpu"))
     for bias in decoder.buffers():  # those that balance experts' load
         bias.zero_()
 
 
 def initial_value(weight: Weight, seed: int, *, part: Place | None = None, device: torch.device | str = "cpu") -> Tensor:
     """The initial value of `weight`, or of a part of it, fp32 on `device`."""
-    offsets, shape = ((0,) * len(weight.shape), weight.shape) if part is None else (part.offsets, part.shape)
-    if weight.init_std is None:
-        return torch.full(shape, weight.init_fill, dtype=torch.float32, device=device)
-    cut = tuple(slice(first, first + length) for first, length in zip(offsets, shape, strict=True))
-    if not weight.is_expert:
-        return _drawn(weight.name, weight.shape, weight.init_std, seed, device)[cut]
-    value = torch.empty(shape, dtype=torch.float32, device=device)
-    for place, expert in enumerate(range(weight.shape[0])[cut[0]]):
-        value[place] = _drawn(f"{weight.name}/{expert}", weight.shape[1:], weight.init_std, seed, device)[cut[1:]]
+    part = part or _all_of(weight)
+    value = torch.empty(part.shape, dtype=torch.float32, device=device)
+    _fill(value, weight, part.offsets, seed, value.device)
     return value
-
-
-def _drawn(name: str, shape: tuple[int, ...], std: float, seed: int, device: torch.device | str) -> Tensor:
-    generator = torch.Generator(device).manual_seed(weight_seed(seed, name))
-    return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)
 
 
 def weight_seed(seed: int, name: str) -> int:
@@ -75,12 +75,74 @@ def weight_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def fill(parameter: Tensor, value: Tensor) -> None:
-    """Copy the whole `value` into `parameter`; of a DTensor this rank's slice, with nothing sent."""
+def _all_of(weight: Weight) -> Place:
+    return Place((0,) * len(weight.shape), weight.shape)
+
+
+def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """This rank's part of a parameter that data parallelism has cut by rows or not at all, and its first row."""
     if not isinstance(parameter, DTensor):
-        parameter.copy_(value)
-        return
-    mesh = parameter.device_mesh
-    whole = value.to(parameter.device)
-    cut = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
-    parameter.to_local().copy_(cut.to_local())
+        return parameter, 0
+    first, count = 0, len(parameter)
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_shard(0):  # as torch.chunk: the last parts may be short, or empty
+            each = -(-count // parameter.device_mesh.size(axis))
+            skipped = min(parameter.device_mesh.get_local_rank(axis) * each, count)
+            first, count = first + skipped, min(each, count - skipped)
+    local = parameter.to_local()
+    assert len(local) == count and local.shape[1:] == parameter.shape[1:], "data parallelism cuts rows"
+    return local, first
+
+
+def _fill(out: Tensor, weight: Weight, offsets: Sequence[int], seed: int, device: torch.device) -> None:
+    """Give `out`, the part of `weight` that begins at `offsets`, its values, drawn on `device`."""
+    if weight.init_std is None:
+        out.fill_(weight.init_fill)
+    elif weight.is_expert:
+        for place, matrix in enumerate(out):
+            drawing = _Drawing(f"{weight.name}/{offsets[0] + place}", weight.shape[1:], weight.init_std, seed)
+            _draw(matrix, drawing, offsets[1:], device)
+    else:
+        _draw(out, _Drawing(weight.name, weight.shape, weight.init_std, seed), offsets, device)
+
+
+class _Drawing(NamedTuple):
+    """A matrix of normal values."""
+
+    name: str
+    shape: tuple[int, ...]
+    std: float
+    seed: int
+
+
+def _draw(out: Tensor, drawing: _Drawing, offsets: Sequence[int], device: torch.device) -> None:
+    """Draw the part of a matrix that begins at `offsets` into `out`, tile by tile. A vector is a matrix of one row."""
+    if out.ndim == 1:
+        return _draw(out[None], drawing._replace(shape=(1, *drawing.shape)), (0, *offsets), device)
+    room = torch.empty(TILE, dtype=torch.float32, device=device)
+    generator, width = torch.Generator(device), min(drawing.shape[1], TILE_COLUMNS)
+    for rows in _tiles(drawing.shape[0], TILE // width, offsets[0], out.shape[0]):
+        for columns in _tiles(drawing.shape[1], width, offsets[1], out.shape[1]):
+            tile = room[: rows.length * columns.length].view(rows.length, columns.length)
+            generator.manual_seed(weight_seed(drawing.seed, f"{drawing.name}/{rows.number}/{columns.number}"))
+            tile.normal_(0.0, drawing.std, generator=generator)
+            out[rows.there, columns.there] = tile[rows.here, columns.here]
+
+
+class _Tile(NamedTuple):
+    """A tile along one dimension, and what a part has of it."""
+
+    number: int
+    length: int
+    here: slice
+    """In the tile."""
+    there: slice
+    """In the part."""
+
+
+def _tiles(whole: int, size: int, first: int, count: int) -> Iterator[_Tile]:
+    """The tiles of `whole` that have some of the `count` from `first` on; the last is as long as what is left."""
+    for start in range(first // size * size, first + count, size):
+        stop = min(start + size, whole)
+        begin, end = max(start, first), min(stop, first + count)
+        yield _Tile(start // size, stop - start, slice(begin - start, end - start), slice(begin - first, end - first))

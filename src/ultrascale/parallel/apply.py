@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -18,10 +19,14 @@ from ultrascale.parallel.recompute import apply_recompute
 from ultrascale.parallel.share import TIED, Held, Share
 from ultrascale.parallel.tensor import apply_tensor_parallel
 from ultrascale.plan.stage_cut import stage_layers
-from ultrascale.schedules.build import stages_of_ranks
+from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
+from ultrascale.schedules.custom import read_schedule
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Place, place
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.rules import compiled_halves
 from ultrascale.spec.trainable import expect_trainable
 from ultrascale.spec.weights import weights
 
@@ -40,10 +45,12 @@ def build_share(
 
     `sequence_length` decides where a pipeline is cut, unless the layout does. Weights are the same bits for every layout. A
     process group of `layout.world_size` ranks must be up unless that is one. Raises SpecError for what can be planned but not
-    run.
+    run, and for compiled blocks whose backward passes a schedule, be it of a file, cuts in two.
     """
     expect_trainable(model, layout)
-    mesh = Mesh(layout, ranks, has_experts=model.num_experts > 0)
+    if compile_blocks and layout.pp > 1 and _cuts_backward_passes(layout):
+        raise SpecError([compiled_halves(layout.schedule)])
+    mesh = Mesh(model, layout, ranks)
     places = {weight.name: place(weight, layout, mesh.at) for weight in weights(model)}
     stages = {
         number: build_stage(bare, mesh, compile_blocks=compile_blocks)
@@ -79,6 +86,13 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
     if mesh.data is not None:
         apply_data_parallel(stage, layout, mesh.data, mesh.expert_data)
     return stage
+
+
+def _cuts_backward_passes(layout: Layout) -> bool:
+    """Whether some backward pass of the pipeline is an I and a W."""
+    name = layout.schedule
+    schedule = read_schedule(Path(name)) if is_file(name) else build_schedule(name, layout.pp, 2, layout.virtual_stages)
+    return any(part.kind is Kind.INPUT_GRADIENT for row in schedule for action in row for part in action.parts)
 
 
 def _bare_stages(model: Model, layout: Layout, mesh: Mesh, sequence_length: int) -> Iterator[tuple[int, Decoder]]:

@@ -12,7 +12,6 @@ more ranks than fit one machine: a thousand of them would send a million message
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,16 +19,7 @@ from torch.distributed.distributed_c10d import ReduceOp
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ultrascale.parallel.lost import waiting
-
-
-class Tag(NamedTuple):
-    """What messages are, in number and word: two under way between the same ranks must not be taken for one another."""
-
-    number: int
-    what: str
-
-
-GATHER_TAG, SCATTER_TAG = Tag(1, "the gather of a bucket's parameters"), Tag(2, "the sum of a bucket's gradients")
+from ultrascale.parallel.tags import Tag
 
 
 class DirectAllGather(AllGather):
@@ -45,7 +35,7 @@ class DirectAllGather(AllGather):
         """Fill `output_tensor`, n parts in order of ranks. `input_tensor` is this rank's part, in its place there."""
         parts = output_tensor.chunk(group.size())
         assert parts[group.rank()].data_ptr() == input_tensor.data_ptr(), "FSDP2 no longer copies its part into place"
-        exchange = Exchange([input_tensor] * len(parts), list(parts), group, GATHER_TAG)
+        exchange = Exchange([input_tensor] * len(parts), list(parts), group, Tag.PARAMETERS)
         if async_op:
             return exchange
         exchange.wait()
@@ -71,7 +61,7 @@ class DirectReduceScatter(ReduceScatter):
         sent, own = list(input_tensor.chunk(group.size())), group.rank()
         room = input_tensor.new_empty(group.size() - 1, len(output_tensor))
         received = [*room[:own], sent[own], *room[own:]]
-        Exchange(sent, received, group, SCATTER_TAG).wait()
+        Exchange(sent, received, group, Tag.GRADIENTS).wait()
         torch.add(received[0], received[1], out=output_tensor)
         for part in received[2:]:
             output_tensor += part
@@ -120,7 +110,7 @@ class Exchange(dist.Work):
         return True
 
     def _receive(self, tensor: torch.Tensor, rank: int) -> dist.Work | None:
-        return dist.irecv(tensor, group=self.group, tag=self.tag.number, group_src=rank)
+        return dist.irecv(tensor, group=self.group, tag=self.tag, group_src=rank)
 
     def _send(self, tensor: torch.Tensor, rank: int) -> dist.Work | None:
-        return dist.isend(tensor, group=self.group, tag=self.tag.number, group_dst=rank)
+        return dist.isend(tensor, group=self.group, tag=self.tag, group_dst=rank)

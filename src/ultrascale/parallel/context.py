@@ -28,19 +28,18 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.models.decoder import Decoder, following
 from ultrascale.parallel.context_attention import Setting, ring_attention
 from ultrascale.parallel.context_masks import ContextMask, Rows, context_mask, document_rows, positions_of
 from ultrascale.parallel.context_ring import Messages, Ring
 from ultrascale.parallel.context_swap import Swap, own_heads, to_heads, to_sequence
 from ultrascale.parallel.mesh import Mesh
+from ultrascale.parallel.tags import Tag
 from ultrascale.spec.context_order import own_pieces, ring_order
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.places import even_part
 
 Integers = NDArray[np.int64]
-TARGETS_TAG = 14
 
 
 class LocalBatch(NamedTuple):
@@ -67,8 +66,6 @@ def apply_context_parallel(decoder: Decoder, layout: Layout, mesh: Mesh) -> None
     group = mesh.group("cp")
     if group is None:
         return
-    if is_cuda(mesh.device):
-        dist.barrier(group=group)  # NCCL wants all ranks of a group at its first call; at some hops only some have messages
     context = ContextParallel(layout, group)
     core = cast(Any, torch.compiler.disable(context.core))  # messages are no part of a compiled graph
     for _, block in decoder.blocks():
@@ -176,7 +173,7 @@ class ContextParallel:
         own = self.group.rank()
         others = [rank for rank in range(len(parts)) if rank != own]
         sent = targets.contiguous()
-        Messages(self.group, TARGETS_TAG, [(rank, sent) for rank in others], [(rank, parts[rank]) for rank in others]).wait()
+        Messages(self.group, Tag.TARGETS, [(rank, sent) for rank in others], [(rank, parts[rank]) for rank in others]).wait()
         parts[own] = targets
         at = [torch.from_numpy(slots).to(targets.device).expand(len(targets), -1) for slots in self.slots]
         whole = torch.cat(parts, dim=1)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.context_masks import NOTHING, ContextMask, Slots
-from ultrascale.parallel.context_ring import GRADIENTS_TAG, KEYS_TAG, Held, Messages, Ring, pack, room_for, unpack
+from ultrascale.parallel.context_ring import Held, Messages, Ring, pack, room_for, unpack
+from ultrascale.parallel.tags import Tag
 
 
 def runs_collectives(key: Tensor, mask: ContextMask) -> bool:
@@ -50,7 +51,7 @@ class GatheredKeys:
             return parts
         others = [ring.source(distance) for distance in range(1, ring.size)]
         receives = [(ring.rank(place), parts[place]) for place in others]
-        Messages(ring.group, KEYS_TAG, [(ring.rank(place), own) for place in others], receives).wait()
+        Messages(ring.group, Tag.KEYS, [(ring.rank(place), own) for place in others], receives).wait()
         return parts
 
 
@@ -75,7 +76,7 @@ class ScatteredGradients:
         needs = {d: mask.needs[ring.place][d] for d in range(1, ring.size) if mask.needs[ring.place][d] != NOTHING}
         rooms = {d: room_for(slots, self.key, self.value, self.dtype) for d, slots in needs.items()}
         sends = [(ring.rank(ring.source(d)), gradient) for d, gradient in self.gradients.items()]
-        Messages(ring.group, GRADIENTS_TAG, sends, [(ring.rank(ring.place - d), room) for d, room in rooms.items()]).wait()
+        Messages(ring.group, Tag.KEY_GRADIENTS, sends, [(ring.rank(ring.place - d), room) for d, room in rooms.items()]).wait()
         for distance, room in rooms.items():
             yield needs[distance], room
 

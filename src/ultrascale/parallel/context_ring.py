@@ -25,9 +25,7 @@ from torch import Tensor
 
 from ultrascale.parallel.context_masks import NOTHING, ContextMask, Slots
 from ultrascale.parallel.lost import waiting
-
-KEYS_TAG, GRADIENTS_TAG = 11, 12
-"""Two messages under way between the same ranks must not be taken for one another."""
+from ultrascale.parallel.tags import Tag
 
 
 class Ring(NamedTuple):
@@ -61,9 +59,9 @@ class Messages:
     """Messages under way between this rank and others of a group. What is sent is kept until all have arrived."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, tag: int, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
+        self, group: dist.ProcessGroup | None, tag: Tag, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
     ):
-        self.kept, self.group = sends, group
+        self.kept, self.group, self.tag = sends, group, tag
         self.peers = sorted({rank for rank, _ in (*sends, *receives)})
         receiving = [dist.P2POp(dist.irecv, tensor, group=group, tag=tag, group_peer=rank) for rank, tensor in receives]
         sending = [dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=rank) for rank, tensor in sends]
@@ -78,7 +76,7 @@ class Messages:
         self.kept = []
 
     def _waiting(self) -> AbstractContextManager[None]:
-        return waiting("an exchange over cp", self.group, self.peers)
+        return waiting(self.tag.what, self.group, self.peers)
 
 
 def pack(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -120,7 +118,7 @@ class RingKeys:
             )
             packed = None if coming == NOTHING else room_for(coming, self.key, self.value, self.key.dtype)
             receives = [] if packed is None else [(self.ring.rank(self.ring.place + 1), packed)]
-            messages = Messages(self.ring.group, KEYS_TAG, sends, receives)
+            messages = Messages(self.ring.group, Tag.KEYS, sends, receives)
             yield held
             messages.wait()
             held = None if packed is None else Held(*unpack(packed, width), coming[0])
@@ -139,7 +137,7 @@ class RingGradients:
         self.key, self.value, self.mask, self.ring, self.dtype = key, value, mask, ring, dtype
         self.passing: Tensor | None = None
         self.home: Tensor | None = None
-        self.messages = Messages(None, GRADIENTS_TAG, [], [])
+        self.messages = Messages(None, Tag.KEY_GRADIENTS, [], [])
 
     def add(self, distance: int, gradient: Tensor | None) -> None:
         """Packed gradients of the keys this rank worked on at hop `distance` (`mask.needs` says which), or None if of none.
@@ -156,7 +154,7 @@ class RingGradients:
         self.passing = self._expected(self.ring.source(distance + 1), distance, own + 1, receives, is_home=False)
         home = self._expected(own, distance, own - distance, receives, is_home=True)
         self.home = self.home if home is None else home
-        self.messages = Messages(self.ring.group, GRADIENTS_TAG, sends, receives)
+        self.messages = Messages(self.ring.group, Tag.KEY_GRADIENTS, sends, receives)
 
     def arrived(self) -> Iterator[tuple[Slots, Tensor]]:
         """What the other ranks have added up for this rank's own keys: which slots, and packed gradients."""

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.parallel.context_ring import Messages
-
-SWAP_TAG = 13
+from ultrascale.parallel.tags import Tag
 
 
 class Swap(NamedTuple):
@@ -109,7 +108,7 @@ def _exchange(x: Tensor, given: list[int], taken: list[int], swap: Swap) -> Tens
     sent, received = x.split(given), out.split(taken)
     others = [place for place in range(swap.size) if place != swap.place]
     messages = Messages(
-        swap.group, SWAP_TAG,
+        swap.group, Tag.SWAP,
         [(swap.first + place, sent[place]) for place in others], [(swap.first + place, received[place]) for place in others],
     )  # fmt: skip
     received[swap.place].copy_(sent[swap.place])

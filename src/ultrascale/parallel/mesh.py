@@ -20,12 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as meet
 
 from ultrascale.kernels.device_kind import kind_of
+from ultrascale.parallel.groups import copies_axis, groups_of, warm_up
 from ultrascale.parallel.lost import waiting
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
 
-MeshAxis = Literal["tp", "cp", "dp", "pp", "ep", "expert_tp", "expert_dp"]
+MeshAxis = Literal["tp", "cp", "dp", "pp", "ep", "expert_tp"]
 
 
 @dataclass(frozen=True)
@@ -130,32 +132,26 @@ def _world_size(rendezvous: str) -> int:
 
 
 class Mesh:
-    """The ranks as grids, and this rank's groups along their axes. All ranks make theirs at once.
+    """This rank's place in the grid of ranks, and its groups along the axes (`parallel.groups`). All ranks make theirs at once.
 
     `data` and `expert_data`: (dp_replicate, dp_shard) grids of the ranks over which FSDP2 repeats and cuts ordinary weights,
     and experts. None where there is nothing to repeat or cut; of experts also where they go with the others.
     """
 
-    def __init__(self, layout: Layout, ranks: Ranks, *, has_experts: bool = False):
+    def __init__(self, model: Model, layout: Layout, ranks: Ranks):
         self.layout, self.rank, self.device = layout, ranks.rank, ranks.device
         self.at = Coordinates.of(layout, ranks.rank)
-        self._timeout = ranks.timeout
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._made: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup] = {}
         self.data: DeviceMesh | None = None
         self.expert_data: DeviceMesh | None = None
         if layout.world_size == 1:
             return
-        self._grid(pp=layout.pp, dp=layout.dp, cp=layout.cp, tp=layout.tp)
-        experts_differ = has_experts and layout.tp * layout.ep * layout.expert_tp > 1
-        if experts_differ:
-            self._grid(stage=layout.pp, expert_dp=layout.expert_dp, ep=layout.ep, expert_tp=layout.expert_tp)
-        if layout.dp * layout.cp > 1 or (experts_differ and layout.expert_dp > 1):
-            self.data = self._data_grid("data", layout.group("replicate")[0], layout.group("shard")[0], layout.tp)
-            if experts_differ:
-                cut = layout.expert_shard_size
-                inner = layout.ep * layout.expert_tp
-                self.expert_data = self._data_grid("expert_data", layout.expert_dp // cut, cut, inner)
+        self.axes = groups_of(model, layout)
+        self._make_groups(ranks.timeout)
+        if self.device.type == "cuda":
+            self.warm_up()
+        self.data = self._data_grid("data")
+        self.expert_data = self._data_grid("expert data")
 
     def group(self, axis: MeshAxis) -> dist.ProcessGroup | None:
         """This rank's group along `axis`, or None where that is this rank alone."""
@@ -164,44 +160,49 @@ class Mesh:
     def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """This rank's pipeline twice, for messages to higher ranks and to lower ones: NCCL would put both into one queue, where
         they could wait for each other."""
-        return self._along("pp", (self.layout.pp, -1), 0), self._along("pp, downwards", (self.layout.pp, -1), 0)
+        return self._groups["pp"], self._groups["pp, downwards"]
 
     def neighbours(self, count: int) -> dist.ProcessGroup:
-        """The `count` consecutive ranks among which this one is. All ranks must ask for the same counts in the same order."""
-        return self._along("neighbours", (-1, count), 1)
+        """The `count` consecutive ranks among which this one is, and which hold the same part of some weight."""
+        return self._groups[copies_axis(count)]
 
-    def _grid(self, **sizes: int) -> None:
-        """Groups along the axes of a grid of all ranks, the last one fastest."""
-        for dim, (axis, size) in enumerate(sizes.items()):
-            if size > 1 and axis != "stage":
-                self._groups[axis] = self._along(axis, tuple(sizes.values()), dim)
+    def warm_up(self) -> None:
+        """Let NCCL make all communicators while all ranks are here. Collective."""
+        warm_up([(axis, self._groups[axis.name]) for axis in self.axes], self.device)
 
-    def _data_grid(self, name: str, replicate: int, shard: int, inner: int) -> DeviceMesh:
-        """The middle two of four axes: pipeline ranks, copies of the state, parts of one copy, ranks with other weights."""
-        shape, names = (self.layout.pp, replicate, shard, inner), ("dp_replicate", "dp_shard")
-        groups = [self._along(f"{name} {axis}", shape, dim) for dim, axis in enumerate(names, start=1)]
-        planes = torch.arange(self.layout.world_size, dtype=torch.int).view(shape).movedim(3, 1).flatten(0, 1)
-        (own,) = (plane for plane in planes if self.rank in plane)
-        return DeviceMesh.from_group(groups, self.device.type, mesh=own, mesh_dim_names=names)
+    def _make_groups(self, timeout: timedelta | None) -> None:
+        made: dict[tuple[str, range], dist.ProcessGroup] = {}
+        backend = "nccl" if self.device.type == "cuda" else None
+        for axis in self.axes:
+            ranks = axis.ranks_with(self.rank)
+            key = ("" if kind_of(self.device) == "cpu" else axis.queue, ranks)
+            if key not in made:
+                made[key] = self._make(ranks, backend, timeout, axis.name)
+            self._groups[axis.name] = made[key]
 
-    def _along(self, name: str, shape: tuple[int, ...], dim: int) -> dist.ProcessGroup:
-        """This rank's group along one axis of a grid of all ranks.
+    def _make(self, ranks: range, backend: str | None, timeout: timedelta | None, name: str) -> dist.ProcessGroup:
+        group = dist.group.WORLD
+        if len(ranks) < self.layout.world_size or backend is not None:
+            group = dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=name
+            )
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
-        On CPU axes with the same groups share them: each group has a thread that wakes a hundred times a second, and its
-        connections take time to make. On CUDA one group would be one queue.
-        """
-        rows = torch.arange(self.layout.world_size).view(shape).movedim(dim, -1).flatten(0, -2).tolist()
-        key = ("" if kind_of(self.device) == "cpu" else name, tuple(map(tuple, rows)))
-        if key not in self._made:
-            is_world = len(rows) == 1 and kind_of(self.device) == "cpu"
-            group = dist.group.WORLD if is_world else dist.new_subgroups_by_enumeration(rows, timeout=self._timeout)[0]
-            assert isinstance(group, dist.ProcessGroup)
-            self._made[key] = group
-        return self._made[key]
+    def _data_grid(self, name: str) -> DeviceMesh | None:
+        """The ranks that hold the same weights as this one: copies of the state, by parts of one copy."""
+        axes = {axis.name: axis for axis in self.axes}
+        names = [f"{name} replicate", f"{name} shard"]
+        if names[0] not in axes:
+            return None
+        copies, parts = (axes[one] for one in names)
+        own = [list(parts.ranks_with(rank)) for rank in copies.ranks_with(parts.ranks_with(self.rank)[0])]
+        groups = [self._groups[one] for one in names]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=own, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _join(device: torch.device, timeout: timedelta, rendezvous: str) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"  # the CPUs have a group of their own, `Ranks.host_group`
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     store, rank, world = next(iter(meet(rendezvous, rank, world, timeout=timeout)))
     # torchrun keeps its store over restarts, and a new worker then meets the addresses of dead ones: each attempt writes

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ultrascale.kernels.device_kind import kind_of
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.data import prepare_action
 from ultrascale.parallel.pipeline_data import order_gathers, prepare_backward, reduce_weight_gradients
@@ -96,20 +95,12 @@ def build_evaluation(layout: Layout, num_micro_batches: int) -> Orders:
 _training, _evaluation = lru_cache(maxsize=16)(build_orders), lru_cache(maxsize=16)(build_evaluation)
 
 
-def two_ways(group: dist.ProcessGroup, device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Groups of the same ranks for messages either way: on CUDA the second is a new one. All ranks of `group` ask at once."""
-    if kind_of(device) == "cpu":
-        return group, group
-    other = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-    assert isinstance(other, dist.ProcessGroup)
-    return group, other
-
-
 @dataclass
 class Pipeline:
     """One rank of a pipeline, with its stages.
 
-    `groups`: the ranks of this pipeline in order, for messages to higher and to lower ranks; see `two_ways`.
+    `groups`: the ranks of this pipeline in order, for messages to higher and to lower ranks
+    (`Mesh.pipeline_groups`).
     """
 
     layout: Layout

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,9 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.groups import ends_of, shares_embedding
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.schedules.build import stages_of_ranks
+from ultrascale.parallel.tags import Tag
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Place
@@ -114,33 +114,24 @@ class Share:
             _sum_over(groups[copies], self.mesh.neighbours(copies))
 
     def _sum_tied(self) -> None:
-        tied = [one for one in self.held if one.name == TIED]
-        if self.layout.pp == 1 or not tied or not (self.model.tie_word_embeddings or self.model.num_nextn_predict_layers):
+        tied = [one.parameter for one in self.held if one.name == TIED]
+        if len(tied) == 2:  # both ends are here, as in a V-shaped schedule
+            first, last = map(_gradient_or_zeros, tied)
+            last.copy_(first.add_(last))
             return
-        gradients = [_gradient_or_zeros(one.parameter) for one in tied]
+        if not tied or not shares_embedding(self.model, self.layout):
+            return
         group = self.mesh.group("pp")
         assert group is not None
-        if len(tied) == 2:  # both ends are here, as in a V-shaped schedule
-            total = gradients[0] + gradients[1]
-            for gradient in gradients:
-                gradient.copy_(total)
-            return
-        other = next(rank for rank in _ends(self.layout) if rank != group.rank())
-        (own,), theirs = gradients, torch.empty_like(gradients[0])
-        operations = [dist.P2POp(dist.isend, own, group=group, group_peer=other)]
-        operations.append(dist.P2POp(dist.irecv, theirs, group=group, group_peer=other))
-        with waiting("the sum of a tied embedding's gradients", group, [other]):
+        other = next(rank for rank in ends_of(self.layout) if rank != group.rank())
+        own, tag = _gradient_or_zeros(tied[0]), Tag.TIED_EMBEDDING
+        theirs = torch.empty_like(own)
+        operations = [dist.P2POp(dist.isend, own, group=group, group_peer=other, tag=tag)]
+        operations.append(dist.P2POp(dist.irecv, theirs, group=group, group_peer=other, tag=tag))
+        with waiting(tag.what, group, [other]):
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
         own.add_(theirs)  # of two numbers the order does not matter
-
-
-@cache
-def _ends(layout: Layout) -> tuple[int, int]:
-    """The pipeline ranks of the first stage and of the last: a schedule of a file puts them where it likes."""
-    held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
-    first, last = (next(rank for rank, stages in enumerate(held) if end in stages) for end in (0, layout.num_stages - 1))
-    return first, last
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.kernels.device_kind import is_cuda
-from ultrascale.parallel.collectives import Exchange, Tag
+from ultrascale.parallel.collectives import Exchange
 from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.tags import Tag
 from ultrascale.spec.places import even_part
 
-PART_TAG, SUM_TAG = Tag(3, "a gather over tp"), Tag(4, "a sum over tp")
-"""A gather and a sum are under way at once in a backward pass. 1 and 2 are those of `parallel.collectives`."""
 _PAIR = 2
 """Ranks that add each other's whole tensors: with more, parts are less to send."""
 
@@ -62,7 +61,7 @@ def sum_parts(whole: Tensor, group: dist.ProcessGroup) -> Finish:
         return _then(lambda: total, dist.reduce_scatter(total, sent, group=group, async_op=True), group)
     sent = [piece if rank == own else piece.contiguous() for rank, piece in enumerate(pieces)]
     received = [pieces[own] if rank == own else _like(pieces[own]) for rank in range(len(pieces))]
-    return _then(lambda: _add(received), Exchange(sent, received, group, SUM_TAG), group)
+    return _then(lambda: _add(received), Exchange(sent, received, group, Tag.SEQUENCE_SUMS), group)
 
 
 def sum_whole(whole: Tensor, group: dist.ProcessGroup) -> Finish:
@@ -71,7 +70,7 @@ def sum_whole(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     if is_cuda(whole) or group.size() > _PAIR:
         return _then(lambda: whole, dist.all_reduce(whole, group=group, async_op=True), group)
     received = [whole if rank == group.rank() else torch.empty_like(whole) for rank in range(_PAIR)]
-    return _then(lambda: _add(received), Exchange([whole] * _PAIR, received, group, SUM_TAG), group)
+    return _then(lambda: _add(received), Exchange([whole] * _PAIR, received, group, Tag.SEQUENCE_SUMS), group)
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -83,7 +82,7 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _all_gather(pieces: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     if is_cuda(own):
         return dist.all_gather(list(pieces), own, group=group, async_op=True)
-    return Exchange([own] * len(pieces), list(pieces), group, PART_TAG)
+    return Exchange([own] * len(pieces), list(pieces), group, Tag.SEQUENCE_PARTS)
 
 
 def _then(result: Finish, work: dist.Work | None, group: dist.ProcessGroup) -> Finish:

@@ -24,8 +24,8 @@ from ultrascale.plan.pipeline_program import Program, compile_schedule, program_
 from ultrascale.schedules.executable import Schedule
 
 __all__ = [
-    "InFlight", "Program", "StageSeconds", "Timeline", "compile_schedule", "in_flight", "peak_activation_bytes", "play",
-    "play_many", "program_of", "simulate", "step_seconds",
+    "InFlight", "Program", "StageSeconds", "Timeline", "as_columns", "compile_schedule", "in_flight", "peak_activation_bytes",
+    "play", "play_many", "program_of", "simulate", "step_seconds",
 ]  # fmt: skip
 Floats = NDArray[np.float64]
 
@@ -155,7 +155,7 @@ def duration_table(program: Program, seconds: StageSeconds) -> Floats:
     """
     count = program.num_stages
     names = ("forward", "input_gradient", "weight_gradient", "forward_communication", "backward_communication")
-    columns = [_columns(getattr(seconds, name), count) for name in names]
+    columns = [as_columns(getattr(seconds, name), count) for name in names]
     ahead, inputs, weights, ahead_talk, back_talk = np.broadcast_arrays(*columns)
     back = inputs + weights
     rows = [ahead, back, inputs, weights]
@@ -169,11 +169,11 @@ def duration_table(program: Program, seconds: StageSeconds) -> Floats:
 
 def _send_table(program: Program, seconds: StageSeconds) -> Floats:
     """[stages, cases]: seconds of a message across each border; the last row, zeros, crosses none."""
-    send = _columns(seconds.send, program.num_stages - 1)
+    send = as_columns(seconds.send, program.num_stages - 1)
     return np.concatenate([send, np.zeros((1, send.shape[1]))])
 
 
-def _columns(value: ArrayLike, count: int) -> Floats:
+def as_columns(value: ArrayLike, count: int) -> Floats:
     """`value` as [count, cases]."""
     array = np.asarray(value, dtype=np.float64)
     if array.ndim < 2:

@@ -6,15 +6,19 @@ earlier, so the next round comes L later too, and so does everything behind any 
 step, exactly.
 
 Even stages find the rhythm at once. Where stages differ a little, fast ranks drift ahead for as many rounds as their head start
-lasts, and the whole step may have to be played; the shorter tries cost less than half of it.
+lasts, and the whole step may have to be played; the shorter tries cost less than half of it. 1F1B, the usual schedule, needs
+neither: `plan.pipeline_levels`.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.pipeline import Floats, StageSeconds, play_many, step_seconds
+from ultrascale.plan.pipeline import Floats, StageSeconds, as_columns, play_many, step_seconds
+from ultrascale.plan.pipeline_levels import level_step_seconds
 from ultrascale.plan.pipeline_program import Program, program_of
 from ultrascale.schedules.actions import Kind
 
@@ -30,6 +34,8 @@ def long_step_seconds(
     name: str, pp: int, num_micro_batches: int, seconds: StageSeconds, *, virtual_stages: int | None = None
 ) -> Floats:
     """`plan.pipeline.step_seconds` of a schedule known by name, [cases], playing only as many micro-batches as it takes."""
+    if name == "1f1b" and num_micro_batches >= pp and not seconds.receives_block:
+        return _levels(seconds, pp, num_micro_batches)
     streams = 2 if name == "dualpipe" else 1
     size = streams * pp
     ragged = num_micro_batches % (pp if name == "interleaved" else streams) > 0  # rounds, or streams, that differ
@@ -39,13 +45,30 @@ def long_step_seconds(
         program = program_of(name, pp, played, virtual_stages)
         ends = play_many(program, seconds)
         step = ends.max(axis=0)
-        middle = ends[_lanes(program, streams, span)]  # [lanes, micro-batches of a stream, cases]
+        middle = ends[_lanes_of(name, pp, played, virtual_stages, streams, span)]  # [lanes, micro-batches of a stream, cases]
         later = middle[:, size // streams :] - middle[:, : -(size // streams)]
         least, most = later.min(axis=(0, 1)), later.max(axis=(0, 1))
         if np.all(most - least <= SAME * step):
             return step + least * ((num_micro_batches - played) // size)
         played *= 4
     return step_seconds(program_of(name, pp, num_micro_batches, virtual_stages), seconds)
+
+
+def _levels(seconds: StageSeconds, pp: int, num_micro_batches: int) -> Floats:
+    forward, inputs, weights = (
+        as_columns(cost, pp) for cost in (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
+    )
+    send, backward = as_columns(seconds.send, pp - 1), inputs + weights
+    cases = max(column.shape[1] for column in (forward, backward, send))
+    forward, backward, send = (np.broadcast_to(column, (len(column), cases)) for column in (forward, backward, send))
+    return level_step_seconds(forward, backward, send, num_micro_batches)
+
+
+@lru_cache(maxsize=128)
+def _lanes_of(
+    name: str, pp: int, num_micro_batches: int, virtual_stages: int | None, streams: int, span: int
+) -> NDArray[np.intp]:
+    return _lanes(program_of(name, pp, num_micro_batches, virtual_stages), streams, span)
 
 
 def _lanes(program: Program, streams: int, span: int) -> NDArray[np.intp]:

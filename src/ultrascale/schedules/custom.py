@@ -22,8 +22,16 @@ _PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 
 
 def read_schedule(path: Path) -> list[list[Action]]:
-    """The schedule in a CSV or JSON file. Raises SpecError naming every cell that is wrong, or why it cannot be executed."""
-    text = path.read_text()
+    """The schedule in a CSV or JSON file.
+
+    Raises SpecError if it cannot be read, naming every cell that is wrong, or why it cannot be executed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        remedy = "`ultrascale show schedule 1f1b --csv FILE` writes one to start from."
+        raise SpecError([Problem(str(path), why, remedy)]) from None
     rows = _json_rows(path, text) if path.suffix == ".json" else [*csv.reader(io.StringIO(text))]
     return parse_schedule(rows, source=str(path))
 

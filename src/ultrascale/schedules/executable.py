@@ -124,12 +124,23 @@ def _deadlock(schedule: Schedule, rank: int, position: int, num_stages: int) -> 
     waits = []
     for part in schedule[rank][position].parts:
         if part.kind is Kind.FORWARD and part.stage:
-            waits.append(f"{part.stage - 1}F{part.micro_batch}")
+            waits.append((part.stage - 1, "F", part.micro_batch))
         elif part.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and part.stage < num_stages - 1:
-            waits.append(f"the gradient from {part.stage + 1}F{part.micro_batch}")
-    rule = f"can never start: it waits for {' and '.join(waits)}, which waits for this rank in turn or is nowhere"
-    remedy = "Move it behind what others need from this rank, or add what it waits for."
+            waits.append((part.stage + 1, "BI", part.micro_batch))
+    told = " and ".join(_found(schedule, *wanted) for wanted in waits)
+    rule = f"can never start: it waits for {told}, which waits in turn for rank {rank}: a deadlock"
+    remedy = f"Let rank {rank} first do what the other ranks wait for: move this action further back."
     return Problem(_name(rank, position, schedule[rank][position]), rule, remedy)
+
+
+def _found(schedule: Schedule, stage: int, kinds: str, micro_batch: int) -> str:
+    """A pass by its cell and its place: `1B0 (rank 1, action 3)`."""
+    for rank, row in enumerate(schedule):
+        for position, action in enumerate(row):
+            for part in action.parts:
+                if (part.stage, part.micro_batch) == (stage, micro_batch) and part.kind.value in kinds:
+                    return f"{stage}{part.kind.value}{micro_batch} (rank {rank}, action {position})"
+    return f"{stage}{kinds[0]}{micro_batch} (on no rank)"
 
 
 def _repeated_or_misplaced(schedule: Schedule) -> list[Problem]:
@@ -146,8 +157,9 @@ def _repeated_or_misplaced(schedule: Schedule) -> list[Problem]:
                 if any((other, *where) in seen for other in twice[kind]):
                     found.append(Problem(name, "has been done before", "Every stage passes a micro-batch once each way."))
                 elif kind != "F" and seen.get((earlier[kind], *where)) != rank:
-                    rule = f"comes before {part.stage}{earlier[kind]}{part.micro_batch} on its rank, or that is on another rank"
-                    remedy = f"Put it behind {part.stage}{earlier[kind]}{part.micro_batch}, in the list of the same rank."
+                    first = _found(schedule, part.stage, earlier[kind], part.micro_batch)
+                    rule = f"needs what {first} keeps, which is not earlier on the same rank"
+                    remedy = f"Put it behind {first.split()[0]}, in the list of that rank."
                     found.append(Problem(name, rule, remedy))
                 seen[(kind, *where)] = rank
     return found

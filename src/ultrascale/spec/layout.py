@@ -240,7 +240,8 @@ class Layout:
         if wanted is None:
             remedy = 'Use 2 or more, or schedule = "1f1b".'
             return None if given >= 2 else (f"must be at least 2 for {self.schedule}, is {given}", remedy)
-        remedy = f'Use {wanted}, or schedule = "{"interleaved" if given > 1 else "1f1b"}".'
+        other = "1f1b" if given == 1 else "dualpipe-v" if (self.schedule, given) == ("dualpipe", 2) else "interleaved"
+        remedy = f'Use {wanted}, or schedule = "{other}".'
         return None if given == wanted else (f"must be {wanted} for {self.schedule}, is {given}", remedy)
 
     def _expert_problems(self) -> Iterator[Problem]:

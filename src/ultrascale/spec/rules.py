@@ -33,6 +33,8 @@ _READ_WITH = {
     "sequence_parallel": "tp", "cp_method": "cp", "cp_heads": "cp", "virtual_stages": "pp", "schedule": "pp",
     "layers_per_stage": "pp",
 }  # fmt: skip
+SPLITTING_SCHEDULES = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+"""With I and W in the place of some backward passes."""
 _ABOVE_ZERO = ("collective_timeout_seconds", "optimizer.eps", "optimizer.clip_grad_norm")
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -211,6 +213,17 @@ def _noise_scale(run: Run) -> Iterator[Problem]:
         yield Problem("log.gradient_noise_scale", rule, remedy)
 
 
+def _compile(run: Run) -> Iterator[Problem]:
+    if run.compile and run.layout.pp > 1 and run.layout.schedule in SPLITTING_SCHEDULES:
+        yield compiled_halves(run.layout.schedule)
+
+
+def compiled_halves(schedule: str) -> Problem:
+    """Why blocks may not be compiled under a schedule that cuts backward passes in two."""
+    rule = f"does not go with layout.schedule = {schedule!r}: the backward pass of a compiled block is one piece"
+    return Problem("compile", rule, 'Leave it out, or set layout.schedule = "1f1b" or "interleaved".')
+
+
 def _sinks(run: Run) -> Iterator[Problem]:
     for name, times in Counter(run.log.sinks).items():
         if times > 1:
@@ -253,6 +266,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("evaluation.every_steps", "data.validation"), _evaluation),
     (("data.sources", "data.validation"), _corpora),
     (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout"), _noise_scale),
+    (("compile", "layout.schedule", "layout.pp"), _compile),
     (("log.sinks",), _sinks),
     (("model", "layout", "batch.sequence_length"), _cut),
     (("cluster", "layout"), _cluster),

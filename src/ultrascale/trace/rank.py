@@ -1,9 +1,9 @@
 """A rank traced: the trainer built as on the cluster, and some of its steps.
 
-    pretended_rank    the process, the device, the groups                 (pretend.py)
-    Trainer           the trainer's own: model, parallelism, optimizer
-    train_step        the trainer's own, on sequences without content     (batches.py)
-    Recorder          sees every operation of it                          (recorder.py)
+pretended_rank    the process, the device, the groups                 (pretend.py)
+Trainer           the trainer's own: model, parallelism, optimizer
+train_step        the trainer's own, on sequences without content     (batches.py)
+Recorder          sees every operation of it                          (recorder.py)
 """
 
 from __future__ import annotations

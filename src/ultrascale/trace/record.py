@@ -1,8 +1,8 @@
 """What a trace is: every storage that lived, every message, every FLOP and action of some steps of one rank. No torch.
 
-    tick        a count of operations: the trace's clock, which has no seconds
-    block       a storage from its allocation to its end; FSDP2's buffers are freed and taken again by resizing
-    change      (tick, block, bytes): positive where memory is taken, negative where it is let go
+tick        a count of operations: the trace's clock, which has no seconds
+block       a storage from its allocation to its end; FSDP2's buffers are freed and taken again by resizing
+change      (tick, block, bytes): positive where memory is taken, negative where it is let go
 """
 
 from __future__ import annotations

@@ -9,11 +9,9 @@ The same recorder counts a step that really runs on the CPU (`is_real`): tests h
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -24,7 +22,6 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel import all_to_all, tensor_ops
@@ -112,7 +109,9 @@ class Recorder(LiveMemory):
             return handler(func, args, kwargs or {})
         except NotImplementedError as error:
             where = line_of_ours(sys._getframe())
-            raise TraceError(f"{func} at {where} needs values, and a trace has shapes alone: {str(error).splitlines()[0]}") from error
+            raise TraceError(
+                f"{func} at {where} needs values, and a trace has shapes alone: {str(error).splitlines()[0]}"
+            ) from error
 
     def _handler(self, func: Any) -> Handler:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -142,9 +141,8 @@ class Recorder(LiveMemory):
     def _really(self, func: Any, args: Any, options: Any) -> Any:
         result = func(*args, **options)
         self._count_flops(func, args, options, result)
-        for tensor in tree_leaves((args, options)):
-            if isinstance(tensor, Tensor):
-                self._count(tensor, self._region or "other")
+        for tensor in _tensors((*args, *options.values())):
+            self._count(tensor, self._region or "other")
         self._count_all(result, func)
         return result
 
@@ -246,9 +244,7 @@ class Recorder(LiveMemory):
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
             return
-        tensors = [one for one in tree_leaves(args[of]) if isinstance(one, Tensor)] if args else []
-        if not isinstance(args[0], Tensor | list | tuple):
-            tensors = []
+        tensors = list(_tensors(args[of])) if args else []
         found = group_of(self.trace.layout, ranks)
         line, is_host = line_of_ours(sys._getframe()), bool(tensors) and tensors[0].device.type == "cpu" and not self.is_real
         size = sum(tensor.nbytes for tensor in tensors)
@@ -282,15 +278,14 @@ class Recorder(LiveMemory):
         if isinstance(result, Tensor):
             self._count(result, self._category(), func)
             return
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor, self._category(), func)
+        for tensor in _tensors(result):
+            self._count(tensor, self._category(), func)
 
     def _add_new(self, result: Any, func: Any) -> None:
         if not self.is_counting:
             return
-        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == self.device_type:
+        for tensor in (result,) if isinstance(result, Tensor) else _tensors(result):
+            if tensor.device.type == self.device_type:
                 self._add(tensor.untyped_storage(), self._category(), func)
 
     def _count(self, tensor: Tensor, category: str, func: Any = None) -> None:
@@ -351,6 +346,7 @@ class Recorder(LiveMemory):
             if not hasattr(stage, "blocks"):
                 continue
             for number, block in stage.blocks():  # pyright: ignore[reportCallIssue]
+
                 def enter(module: nn.Module, inputs: Any, number: int = number) -> None:
                     self._block = f"block {number}"
 
@@ -366,13 +362,21 @@ def line_of_ours(frame: FrameType | None) -> str:
         name = frame.f_code.co_filename
         at = name.rfind(OURS)
         if at >= 0 and not name.startswith(OWN, at):
-            return f"{name[at + len(OURS):]}:{frame.f_lineno}"
+            return f"{name[at + len(OURS) :]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
 
 
 def _as_group(value: Any) -> dist.ProcessGroup | None:
@@ -396,16 +400,19 @@ def _key(value: Any) -> Any:
 
 def _recipe(result: Any, args: Any, options: Any) -> Any:
     """How to make the same again; False if it is no new memory of its own, or more of it than its shape needs."""
-    inputs = {one.untyped_storage()._cdata for one in tree_leaves((args, options)) if isinstance(one, Tensor)}
+    inputs = {one.untyped_storage()._cdata for one in _tensors((*args, *options.values()))}
+    return _recipe_of(result, inputs)
+
+
+def _recipe_of(result: Any, inputs: set[int]) -> Any:
     if isinstance(result, Tensor):
-        if result.device.type != "meta" or result.storage_offset() or result.untyped_storage()._cdata in inputs:
+        storage = result.untyped_storage()
+        if result.device.type != "meta" or result.storage_offset() or storage._cdata in inputs:
             return False
-        if result.untyped_storage().nbytes() != _extent(result):
-            return False
-        return (Tensor, tuple(result.shape), result.stride(), result.dtype)
+        return (Tensor, tuple(result.shape), result.stride(), result.dtype) if storage.nbytes() == _extent(result) else False
     if isinstance(result, list | tuple):
-        parts = [_recipe(one, args, options) for one in result]
-        return False if False in parts else (type(result) if type(result) in (list, tuple) else tuple, parts)
+        parts = [_recipe_of(one, inputs) for one in result]
+        return False if False in parts else (list if isinstance(result, list) else tuple, parts)
     return (None, result)
 
 

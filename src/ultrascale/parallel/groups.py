@@ -1,0 +1,179 @@
+"""Which ranks of a run talk to which: every process group of a model and a layout, made and warmed up in one order.
+
+    queue         groups                                          who starts what they do
+    up, down      pp, twice: messages to higher ranks, to lower   the pipeline, beside the computation
+    blocks        tp, cp, dp (counts of experts), copies          a block's passes, in their own order
+    experts       ep, expert_tp                                   the same, while shared experts use tp
+    parameters    data and expert data: replicate, shard          FSDP2, on streams of its own
+
+NCCL does what a group is asked for one after the other, so groups of the same ranks are one where they have one queue, and a
+communicator's memory is taken once. On CPU queues make no difference and groups of the same ranks are one: each has a thread
+that wakes a hundred times a second.
+
+Three things that can stop a run at its start, and what rules them out here:
+
+    names           torch names a group by its ranks and by how many groups this rank has, and only members need to call: a
+                    thousand ranks make ten groups each, not thirteen hundred. So every rank is in exactly one group of every
+                    axis, and which axes there are is said by model and layout alone: no rank ever has one group less
+    communicators   NCCL's are made by the first collective of a group, which all its ranks must take part in. Later only some
+                    may have anything to say: a ring's first hop, the ends of a pipeline
+    pairs           a send by itself makes a communicator of two ranks, and the host waits for the other to come: two ranks
+                    that first receive from one another wait for ever (pytorch#108378, #136248). Each pair has its first
+                    message here, in one order of all pairs
+
+A communicator is waited for only by ranks that have done with all before it in one order, so the first one that is not made yet
+has all its ranks there: this cannot wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.tags import Tag
+from ultrascale.schedules.build import stages_of_ranks
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.places import Coordinates, place
+from ultrascale.spec.weights import weights
+
+Queue = Literal["up", "down", "blocks", "experts", "parameters"]
+Border = tuple[int, int]
+"""Two ranks of a pipeline, the lower first, that send each other messages."""
+
+
+class AxisGroups(NamedTuple):
+    """Groups of ranks `stride` apart, all of one `size`: every rank is in one."""
+
+    name: str
+    size: int
+    stride: int
+    queue: Queue
+    has_collectives: bool = True
+    borders: tuple[Border, ...] = ()
+    """Places in a group between which single messages go."""
+
+    def ranks_with(self, rank: int) -> range:
+        """The group that `rank` is in, ascending."""
+        first = rank - rank // self.stride % self.size * self.stride
+        return range(first, first + self.size * self.stride, self.stride)
+
+
+def groups_of(model: Model, layout: Layout) -> list[AxisGroups]:
+    """All groups that training `model` under `layout` needs, in the order in which every rank makes its own.
+
+    Axes of one rank are left out, but for those of data parallelism, whose grids have two axes always.
+    """
+    stride = layout.world_size // layout.pp
+    borders, ties = borders_of(layout), shares_embedding(model, layout)
+    found = [
+        AxisGroups("pp", layout.pp, stride, "up", has_collectives=ties, borders=borders),
+        AxisGroups("pp, downwards", layout.pp, stride, "down", has_collectives=False, borders=borders),
+        AxisGroups("tp", *layout.group("tp"), "blocks"),
+        AxisGroups("cp", *layout.group("cp"), "blocks"),
+    ]
+    if model.num_experts:
+        if model.router_aux_loss_scope == "global":
+            found.append(AxisGroups("dp", layout.dp, layout.cp * layout.tp, "blocks"))
+        found += [AxisGroups(axis, *layout.group(axis), "experts") for axis in ("ep", "expert_tp")]
+    found += [AxisGroups(copies_axis(count), count, 1, "blocks") for count in copies_of(model, layout)]
+    return [axis for axis in found if axis.size > 1] + list(data_groups(model, layout))
+
+
+def data_groups(model: Model, layout: Layout) -> Iterator[AxisGroups]:
+    """The two axes of the grid of data parallelism, and those of the experts', where FSDP2 is needed."""
+    differ = experts_differ(model, layout)
+    if layout.dp * layout.cp == 1 and not (differ and layout.expert_dp > 1):
+        return
+    for axis in ("replicate", "shard"):
+        yield AxisGroups(f"data {axis}", *layout.group(axis), "parameters")
+    if differ:
+        inner, cut = layout.ep * layout.expert_tp, layout.expert_shard_size
+        yield AxisGroups("expert data replicate", layout.expert_dp // cut, cut * inner, "parameters")
+        yield AxisGroups("expert data shard", cut, inner, "parameters")
+
+
+def experts_differ(model: Model, layout: Layout) -> bool:
+    """Whether experts are held by other ranks than the weights around them."""
+    return model.num_experts > 0 and layout.tp * layout.ep * layout.expert_tp > 1
+
+
+def copies_of(model: Model, layout: Layout) -> list[int]:
+    """Numbers of neighbours among which some weight's gradient must be summed, on some rank."""
+    places = (place(weight, layout, Coordinates.of(layout, 0)) for weight in weights(model))
+    return sorted({one.copies for one in places if one.is_partial})
+
+
+def copies_axis(count: int) -> str:
+    """The name of the axis of `count` neighbours that hold the same part of a weight."""
+    return f"{count} copies"
+
+
+def shares_embedding(model: Model, layout: Layout) -> bool:
+    """Whether two ranks of a pipeline hold the embedding, and must sum its gradient."""
+    first, last = ends_of(layout)
+    return first != last and bool(model.tie_word_embeddings or model.num_nextn_predict_layers)
+
+
+def ends_of(layout: Layout) -> tuple[int, int]:
+    """The pipeline ranks of the first stage and of the last: a schedule of a file puts them where it likes."""
+    ranks = _ranks_of_stages(layout)
+    return ranks[0], ranks[-1]
+
+
+def borders_of(layout: Layout) -> tuple[Border, ...]:
+    """Between which ranks of a pipeline messages go. Those of even ranks to higher ones come first: each rank's neighbours then
+    need not wait for a chain of all ranks before them."""
+    ranks = _ranks_of_stages(layout)
+    pairs = {(min(pair), max(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]}
+    return tuple(sorted(pairs, key=lambda pair: (pair[0] % 2, pair)))
+
+
+@cache
+def _ranks_of_stages(layout: Layout) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    if layout.pp == 1:
+        return (0,) * layout.num_stages
+    held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
+    return tuple(next(rank for rank, stages in enumerate(held) if stage in stages) for stage in range(layout.num_stages))
+
+
+def warm_up(groups: Sequence[tuple[AxisGroups, dist.ProcessGroup]], device: torch.device) -> None:
+    """Have every communicator made, of the whole run first. All ranks call it at once, with the same axes.
+
+    Raises LostRankError if another rank does not come.
+    """
+    token = torch.zeros(1, device=device)
+    _first_collective(token, "all ranks", dist.group.WORLD)
+    for axis, group in groups:
+        if axis.has_collectives and axis.size > 1:
+            _first_collective(token, axis.name, group)
+        for lower, higher in axis.borders:
+            if group.rank() in (lower, higher):
+                _first_message(token, axis.name, group, lower, higher)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _first_collective(token: torch.Tensor, name: str, group: dist.ProcessGroup | None) -> None:
+    with waiting(f"the first collective of {name}", group):
+        dist.all_reduce(token, group=group)
+
+
+def _first_message(token: torch.Tensor, name: str, group: dist.ProcessGroup, lower: int, higher: int) -> None:
+    """From the lower to the higher: their communicator serves both ways."""
+    sends = group.rank() == lower
+    peer = higher if sends else lower
+    with waiting(f"the first message of {name}", group, [peer]):
+        if sends:
+            work = dist.isend(token, group=group, group_dst=peer, tag=Tag.WARM_UP)
+        else:
+            work = dist.irecv(token, group=group, group_src=peer, tag=Tag.WARM_UP)
+        if work is not None:
+            work.wait()

@@ -1,0 +1,86 @@
+"""1F1B played a micro-batch at a time for all ranks at once, and many micro-batches in one product: exact for unequal stages.
+
+Rank r of p keeps p - r micro-batches: after as many forward passes it takes B_k and F_(k+p-r) in turn. Let level u be F_(u-r)
+and B_(u-p+1) of every rank r. With y and x the ends of the two and c the seconds of a message across a border,
+
+    x[r]  = max(y[r], x[r+1] + c) + B[r]        the same level, from the last rank to the first: a running maximum
+    y'[r] = max(x[r], y[r-1] + c) + F[r]        the next level
+
+from level p-1, before which there are only forward passes, to m-1, after which they run out rank by rank. What is between is
+linear in the algebra of maximum and sum, so that n levels are the n-th power of one, by squaring: log n products of matrices.
+Baccelli et al., Synchronization and Linearity, 1992.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+LEVEL_ELEMENTS = 5000
+"""A level by itself takes about as long as this many elements of a product of matrices: a dozen calls of NumPy."""
+
+
+class _Costs(NamedTuple):
+    """Seconds, each [ranks, cases, 1]."""
+
+    forward: Floats
+    border: Floats
+    """Of the message from the rank before; minus infinity for the first."""
+    rising: Floats
+    """Added to y so that its maximum over the ranks from r on is x[r], but for what depends on r."""
+    falling: Floats
+    """That."""
+
+
+def level_step_seconds(forward: Floats, backward: Floats, send: Floats, num_micro_batches: int) -> Floats:
+    """Seconds of a step, [cases], of 1F1B with one stage a rank and at least as many micro-batches as ranks.
+
+    `forward`, `backward`: of a micro-batch on each rank, [ranks, cases]; `send`: of a message, [ranks - 1, cases].
+    """
+    ranks, cases = forward.shape
+    assert ranks <= num_micro_batches, "with fewer micro-batches than ranks there is no level that all of them share"
+    nothing = np.zeros((1, cases))
+    way, back = np.concatenate([nothing, send.cumsum(axis=0)]), backward[::-1].cumsum(axis=0)[::-1]
+    border = np.concatenate([nothing - np.inf, send])
+    columns = (forward, border, way - np.concatenate([back[1:], nothing]), back - way)
+    costs = _Costs(*(column[:, :, None] for column in columns))
+    left = np.arange(ranks - 1, -1, -1)[:, None]
+    first = forward.cumsum(axis=0) + way + left * np.maximum.accumulate(forward, axis=0)
+    y = _levels(first[:, :, None], costs, num_micro_batches - ranks)
+    x = _backward(y, costs)
+    for without in range(1, ranks):  # so many ranks have no forward pass left
+        y = np.concatenate([x[:without], _forward(x, y, costs)[without:]])
+        x = _backward(y, costs)
+    return x[0, :, 0]
+
+
+def _backward(y: Floats, costs: _Costs) -> Floats:
+    """x of a level from its y; both [ranks, cases, columns]."""
+    return np.maximum.accumulate((y + costs.rising)[::-1], axis=0)[::-1] + costs.falling
+
+
+def _forward(x: Floats, y: Floats, costs: _Costs) -> Floats:
+    """y of the next level."""
+    arrives = np.concatenate([y[:1], y[:-1]]) + costs.border
+    return np.maximum(x, arrives) + costs.forward
+
+
+def _levels(y: Floats, costs: _Costs, count: int) -> Floats:
+    """y, [ranks, cases, 1], after so many levels."""
+    ranks, cases = y.shape[:2]
+    if count * LEVEL_ELEMENTS < count.bit_length() * ranks**3 * cases:
+        for _ in range(count):
+            y = _forward(_backward(y, costs), y, costs)
+        return y
+    unit = np.where(np.eye(ranks, dtype=bool), 0.0, -np.inf)[:, None, :] + np.zeros((1, cases, 1))
+    power = _forward(_backward(unit, costs), unit, costs)  # [rank, cases, rank it came from]
+    while count:
+        if count % 2:
+            y = (power + y[:, :, 0].T).max(axis=2)[:, :, None]
+        count //= 2
+        if count:
+            power = (power[:, :, :, None] + power.transpose(1, 0, 2)).max(axis=2)
+    return y
