@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fsdp_state, _fully_shard
+from torch.distributed.tensor import debug
 from torch.nn import functional as F
 from torch.optim import optimizer as torch_optimizer
 
@@ -36,7 +37,9 @@ def pretended_rank(rank: int, world: int, kind: Kind) -> Iterator[tuple[Ranks, S
     """Be `rank` of `world` on a device of this `kind`. No process group may be up."""
     assert not dist.is_initialized(), "this process is a rank of a run already"
     streams = Streams(kind)
+    forget_meshes()
     with ExitStack() as undo:
+        undo.callback(forget_meshes)
         undo.enter_context(meta_stands_for(kind))
         for owner, name, value in _replacements(kind, streams):
             undo.enter_context(replaced(owner, name, value))
@@ -45,7 +48,6 @@ def pretended_rank(rank: int, world: int, kind: Kind) -> Iterator[tuple[Ranks, S
             _join(rank, world)
             undo.callback(dist.destroy_process_group)
             group = dist.group.WORLD
-            undo.enter_context(replaced(dist, "new_subgroups_by_enumeration", _own_subgroup))
         yield Ranks(rank, world, META, group), streams
 
 
@@ -58,6 +60,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def forget_meshes() -> None:
+    """Of ranks that this process was before: DTensor keeps what it worked out by meshes, and those of two ranks may be equal."""
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(debug, name, lambda: None)()
 
 
 def _replacements(kind: Kind, streams: Streams) -> Iterator[tuple[Any, str, Any]]:
@@ -80,15 +88,6 @@ def _join(rank: int, world: int) -> None:
 
 def _create_backend(common: Any, options: Any) -> FakeProcessGroup:
     return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)
-
-
-def _own_subgroup(ranks_of_each: Sequence[Sequence[int]], **options: Any) -> tuple[dist.ProcessGroup, list[dist.ProcessGroup]]:
-    """The group of this rank; those of others would never be used, and there may be thousands."""
-    rank = dist.get_rank()
-    (own,) = (ranks for ranks in ranks_of_each if rank in ranks)
-    group = dist.new_group(list(own), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group, [group]
 
 
 class Streams:

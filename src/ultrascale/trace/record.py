@@ -145,7 +145,7 @@ class RankTrace:
         now = dict.fromkeys(CATEGORIES, 0)
         sizes: Counter[int] = Counter()
         moves = iter([*self.moves, (1 << 62, 0, "")])
-        moved_at, moved, before = next(moves)
+        moved_at, moved, _ = next(moves)
         first: dict[int, str] = {}
         for _, number, category in self.moves:
             first.setdefault(number, category)
@@ -158,7 +158,7 @@ class RankTrace:
                 categories[moved] = after[position]
                 now[categories[moved]] += sizes[moved]
                 position += 1
-                moved_at, moved, before = next(moves)
+                moved_at, moved, _ = next(moves)
             sizes[number] += change
             now[categories[number]] += change
             yield tick, dict(now)

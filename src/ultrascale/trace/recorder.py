@@ -30,6 +30,7 @@ from ultrascale.trace.groups import group_of
 from ultrascale.trace.record import Block, Mark, RankTrace, Sent
 
 _aten = torch.ops.aten
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 PRETENDED_NUMBER = 2.0
 """What the host reads from the device: a norm above any limit, so that gradients are clipped."""
 OURS = "/ultrascale/"
@@ -48,7 +49,8 @@ class Recorder(LiveMemory):
     def __init__(self, trace: RankTrace, *, is_real: bool = False, stream_name: Callable[[], str] = lambda: "compute"):
         super().__init__(nn.Module(), None, round_to=trace.round_to)
         self.trace, self.is_real, self.stream_name = trace, is_real, stream_name
-        self.device_type = "cpu" if is_real else "meta"
+        self.counted = ("cpu",) if is_real else ("meta", "cpu") if trace.device == "cpu" else ("meta",)
+        """Types of devices: with a CPU for a target what the host keeps is in the same memory."""
         self.is_counting = False
         self._handlers: dict[Any, Handler] = {}
         self._known: dict[Any, Any] = {}
@@ -101,6 +103,8 @@ class Recorder(LiveMemory):
         for kind in types:
             if issubclass(kind, DTensor):
                 return NotImplemented
+        if torch._C._get_dispatch_mode(_FAKE) is not None:  # DTensor, asking itself for shapes
+            return func(*args, **(kwargs or {}))
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._handlers[func] = self._handler(func)
@@ -208,6 +212,11 @@ class Recorder(LiveMemory):
             return result
         return self._make(func, args, options)
 
+    def _lift(self, func: Any, args: Any, options: Any) -> Any:
+        """What comes from NumPy or Python: a batch."""
+        self._count(args[0], "other")
+        return func(*args, **options)
+
     def _bincount(self, func: Any, args: Any, options: Any) -> Any:
         if args[0].device.type != "meta":
             return func(*args, **options)
@@ -285,14 +294,14 @@ class Recorder(LiveMemory):
         if not self.is_counting:
             return
         for tensor in (result,) if isinstance(result, Tensor) else _tensors(result):
-            if tensor.device.type == self.device_type:
+            if tensor.device.type in self.counted:
                 self._add(tensor.untyped_storage(), self._category(), func)
 
     def _count(self, tensor: Tensor, category: str, func: Any = None) -> None:
         if not self.is_counting or isinstance(tensor, FakeTensor):
             return
         storage = _storage(tensor)
-        if storage.device.type == self.device_type and storage._cdata not in self._numbers:
+        if storage.device.type in self.counted and storage._cdata not in self._numbers:
             self._add(storage, category, func)
 
     def _add(self, storage: torch.UntypedStorage, category: str, func: Any = None) -> None:
@@ -330,7 +339,7 @@ class Recorder(LiveMemory):
             block.category = category
 
     def _after_resize(self, storage: torch.UntypedStorage, *unused: Any) -> None:
-        if not self.is_counting or storage.device.type != self.device_type:
+        if not self.is_counting or storage.device.type not in self.counted:
             return
         if storage._cdata in self._numbers:
             self._tick += 1
@@ -441,6 +450,7 @@ OWN_OPERATIONS = {
 SPECIAL = {
     _aten._local_scalar_dense.default: Recorder._read_number,
     _aten._to_copy.default: Recorder._to_copy,
+    _aten.lift_fresh.default: Recorder._lift,
     _aten.bincount.default: Recorder._bincount,
     _aten._grouped_mm.default: Recorder._grouped_mm,
 }
