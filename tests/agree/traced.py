@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ultrascale.models import router
 from ultrascale.parallel.mesh import Ranks
@@ -36,9 +37,10 @@ def really(rank: int, run: Run, steps: int) -> RankTrace:
 
 
 def _in_turn(scores: torch.Tensor, model: Model, bias: torch.Tensor | None) -> torch.Tensor:
-    """As `models.router.choose`, and as many operations with memory: the experts 0, 1, 2, ... one after the other."""
+    """As `models.router.choose`, with the same memory: the experts 0, 1, 2, ... one after the other."""
     found = scores.topk(model.num_experts_per_tok, -1).indices
-    return found.copy_(torch.arange(found.numel()).view(found.shape) % model.num_experts)
+    with _disable_current_modes():
+        return found.copy_(torch.arange(found.numel()).view(found.shape) % model.num_experts)
 
 
 SCALARS = 32
@@ -52,3 +54,13 @@ def changes_of(trace: RankTrace) -> list[tuple[str, str, int]]:
         for _, number, change in trace.changes
         if (block := trace.blocks[number]).category != "other" and abs(change) > SCALARS
     ]
+
+
+def taken(trace: RankTrace) -> list[tuple[str, str, int]]:
+    """What was allocated, in order. (gloo's thread may hold on to a tensor for a moment, so that it is let go of later.)"""
+    return [change for change in changes_of(trace) if change[2] > 0]
+
+
+def messages_of(trace: RankTrace) -> list[tuple[object, ...]]:
+    """Every message in order."""
+    return [(s.step, s.kind, s.axis, s.size, s.stride, s.num_bytes, s.line, s.during) for s in trace.sent]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ultrascale.parallel import expert_dispatch
@@ -25,6 +26,7 @@ def balanced_routing() -> Iterator[None]:
         return start(self, tokens, routing)
 
     def to_host(sent: Tensor, from_rank: Tensor) -> tuple[list[int], list[list[int]]]:
+        torch.cat([sent, from_rank.flatten()])  # what is copied to the host, for as long as that takes
         dispatch, pairs = now[0]
         to_expert = balanced(pairs, len(sent))
         own = 0 if dispatch.ep is None else dispatch.ep.rank()
