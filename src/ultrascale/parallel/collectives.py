@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import ReduceOp
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed import ReduceOp
 
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tags import Tag
+from ultrascale.parallel.torch_private import AllGather, ReduceScatter
 
 
 class DirectAllGather(AllGather):
