@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 import ultrascale.parallel
 from ultrascale.parallel import torch_private
 
-PRIVATE = re.compile(r"(from|import) torch\S*\._|torch\._\w|distributed_c10d|\._fsdp_")
+PRIVATE = re.compile(r"(from|import) torch\S*\._|torch\._[a-zA-Z]|distributed_c10d|\._fsdp_")
 
 
 def test_this_torch_has_all_that_is_used():

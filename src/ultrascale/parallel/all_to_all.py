@@ -14,7 +14,8 @@ An exchange can be left under way while something else computes, on the way ther
 
 Cost on each rank: of P elements there P (n-1)/n are sent, and as many on the way back. Everything is one `all_to_all_single`,
 which NCCL and gloo both have with uneven parts (gloo's all-gather and reduce-scatter want equal ones); the sum is taken here,
-in order of ranks, so that it is the same bits every time. Price: `gather` copies its rows n times before they leave.
+in order of ranks, so that it is the same bits every time. Price, on CPU alone: `gather` copies its rows n times before they
+leave.
 Not torch's own functional collectives: they allocate wrappers, and wait where autograd wants it.
 
 Exchanges and sums are operations of torch's (`ultrascale::...`), so that selective recomputation can keep their results
@@ -204,8 +205,11 @@ def _own(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tens
 
 
 def _gathered(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    copies = rows.repeat(group.size(), *(1 for _ in rows.shape[1:]))
     gathered = rows.new_empty(sum(lengths), *rows.shape[1:])
     with waiting("a gather of rows of tokens", group):
+        if rows.is_cuda:
+            dist.all_gather(list(gathered.split(list(lengths))), rows.contiguous(), group=group)
+            return gathered
+        copies = rows.repeat(group.size(), *(1 for _ in rows.shape[1:]))
         dist.all_to_all_single(gathered, copies, list(lengths), [len(rows)] * group.size(), group=group)
     return gathered

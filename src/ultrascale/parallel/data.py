@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ultrascale.models.decoder import Decoder, PredictionBlock
 from ultrascale.models.experts import Experts
-from ultrascale.parallel.collectives import DirectAllGather, DirectReduceScatter, NothingToScatter
+from ultrascale.parallel.collectives import MOST_RANKS, DirectAllGather, DirectReduceScatter, NothingToScatter
 from ultrascale.parallel.expert import expert_modules
 from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.parallel.reduced_buckets import release_reduced_buckets
@@ -53,8 +53,9 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
             module.set_custom_reduce_scatter(NothingToScatter())
         elif mesh.device_type == "cpu":
             gather_beside_computation(module)  # the CPU has no streams: else FSDP2 waits where it starts
-            module.set_custom_all_gather(DirectAllGather())
-            module.set_custom_reduce_scatter(DirectReduceScatter())
+            if own_mesh["dp_shard"].size() <= MOST_RANKS:
+                module.set_custom_all_gather(DirectAllGather())
+                module.set_custom_reduce_scatter(DirectReduceScatter())
     release_reduced_buckets(sharded_modules(decoder))
 
 
