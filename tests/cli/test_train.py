@@ -64,7 +64,10 @@ def test_under_torchrun_a_world_of_another_size_is_a_wrong_description(run_file,
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert train(run_file) == 2
-    assert "the layout is for 1 processes, but 2 were started" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "the layout is for 1 processes, but 2 were started" in told and "or give `--layout.dp 2`" in told
+    assert train(run_file, "--layout.tp", "2", "--layout.pp", "2") == 2
+    assert "Start 4 (`--processes 4`), or give a layout for so many" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -84,13 +84,14 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Routing, Tensor, Tensor | None]:
         """Of [B, S, D]: where tokens go; how many chose each expert, [X] int64, dropped ones included; and the sum over tokens
-        of weighted auxiliary losses, 0-d."""
+        of weighted auxiliary losses, 0-d; None without gradients."""
         spec, logits = self.spec, _RouterLogits.apply(hidden, self.weight, self.bias)  # [B, S, X]
         scores = logits.sigmoid() if spec.scoring_func == "sigmoid" else logits.softmax(-1)
         chosen = choose(scores.detach(), spec, self.e_score_correction_bias)  # [B, S, k]
         weights: Tensor = _Weights.apply(scores, chosen, spec.norm_topk_prob, spec.routed_scaling_factor)  # pyright: ignore
         counts = count_choices(chosen, spec.num_experts)  # [B, X]
-        auxiliary = self._auxiliary(logits, scores, counts)
+        # Of no use without a backward pass, and other ranks' counts would have to be waited for.
+        auxiliary = self._auxiliary(logits, scores, counts) if torch.is_grad_enabled() else None
         if spec.expert_capacity_factor is not None:
             kept = self.keep(chosen, weights, spec.num_experts, spec.expert_capacity_factor)
             chosen, weights = chosen.masked_fill(~kept, spec.num_experts), weights.masked_fill(~kept, 0)

@@ -14,7 +14,8 @@ An exchange can be left under way while something else computes, on the way ther
 
 Cost on each rank: of P elements there P (n-1)/n are sent, and as many on the way back. Everything is one `all_to_all_single`,
 which NCCL and gloo both have with uneven parts (gloo's all-gather and reduce-scatter want equal ones); the sum is taken here,
-in order of ranks, so that it is the same bits every time. Price: `gather` copies its rows n times before they leave.
+in order of ranks, so that it is the same bits every time. Price, on CPU alone: `gather` copies its rows n times before they
+leave.
 Not torch's own functional collectives: they allocate wrappers, and wait where autograd wants it.
 
 Exchanges and sums are operations of torch's (`ultrascale::...`), so that selective recomputation can keep their results
@@ -30,13 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import distributed_c10d
 from torch.library import custom_op
 
 from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.torch_private import group_named
 
-_begun: list[dist.Work] = []
-"""From an operation, which may return tensors only, to whoever called it. Empty if a kept result came instead."""
+WORK = "work_that_fills_it"
 
 
 def gather(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -59,7 +59,7 @@ def whole(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Ten
     return _Whole.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
 
 
-class Exchange:
+class TokenExchange:
     """An exchange of `sent[rank]` rows to each rank of `group` for `received[rank]` rows from it."""
 
     def __init__(self, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup):
@@ -80,7 +80,8 @@ class Exchange:
         sent, received = (self.received, self.sent) if back else (self.sent, self.received)
         rows = rows.contiguous()
         filling = begin_exchange(rows, sent, received, self.group.group_name)
-        self._under_way = _begun.pop() if _begun else None, rows, filling
+        # The work comes with the tensor, as operations may return tensors only; with a kept result there is none.
+        self._under_way = filling.__dict__.pop(WORK, None), rows, filling
         return filling
 
     def wait(self) -> Tensor:
@@ -95,20 +96,20 @@ class Exchange:
 
 @custom_op("ultrascale::begin_exchange", mutates_args=())
 def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    """Memory that fills with [sum(received), ...]; the work to wait for is left in `_begun`."""
-    ranks = distributed_c10d._resolve_process_group(group)  # pyright: ignore
+    """Memory that fills with [sum(received), ...]; the work to wait for is its attribute `WORK`."""
+    ranks = group_named(group)
     filling = rows.new_empty(sum(received), *rows.shape[1:])
     with waiting("an exchange of tokens between experts", ranks):
         work = dist.all_to_all_single(filling, rows, received, sent, group=ranks, async_op=True)
     assert work is not None, "this rank is not in the group"
-    _begun.append(work)
+    setattr(filling, WORK, work)
     return filling
 
 
 @custom_op("ultrascale::sum_rows", mutates_args=())
 def sum_rows(rows: Tensor, lengths: list[int], group: str) -> Tensor:
     """This rank's part of the sum over ranks. Narrow dtypes are added up in fp32 and rounded once."""
-    ranks = distributed_c10d._resolve_process_group(group)  # pyright: ignore
+    ranks = group_named(group)
     own = lengths[ranks.rank()]
     parts = rows.new_empty(ranks.size(), own, *rows.shape[1:])
     with waiting("a sum of rows of tokens", ranks):
@@ -127,7 +128,7 @@ ranks, and are gathered again."""
 
 class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.begin(rows)
 
@@ -139,7 +140,7 @@ class _Depart(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, under_way: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, under_way: Tensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.wait().view_as(under_way)
 
@@ -204,8 +205,11 @@ def _own(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tens
 
 
 def _gathered(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    copies = rows.repeat(group.size(), *(1 for _ in rows.shape[1:]))
     gathered = rows.new_empty(sum(lengths), *rows.shape[1:])
     with waiting("a gather of rows of tokens", group):
+        if rows.is_cuda:
+            dist.all_gather(list(gathered.split(list(lengths))), rows.contiguous(), group=group)
+            return gathered
+        copies = rows.repeat(group.size(), *(1 for _ in rows.shape[1:]))
         dist.all_to_all_single(gathered, copies, list(lengths), [len(rows)] * group.size(), group=group)
     return gathered

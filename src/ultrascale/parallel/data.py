@@ -22,10 +22,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ultrascale.kernels.device_kind import kind_of
 from ultrascale.models.decoder import Decoder, PredictionBlock
 from ultrascale.models.experts import Experts
-from ultrascale.parallel.collectives import DirectAllGather, DirectReduceScatter, NothingToScatter
+from ultrascale.parallel.collectives import MOST_RANKS, DirectAllGather, DirectReduceScatter, NothingToScatter
 from ultrascale.parallel.expert import expert_modules
 from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.parallel.reduced_buckets import release_reduced_buckets
+from ultrascale.parallel.torch_private import gather_beside_computation
 from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import Layout
 
@@ -53,9 +54,10 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
         if own_mesh["dp_shard"].size() == 1:
             module.set_custom_reduce_scatter(NothingToScatter())
         elif kind_of(torch.device(mesh.device_type)) == "cpu":
-            module._set_unshard_async_op(True)  # the CPU has no streams: else FSDP2 waits where it starts
-            module.set_custom_all_gather(DirectAllGather())
-            module.set_custom_reduce_scatter(DirectReduceScatter())
+            gather_beside_computation(module)  # the CPU has no streams: else FSDP2 waits where it starts
+            if own_mesh["dp_shard"].size() <= MOST_RANKS:
+                module.set_custom_all_gather(DirectAllGather())
+                module.set_custom_reduce_scatter(DirectReduceScatter())
     release_reduced_buckets(sharded_modules(decoder))
 
 

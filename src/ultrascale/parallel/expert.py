@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,18 +25,11 @@ from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import Experts, GroupedLinear, moe_layers
 from ultrascale.parallel.expert_dispatch import Dispatch
 from ultrascale.parallel.expert_sequences import WholeSequences, apply_whole_sequences
+from ultrascale.parallel.groups import Groups
 from ultrascale.parallel.lost import waiting
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.places import Coordinates, place
 from ultrascale.spec.weights import weights
-
-
-class Groups(Protocol):
-    """What is asked of `parallel.mesh.Mesh`."""
-
-    at: Coordinates
-
-    def group(self, axis: Any, /) -> dist.ProcessGroup | None: ...
 
 
 def apply_expert_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.kernels.expert_rows import spread, weighted_sum
-from ultrascale.parallel.all_to_all import Exchange, cut, gather, sum_scatter, whole
+from ultrascale.parallel.all_to_all import TokenExchange, cut, gather, sum_scatter, whole
 from ultrascale.parallel.expert_rows import order_by_expert, put_back, reorder
 from ultrascale.spec.places import even_part
 
@@ -78,7 +78,7 @@ class Dispatch:
         if self.ep is not None:
             own = 0 if self.expert_tp is None else self.expert_tp.rank()
             sizes = [sum(to_expert[first:end]) for first, end in pairwise(self.bounds)]
-            under_way.exchange = Exchange(sizes, from_rank[own], self.ep)
+            under_way.exchange = TokenExchange(sizes, from_rank[own], self.ep)
             under_way.rows = under_way.exchange.depart(under_way.rows)
         return under_way
 
@@ -89,7 +89,7 @@ class Dispatch:
             rows = exchange.arrive(rows)
         rows = self._compute(rows, under_way, experts)
         if exchange is not None:
-            home = Exchange(exchange.received, exchange.sent, exchange.group)
+            home = TokenExchange(exchange.received, exchange.sent, exchange.group)
             rows = home.arrive(home.depart(rows))
         tokens = weighted_sum(rows, under_way.pairs, under_way.weights)
         return tokens if self.same_tokens is None else whole(tokens, under_way.lengths, self.same_tokens)
@@ -114,7 +114,7 @@ class Dispatch:
         if self.ep is not None:
             sizes = [end - first for first, end in pairwise(self.bounds)]
             own = sizes[self.ep.rank()]
-            numbers = Exchange(sizes, [own] * len(sizes), self.ep)
+            numbers = TokenExchange(sizes, [own] * len(sizes), self.ep)
             numbers.begin(sent)
             arriving = numbers.wait().view(len(sizes), own)
         if self.expert_tp is None:
@@ -138,7 +138,7 @@ class UnderWay:
     """Their sums over experts, on the host."""
     lengths: list[int]
     """Tokens of each rank of tp, if all of them hold the same; else none."""
-    exchange: Exchange | None = None
+    exchange: TokenExchange | None = None
 
 
 def _to_host(sent: Tensor, from_rank: Tensor) -> tuple[list[int], list[list[int]]]:

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,15 @@ from ultrascale.spec.weights import weights
 Queue = Literal["up", "down", "blocks", "experts", "parameters"]
 Border = tuple[int, int]
 """Two ranks of a pipeline, the lower first, that send each other messages."""
+
+
+class Groups(Protocol):
+    """What those who cut a model ask of `parallel.mesh.Mesh`."""
+
+    @property
+    def at(self) -> Coordinates: ...
+
+    def group(self, axis: Any, /) -> dist.ProcessGroup | None: ...
 
 
 class AxisGroups(NamedTuple):

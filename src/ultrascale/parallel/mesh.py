@@ -15,13 +15,13 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as meet
 
 from ultrascale.kernels.device_kind import kind_of
 from ultrascale.parallel.groups import copies_axis, groups_of, warm_up
 from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.torch_private import PrefixStore
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates
@@ -100,7 +100,9 @@ def process_group(
     world = _world_size(rendezvous)
     if world != layout.world_size:
         rule = f"the layout is for {layout.world_size} processes, but {world} were started"
-        remedy = f"Start {layout.world_size} (`--processes {layout.world_size}`), or give `--layout.dp {world}`."
+        dp, rest = divmod(world * layout.dp, layout.world_size)
+        other = f"`--layout.dp {dp}`" if dp and not rest else "a layout for so many"
+        remedy = f"Start {layout.world_size} (`--processes {layout.world_size}`), or give {other}."
         raise SpecError([Problem("layout.dp", rule, remedy)])
     here = choose_device(device)
     if here.type == "cuda":

@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.data import prepare_action
+from ultrascale.parallel.torch_private import end_backward, fsdp_buckets, fsdp_state
 from ultrascale.schedules.actions import Action
 
 
@@ -28,7 +28,7 @@ def order_gathers(stage: Decoder) -> None:
         return
     blocks = reversed([block for _, block in stage.blocks()])
     modules = [stage, *(module for block in blocks for module in block.modules() if isinstance(module, FSDPModule))]
-    buckets = {_state(module): module for module in modules}
+    buckets = {fsdp_state(module): module for module in modules}
     for module, following in pairwise(buckets.values()):
         module.set_modules_to_backward_prefetch([following])
 
@@ -37,7 +37,7 @@ def prepare_backward(stage: Decoder, action: Action) -> None:
     """Before the B or I `action`: tell FSDP2 what to do with gradients and gathered parameters."""
     prepare_action(stage, action)
     if isinstance(stage, FSDPModule) and action.reduce_gradients:
-        for group in _groups(stage):
+        for group in fsdp_buckets(stage):
             if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
                 _widen(group)
 
@@ -47,11 +47,11 @@ def reduce_weight_gradients(stage: Decoder, action: Action) -> None:
     if not isinstance(stage, FSDPModule):
         return
     prepare_action(stage, action)
-    for group in _groups(stage):
+    for group in fsdp_buckets(stage):
         if action.reduce_gradients:
             _widen(group)
         group.post_backward()
-    _state(stage)._root_post_backward_final_callback()
+    end_backward(stage)
 
 
 def _widen(group: Any) -> None:
@@ -65,16 +65,3 @@ def _widen(group: Any) -> None:
             if parameter.unsharded_param.grad is None:
                 parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
             parameter.to_accumulated_grad_if_needed()
-
-
-def _state(module: nn.Module) -> Any:
-    return fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def _groups(stage: nn.Module) -> list[Any]:
-    """The buckets, the last first. Of torch 2.12 and later a module may have several, before that one or none."""
-    found: list[Any] = []
-    for state in reversed(_state(stage)._state_ctx.all_states):
-        several = hasattr(state, "_fsdp_param_groups")
-        found += reversed(state._fsdp_param_groups) if several else filter(None, [state._fsdp_param_group])
-    return found

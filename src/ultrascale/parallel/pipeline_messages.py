@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.schedules.messages import Message
 
@@ -67,9 +66,7 @@ class Mailbox:
         """The tensor of an expected message, once it is here. Raises PipelineError."""
         tensor, work = self._arriving.pop(message.key)
         self._wait(work, f"waited for {message}")
-        leaving = self._leaving[message.sender]
-        while leaving and leaving[0][0].needed_by <= message.sent_by:
-            self._wait(leaving.popleft()[2], "sent")
+        self._let_go(message.sender, message.sent_by)
         return tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
@@ -81,11 +78,19 @@ class Mailbox:
             work = dist.isend(tensor, group=group, group_dst=message.receiver, tag=message.number)
         except RuntimeError as error:
             raise self._lost(f"could not send {message} to rank {message.receiver}", error) from error
-        leaving = self._leaving[message.receiver]
-        leaving.append((message, tensor, work))
-        # NCCL does say when a message has left.
-        while is_cuda(self.device) and leaving and (leaving[0][2] is None or leaving[0][2].is_completed()):
-            leaving.popleft()
+        self._leaving[message.receiver].append((message, tensor, work))
+        self._let_go(message.receiver)
+
+    def _let_go(self, receiver: int, position: int = -1) -> None:
+        """Forget what has left for `receiver`, which has come to `position` of its list. NCCL says itself what has left, and to
+        wait for it would be to let the stream that computes wait."""
+        leaving = self._leaving[receiver]
+        if self.device.type == "cuda":
+            while leaving and ((work := leaving[0][2]) is None or work.is_completed()):
+                leaving.popleft()
+            return
+        while leaving and leaving[0][0].needed_by <= position:
+            self._wait(leaving.popleft()[2], "sent")
 
     def close(self) -> None:
         """Wait until all that was sent has left. Raises PipelineError."""

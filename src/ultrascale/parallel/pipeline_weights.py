@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.tensor import cut_of
+from ultrascale.parallel.torch_private import is_watched
 
 Waiting = list[tuple[Tensor, Tensor, Tensor]]
 """(weight [F, D], gradient of the output [N, F], input [N, D]) of products whose weight's gradient is not made yet."""
@@ -68,7 +69,7 @@ def make_gradients(waiting: Waiting) -> None:
     """W: add all that waits to the weights' gradients, and let go of it one by one."""
     while waiting:
         weight, grad_output, given = waiting.pop(0)
-        if not weight.is_leaf or weight._backward_hooks:  # a copy whose gradient travels on, or somebody who watches
+        if not weight.is_leaf or is_watched(weight):  # a copy whose gradient travels on, or somebody who watches
             torch.autograd.backward(weight, grad_output.t() @ given)
         elif weight.grad is None:
             weight.grad = grad_output.t() @ given

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.torch_private import copy_all
 from ultrascale.spec.layout import Precision
 
 TORCH_DTYPE: dict[Precision, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -30,7 +31,7 @@ TORCH_DTYPE: dict[Precision, torch.dtype] = {"fp64": torch.float64, "fp32": torc
 
 def apply_mixed_precision(decoder: Decoder, dtype: torch.dtype) -> None:
     """Let the modules of `decoder` compute with copies of their parameters in `dtype`. Its parameters are where they stay."""
-    copies = Copies([Place(m, name, p, torch.empty_like(p, dtype=dtype)) for m in decoder.modules() for name, p in _own(m)])
+    copies = Copies([Replaced(m, name, p, torch.empty_like(p, dtype=dtype)) for m in decoder.modules() for name, p in _own(m)])
     decoder.register_forward_pre_hook(lambda module, inputs: copies.refresh())
     # Autograd does first what it recorded last, so casts recorded as a block begins follow all else of it on the way back.
     blocks = {block: set(block.modules()) for _, block in decoder.blocks()}
@@ -48,13 +49,13 @@ def _own(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     return module.named_parameters(recurse=False)
 
 
-def _record(places: list[Place], *unused: object) -> None:
+def _record(places: list[Replaced], *unused: object) -> None:
     """Let modules read copies whose gradients reach the parameters."""
     for place in places:
         place.show(_Cast.apply(place.parameter, place.copy))  # pyright: ignore[reportArgumentType]
 
 
-class Place:
+class Replaced:
     """A parameter, the module and name by which it is read, and the copy that is read instead."""
 
     def __init__(self, module: nn.Module, name: str, parameter: nn.Parameter, copy: Tensor):
@@ -69,7 +70,7 @@ class Place:
 class Copies:
     """The copies of all parameters of a model."""
 
-    def __init__(self, places: list[Place]):
+    def __init__(self, places: list[Replaced]):
         self.places = places
         self.versions: list[int] = []
         """Of the parameters when the copies were filled: every operation in place counts one on."""
@@ -81,7 +82,7 @@ class Copies:
             self.versions = versions
             with torch.no_grad():
                 copies, parameters = zip(*((place.copy, place.parameter) for place in self.places), strict=True)
-                torch._foreach_copy_(copies, parameters)  # pyright: ignore[reportPrivateImportUsage]
+                copy_all(copies, parameters)
 
 
 class _Cast(torch.autograd.Function):

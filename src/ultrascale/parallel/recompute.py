@@ -17,15 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _CachedTorchDispatchMode,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel import all_to_all, tensor_ops
+from ultrascale.parallel.torch_private import CachedTorchDispatchMode
 from ultrascale.spec.layout import Layout
 
 _aten = torch.ops.aten
@@ -69,7 +65,7 @@ def _selective() -> tuple[Any, Any]:
     return keeping, _Again(_keep_products, kept.storage, False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Again(_CachedTorchDispatchMode):
+class _Again(CachedTorchDispatchMode):
     """Torch's wants the second pass to make the very calls of the first. FSDP2 of experts, inside a block, makes others: in the
     backward pass it gathers parameters that were there in the forward pass, or finds there what it had to gather."""
 

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from ultrascale.parallel.torch_private import fsdp_state
+
 HAS_THE_FAULT = torch.__version__.startswith("2.12.")
 
 
 def release_reduced_buckets(modules: Sequence[FSDPModule]) -> None:
     """Let every bucket of `modules` (FSDP2's, all of one model) drop the inputs of past reductions in time. On 2.12 only."""
     if HAS_THE_FAULT:
-        for state in {module._get_fsdp_state() for module in modules}:
+        for state in {fsdp_state(module) for module in modules}:
             for group in state._fsdp_param_groups:
                 release_before_reducing(group)
 

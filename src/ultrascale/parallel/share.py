@@ -28,6 +28,7 @@ from ultrascale.parallel.groups import ends_of, shares_embedding
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.tags import Tag
+from ultrascale.parallel.torch_private import norms_of
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Place
@@ -92,8 +93,7 @@ class Share:
         nothing = torch.zeros(1, device=self.mesh.device)
         own = [g for one in self.held if self._counts(one) and (g := local_gradient(one.parameter)) is not None and g.numel()]
         pieces = [piece for gradient in own for piece in gradient.flatten().split(NORM_PIECE)]
-        norms = torch._foreach_norm(pieces or [nothing])  # pyright: ignore[reportPrivateImportUsage]
-        squares = torch.stack(list(norms)).double().square().sum()
+        squares = norms_of(pieces or [nothing]).double().square().sum()
         if self.layout.world_size > 1:
             with waiting("the norm of the gradient"):
                 dist.all_reduce(squares)

@@ -16,26 +16,17 @@ whoever applies this sums them over tp, once a step.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ultrascale.models.decoder import Decoder, PredictionBlock
+from ultrascale.parallel.groups import Groups
 from ultrascale.parallel.tensor_loss import look_up, vocabulary_cross_entropy
 from ultrascale.parallel.tensor_ops import Cut
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.places import Coordinates, place
 from ultrascale.spec.weights import weights
-
-
-class Groups(Protocol):
-    """What is asked of `parallel.mesh.Mesh`."""
-
-    @property
-    def at(self) -> Coordinates: ...
-
-    def group(self, axis: Any, /) -> dist.ProcessGroup | None: ...
 
 
 def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Cut | None:

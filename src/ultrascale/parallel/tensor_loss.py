@@ -26,6 +26,7 @@ from ultrascale.kernels.cross_entropy import IGNORED
 from ultrascale.kernels.device_kind import is_cuda, kind_of
 from ultrascale.parallel.tensor_ops import Cut
 from ultrascale.parallel.tensor_traffic import gather_parts, gather_rows, sum_parts, sum_whole
+from ultrascale.parallel.torch_private import assert_on_device
 from ultrascale.spec.places import even_part
 from ultrascale.spec.work import chunk_rows
 
@@ -61,7 +62,7 @@ def vocabulary_cross_entropy(
 
 def _expect_inside(ids: Tensor, vocab_size: int, what: str) -> None:
     if is_cuda(ids):
-        torch._assert_async(((ids >= 0) & (ids < vocab_size)).all())  # pyright: ignore[reportPrivateImportUsage]
+        assert_on_device(((ids >= 0) & (ids < vocab_size)).all())
     elif ids.numel():
         wrong = next((number for number in map(int, ids.aminmax()) if not 0 <= number < vocab_size), None)
         if wrong is not None:

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.library import custom_op
 from torch.nn import functional as F
 
 from ultrascale.parallel.tensor_traffic import gather_parts, sum_parts, sum_whole
+from ultrascale.parallel.torch_private import group_named
 from ultrascale.spec.places import even_part
 
 
@@ -107,11 +107,6 @@ def _(whole: Tensor, group: str, length: int) -> Tensor:
 _ops = torch.ops.ultrascale
 PRODUCTS = (_ops.column_products.default, _ops.row_product.default, _ops.gathered_sequence.default, _ops.summed.default)
 """What selective recomputation keeps: computing these again would send messages again."""
-
-
-def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of this name: operations of torch's take no other thing for it."""
-    return distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
 def own_length(length: int, group: str, is_cut: int) -> int:

@@ -7,7 +7,8 @@
 Parts are those of `torch.tensor_split`: as even as can be, longer ones first, so a sequence need not divide. Each function only
 starts its messages and returns a function that waits for them, so that matrix products go on meanwhile. On CPU every rank
 writes to every other (`parallel.collectives`): two ranks add each other's tensors after one message, where gloo's ring takes
-two; on CUDA NCCL does it. Sums are taken in the order of ranks, so that every rank has the same bits.
+two; on CUDA NCCL does it, and even parts of one sequence are copied by nobody else. Sums are taken in the order of ranks, so
+that every rank has the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.collectives import Exchange
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tags import Tag
@@ -46,17 +46,28 @@ def gather_parts(part: Tensor, length: int, group: dist.ProcessGroup) -> Finish:
         rule = f"rank {own} of {len(lengths)} has {part.shape[1]} positions of a sequence"
         raise ValueError(f"{rule} of {length}, which gives it {lengths[own]}")
     part = part.contiguous()
+    if has_collectives(part) and len(set(lengths)) == 1:
+        together = part.new_empty(len(lengths), *part.shape)  # [tp, B, S/tp, ...]; of one sequence [1, S, ...] is a view of it
+        work = dist.all_gather_into_tensor(together.flatten(0, 1), part, group=group, async_op=True)
+        return _then(lambda: together.transpose(0, 1).flatten(1, 2), work, group)
     pieces = [part if rank == own else part.new_empty(part.shape[0], n, *part.shape[2:]) for rank, n in enumerate(lengths)]
-    if is_cuda(part):
+    if has_collectives(part):
         pieces[own] = torch.empty_like(part)
-    return _then(lambda: torch.cat(pieces, dim=1), _all_gather(pieces, part, group), group)
+        return _then(lambda: torch.cat(pieces, dim=1), dist.all_gather(pieces, part, group=group, async_op=True), group)
+    work = Exchange([part] * len(pieces), pieces, group, Tag.SEQUENCE_PARTS)
+    return _then(lambda: torch.cat(pieces, dim=1), work, group)
 
 
 def sum_parts(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     """Start to sum [B, S, ...] over the ranks, each keeping its part of the sequence."""
-    pieces, own = list(whole.split(part_lengths(whole.shape[1], group), dim=1)), group.rank()
-    if is_cuda(whole):
-        total = torch.empty_like(pieces[own], memory_format=torch.contiguous_format)
+    lengths, own = part_lengths(whole.shape[1], group), group.rank()
+    pieces = list(whole.split(lengths, dim=1))
+    if has_collectives(whole):
+        total = _like(pieces[own])
+        if len(set(lengths)) == 1:
+            by_rank = whole.unflatten(1, (len(lengths), -1)).transpose(0, 1)  # [tp, B, S/tp, ...]; of one sequence: as it lies
+            together = by_rank.flatten(0, 1).contiguous()
+            return _then(lambda: total, dist.reduce_scatter_tensor(total, together, group=group, async_op=True), group)
         sent = [piece.contiguous() for piece in pieces]
         return _then(lambda: total, dist.reduce_scatter(total, sent, group=group, async_op=True), group)
     sent = [piece if rank == own else piece.contiguous() for rank, piece in enumerate(pieces)]
@@ -67,7 +78,7 @@ def sum_parts(whole: Tensor, group: dist.ProcessGroup) -> Finish:
 def sum_whole(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     """Start to sum a tensor over the ranks. It may be overwritten."""
     whole = whole.contiguous()
-    if is_cuda(whole) or group.size() > _PAIR:
+    if has_collectives(whole) or group.size() > _PAIR:
         return _then(lambda: whole, dist.all_reduce(whole, group=group, async_op=True), group)
     received = [whole if rank == group.rank() else torch.empty_like(whole) for rank in range(_PAIR)]
     return _then(lambda: _add(received), Exchange([whole] * _PAIR, received, group, Tag.SEQUENCE_SUMS), group)
@@ -75,14 +86,17 @@ def sum_whole(whole: Tensor, group: dist.ProcessGroup) -> Finish:
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A small tensor of every rank, one after the other: [...] to [tp, ...]. Waits for it."""
-    pieces = [own if rank == group.rank() and not is_cuda(own) else torch.empty_like(own) for rank in range(group.size())]
-    return _then(lambda: torch.stack(pieces), _all_gather(pieces, own, group), group)()
+    if has_collectives(own):
+        together = own.new_empty(group.size(), *own.shape)
+        work = dist.all_gather_into_tensor(together.flatten(0, 1), own.contiguous(), group=group, async_op=True)
+        return _then(lambda: together, work, group)()
+    pieces = [own if rank == group.rank() else torch.empty_like(own) for rank in range(group.size())]
+    return _then(lambda: torch.stack(pieces), Exchange([own] * len(pieces), pieces, group, Tag.SEQUENCE_PARTS), group)()
 
 
-def _all_gather(pieces: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    if is_cuda(own):
-        return dist.all_gather(list(pieces), own, group=group, async_op=True)
-    return Exchange([own] * len(pieces), list(pieces), group, Tag.SEQUENCE_PARTS)
+def has_collectives(tensor: Tensor) -> bool:
+    """Whether the backend is good at collectives: NCCL's; gloo's copy, or send more than is needed."""
+    return tensor.is_cuda
 
 
 def _then(result: Finish, work: dist.Work | None, group: dist.ProcessGroup) -> Finish:

@@ -81,6 +81,8 @@ class Blocks:
 
 def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape], NDArray[np.intp]]:
     """The shapes of one micro-batch on one rank that occur in `table`, and for each layout the number of its own."""
+    if len(table) == 1:
+        return [_shape(workload, table, 0)], np.zeros(1, dtype=np.intp)
     key = np.zeros(len(table), dtype=np.int64)
     for name in SHAPE_FIELDS:
         column = getattr(table, name)

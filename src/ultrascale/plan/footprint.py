@@ -28,6 +28,8 @@ Floats = NDArray[np.float64]
 CATEGORIES = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
 INDEX_BYTES = 8
 """Of a token or a target: int64."""
+FEW = 64
+"""Layouts whose columns of bytes are worth keeping: for many, memory is dearer than time."""
 MARGIN = 0.07
 """Of the device's memory, kept free: above it the allocator gives back and takes again what it caches. See docs/memory-model.md
 for how many published runs this judges rightly."""
@@ -96,15 +98,21 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
     always = state.weights + state.optimizer + parts.dummies + batch
     shape = (3, len(table))
 
+    known: dict[str, Floats] = {}
+
     def columns(name: str) -> Floats:
-        """[moments, 3, layouts]."""
+        """[moments, 3, layouts]; of few layouts kept for the next time."""
+        if name in known:
+            return known[name]
         found = np.empty((len(moments), *shape))
         for row, one in zip(found, moments, strict=True):
             row[:] = getattr(one, name)
+        if len(table) <= FEW:
+            known[name] = found
         return found
 
-    live = columns("activations")
-    for name in ("gathered", "gradients", "buffers"):
+    live = columns("activations") + columns("gathered")
+    for name in ("gradients", "buffers"):
         live += columns(name)
     sums = np.where(exists, live + always, 0.0)
     moment = sums.argmax(axis=0)

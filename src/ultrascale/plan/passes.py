@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.blocks import Blocks
+from ultrascale.plan.blocks import Blocks, PartSeconds
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
+FEW = 64
+"""Layouts up to which all sums are worked out in one call: NumPy's fixed costs would be most of it."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,11 @@ def pass_seconds(
     heads = 1 + workload.model.num_nextn_predict_layers
     weights = np.concatenate([layers, embedding[:, None], head[:, None] * heads], axis=1)
     in_blocks = layers  # embedding and head left out
+    few = _all_sums(parts, blocks.shape_of, weights, in_blocks) if table.tp.size <= FEW else None
 
     def sum_of(name: str, counts: Floats = weights) -> Floats:
+        if few is not None:
+            return few[name][counts is in_blocks]
         by_shape = np.array([getattr(part, name) for part in parts[: counts.shape[1]]])
         return np.einsum("rpn,pn->rn", counts, by_shape[:, blocks.shape_of])
 
@@ -96,6 +101,16 @@ def pass_seconds(
     cp = _exposed_context_parallel(table, sum_of, attends_again, constants)
     ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
     return Passes(forward, inputs, weight_gradient, recompute, tp, cp, ep)
+
+
+def _all_sums(
+    parts: Sequence[PartSeconds], shape_of: NDArray[np.intp], weights: Floats, in_blocks: Floats
+) -> dict[str, tuple[Floats, Floats]]:
+    """By column of `PartSeconds`: its sum over all parts, and over blocks only; each [rows, layouts]."""
+    every = np.array([list(vars(part).values()) for part in parts])[:, :, shape_of]  # [parts, columns, layouts]
+    whole = np.einsum("rpn,pcn->crn", weights, every)
+    blocks = np.einsum("rpn,pcn->crn", in_blocks, every[: in_blocks.shape[1]])
+    return dict(zip(vars(parts[0]), zip(whole, blocks, strict=True), strict=True))
 
 
 def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:

@@ -7,6 +7,7 @@ played, stage by stage, with every stage's own price (`plan.pipeline`).
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +32,9 @@ def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CON
     table = LayoutTable.of([layout])
     blocks = price_blocks(workload, table)
     chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
-    ends = np.cumsum(chunks)
-    layers = np.zeros((len(chunks), len(blocks.kinds), 1))
-    for stage, (count, end) in enumerate(zip(chunks, ends, strict=True)):
-        for kind in blocks.kind_of_layer[end - count : end]:
-            layers[stage, kind] += 1
+    ends = list(accumulate(chunks))
+    of_stage = [blocks.kind_of_layer[end - count : end] for count, end in zip(chunks, ends, strict=True)]
+    layers = np.array([[[kinds.count(kind)] for kind in range(len(blocks.kinds))] for kinds in of_stage], dtype=float)
     embedding, head = np.zeros((len(chunks), 1)), np.zeros((len(chunks), 1))
     embedding[0] = head[-1] = 1
     passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head)

@@ -230,8 +230,10 @@ def _step(
     own = np.where(stages.exists > 0, own, 0.0)
     slowest = own.argmax(axis=0)
 
+    every = np.arange(len(table))
+
     def of_slowest(column: Floats) -> Floats:
-        return np.take_along_axis(column, slowest[None], axis=0)[0]
+        return column[slowest, every]
 
     bubble, sends = waiting_seconds(workload, table, stages, passes, micro_batches, constants)
     parts = {

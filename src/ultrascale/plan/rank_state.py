@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
-from ultrascale.plan.stages import FIRST, Stages, parameters_by_kind
+from ultrascale.plan.stages import FIRST, Stages, block_parameters, parameters_by_kind
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import DTYPE_BYTES
-from ultrascale.spec.weights import layer_weights
 
 Floats = NDArray[np.float64]
 MASTER_BYTES = {"fp64": 8}
@@ -119,11 +118,7 @@ def _prediction_parameters(workload: Workload, table: LayoutTable, stages: Stage
     if not model.num_nextn_predict_layers:
         return np.zeros((3, 1)), np.zeros((3, 1))
     ways, which = np.unique(table.tp, return_inverse=True)
-    more = [
-        sum(w.local_numel(tp=int(tp)) for w in layer_weights(model, last) if not w.is_expert)
-        - sum(w.local_numel(tp=int(tp)) for w in layer_weights(model, last - 1) if not w.is_expert)
-        for tp in ways
-    ]
+    more = [block_parameters(model, last, int(tp))[0] - block_parameters(model, last - 1, int(tp))[0] for tp in ways]
     has_head, elsewhere = stages.has_head > 0, stages.has_embedding == 0
     joins = model.num_nextn_predict_layers * np.array(more, dtype=float)[which] * has_head
     return joins, np.where(has_head & elsewhere, stages.root_parameters[FIRST], 0.0)

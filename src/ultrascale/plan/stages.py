@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from ultrascale.plan.blocks import layer_kinds
 from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.plan.stage_cut import balanced_layers
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.model import Model
 from ultrascale.spec.weights import layer_weights, weights_outside_layers
 
 Floats = NDArray[np.float64]
@@ -56,7 +58,7 @@ def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[i
     for row in rows:
         pp, name = int(table.pp[row]), SCHEDULES[table.schedule[row]]
         chunks = chunk_layers_of(workload, pp * int(table.virtual_stages[row]), layers_per_stage)
-        sorts.append(_sorts_of_ranks(chunks, pp, name, kind_of_layer, len(kinds)))
+        sorts.append(_sorts_of_ranks(tuple(chunks), pp, name, kind_of_layer, len(kinds)))
     every = np.array(sorts)[which]  # [layouts, 3, kinds + 3]
     layers = np.moveaxis(every[:, :, : len(kinds)], 0, -1)
     embedding, head, chunk_layers = np.moveaxis(every[:, :, len(kinds) :], 0, -1).swapaxes(0, 1)
@@ -115,8 +117,9 @@ def split_layers(workload: Workload, num_chunks: int) -> list[int]:
     return layers
 
 
+@lru_cache(maxsize=4096)
 def _sorts_of_ranks(
-    chunks: Sequence[int], pp: int, schedule: str, kind_of_layer: Sequence[int], num_kinds: int
+    chunks: tuple[int, ...], pp: int, schedule: str, kind_of_layer: tuple[int, ...], num_kinds: int
 ) -> list[list[float]]:
     """[3, kinds + 3]: of the first rank, the fullest between, and the last: its blocks by kind, whether it holds the embedding
     and the head, and the blocks of its largest chunk."""
@@ -146,11 +149,17 @@ def _stages_of_ranks(num_stages: int, pp: int, schedule: str) -> list[list[int]]
 
 def parameters_by_kind(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
     """Parameters of one block of each kind: dense ones on one rank of tp, [kinds, layouts]; all routed experts, [kinds]."""
-    rows = [list(layer_weights(workload.model, layer)) for layer in layer_kinds(workload)[0]]
-    ways, which = np.unique(table.tp, return_inverse=True)
-    dense = [[sum(w.local_numel(tp=int(tp)) for w in kind if not w.is_expert) for tp in ways] for kind in rows]
-    expert = [sum(w.numel for w in kind if w.is_expert) for kind in rows]
-    return np.array(dense, dtype=float)[:, which], np.array(expert, dtype=float)
+    model, kinds = workload.model, layer_kinds(workload)[0]
+    ways, which = (table.tp, [0]) if len(table) == 1 else np.unique(table.tp, return_inverse=True)
+    both = np.array([[block_parameters(model, layer, int(tp)) for tp in ways] for layer in kinds], dtype=float)
+    return both[:, which, 0], both[:, 0, 1]
+
+
+@lru_cache(maxsize=4096)
+def block_parameters(model: Model, layer: int, tp: int) -> tuple[int, int]:
+    """Of one block: dense ones on one rank of tp, and all routed experts'."""
+    weights = list(layer_weights(model, layer))
+    return sum(w.local_numel(tp=tp) for w in weights if not w.is_expert), sum(w.numel for w in weights if w.is_expert)
 
 
 def _outside(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats, bool]:
@@ -158,7 +167,12 @@ def _outside(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats, bo
     model = workload.model
     multiple = workload.stack.pads_vocab_to * table.tp
     rows = -(-model.vocab_size // multiple) * multiple / table.tp
-    other = sum(w.numel for w in weights_outside_layers(model) if model.vocab_size not in w.shape)
-    positions = other - model.hidden_size
+    positions = _without_vocabulary(model) - model.hidden_size
     table_size = rows * model.hidden_size
     return table_size + max(positions, 0), table_size + model.hidden_size, model.tie_word_embeddings
+
+
+@lru_cache(maxsize=256)
+def _without_vocabulary(model: Model) -> int:
+    """Parameters outside the blocks that no vocabulary is a side of: the last norm, and learned positions."""
+    return sum(w.numel for w in weights_outside_layers(model) if model.vocab_size not in w.shape)

@@ -63,7 +63,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def forget_meshes() -> None:
-    """Of ranks that this process was before: DTensor keeps what it worked out by meshes, and those of two ranks may be equal."""
+    """Of ranks that this process was before: DTensor keeps what it knows by meshes, and those of two ranks may be equal."""
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         getattr(debug, name, lambda: None)()
 

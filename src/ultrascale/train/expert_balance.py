@@ -48,14 +48,32 @@ def balance_experts(share: Share, ranks: Ranks, num_targets: int) -> ExpertBalan
     load = sums[:-1].view(layers, -1)
     # Without sequence parallelism all ranks of tp see the same tokens, and one of them counts.
     counts = share.layout.sequence_parallel or share.mesh.at.leads_replica
-    for counted, auxiliary in _taken(share):
-        for layer, chosen in counted.items():
-            load[layer] += chosen.cpu() * counts
-        sums[-1] += auxiliary.cpu() * counts
+    if counts:
+        load[:], sums[-1] = _own_sums(share, load.shape)
+    forget_load(share)
     ranks.sum(sums)
+    on_device = load.to(share.mesh.device)  # once, not layer by layer
     for stage in share.stages.values():
-        update_expert_bias(stage, {layer: chosen for layer, chosen in enumerate(load)})
+        update_expert_bias(stage, dict(enumerate(on_device)))
     return ExpertBalance(load.long(), sums[-1].item() / max(1, num_targets))
+
+
+def _own_sums(share: Share, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """What this rank's backward passes have seen: loads [layers, experts] and the auxiliary losses' sum, 0-d, fp64 on the CPU.
+
+    They come from the device in one copy: each would be a wait for all that is under way there.
+    """
+    auxiliary = torch.zeros(1, dtype=torch.float64, device=share.mesh.device)
+    numbers: list[int] = []
+    loads: list[Tensor] = []
+    for counted, losses in _taken(share):
+        auxiliary += losses.to(auxiliary)
+        numbers += counted
+        loads += [chosen.double() for chosen in counted.values()]
+    together = torch.cat([auxiliary, *loads]).cpu()
+    load = torch.zeros(shape, dtype=torch.float64)
+    load[numbers] = together[1:].view(-1, shape[1])
+    return load, together[0]
 
 
 def forget_load(share: Share) -> None:

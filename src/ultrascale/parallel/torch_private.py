@@ -1,0 +1,116 @@
+"""What `parallel` uses of torch that torch does not promise to keep, in one place, and looked for when this is imported.
+
+    what                                                 for
+    FSDP2's state, buckets and gathered gradients        W and reductions without a backward pass (`pipeline_data`), gathers on
+                                                         their way while the CPU computes (`data`), a fault of 2.12
+                                                         (`reduced_buckets`)
+    AllGather, ReduceScatter                             collectives of our own for FSDP2 (`collectives`)
+    _CachedTorchDispatchMode                             selective recomputation around FSDP2 of experts (`recompute`)
+    _resolve_process_group                               operations of torch's know a group by its name
+    PrefixStore, foreach, _assert_async, _backward_hooks public in all but name
+
+Tested with torch 2.11, 2.12 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.utils.checkpoint import _CachedTorchDispatchMode as CachedTorchDispatchMode
+
+__all__ = ["AllGather", "CachedTorchDispatchMode", "PrefixStore", "ReduceScatter"]
+
+TESTED = ("2.11", "2.12", "2.13")
+
+
+def missing() -> Iterator[str]:
+    """Names that are used here and that this torch does not have."""
+    wanted: list[tuple[Any, Sequence[str]]] = [
+        (torch, ("_foreach_copy_", "_foreach_norm", "_assert_async")),
+        (torch.zeros(0), ("_backward_hooks",)),
+        (distributed_c10d, ("_resolve_process_group",)),
+        (CachedTorchDispatchMode(None, {}, False), ("storage", "__torch_dispatch__")),
+        (fully_shard, ("state",)),
+        (FSDPModule, ("_get_fsdp_state", "_set_unshard_async_op")),
+        (state := FSDPState(), ("_state_ctx", "_root_post_backward_final_callback")),
+        (getattr(state, "_state_ctx", None), ("all_states",)),
+        (FSDPParamGroup, ("post_backward",)),
+        (FSDPParam, ("to_accumulated_grad_if_needed",)),
+    ]
+    for owner, names in wanted:
+        yield from (f"{type(owner).__name__} {name}" for name in names if not hasattr(owner, name))
+    if not any(hasattr(state, name) for name in ("_fsdp_param_group", "_fsdp_param_groups")):
+        yield "FSDPState _fsdp_param_groups"
+    if "unsharded_accumulated_grad" not in FSDPParam.__annotations__:
+        yield "FSDPParam unsharded_accumulated_grad"
+
+
+def expect_all(names: Sequence[str]) -> None:
+    """Raises ImportError if any name is missing."""
+    if names:
+        tested = ", ".join(TESTED)
+        raise ImportError(f"torch {torch.__version__} lacks {', '.join(names)}; install a tested one: {tested}")
+
+
+expect_all(list(missing()))
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of this name: operations of torch's take no other thing for it."""
+    return distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+def fsdp_state(module: nn.Module | FSDPModule) -> Any:
+    """FSDP2's state of a module that it manages; several modules of one bucket have one."""
+    return fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess, reportArgumentType]
+
+
+def fsdp_buckets(module: nn.Module) -> list[Any]:
+    """All buckets of the model of which `module` is the root, the last first. Since torch 2.12 a module may have several;
+    before that it had one or none."""
+    found: list[Any] = []
+    for state in reversed(fsdp_state(module)._state_ctx.all_states):
+        several = hasattr(state, "_fsdp_param_groups")
+        found += reversed(state._fsdp_param_groups) if several else filter(None, [state._fsdp_param_group])
+    return found
+
+
+def end_backward(module: nn.Module) -> None:
+    """Let FSDP2 do for the model of root `module` what it does at the end of a backward pass of autograd's."""
+    fsdp_state(module)._root_post_backward_final_callback()
+
+
+def gather_beside_computation(module: FSDPModule) -> None:
+    """Let gathers of `module` be waited for where they are read, on the CPU too."""
+    module._set_unshard_async_op(True)
+
+
+def is_watched(tensor: Tensor) -> bool:
+    """Whether hooks want to see its gradient."""
+    return bool(tensor._backward_hooks)
+
+
+def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each of `values` into its place, in as few kernels as can be."""
+    torch._foreach_copy_(list(into), list(values))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of each, [number]."""
+    return torch.stack(list(torch._foreach_norm(list(tensors))))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def assert_on_device(holds: Tensor) -> None:
+    """Trip a device assertion where a 0-d boolean is false, without waiting for it."""
+    torch._assert_async(holds)  # pyright: ignore[reportPrivateImportUsage]
