@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.schedules.messages import Message
 
@@ -85,7 +86,7 @@ class Mailbox:
         """Forget what has left for `receiver`, which has come to `position` of its list. NCCL says itself what has left, and to
         wait for it would be to let the stream that computes wait."""
         leaving = self._leaving[receiver]
-        if self.device.type == "cuda":
+        if is_cuda(self.device):
             while leaving and ((work := leaving[0][2]) is None or work.is_completed()):
                 leaving.popleft()
             return
