@@ -24,10 +24,11 @@ import tyro
 from numpy.typing import NDArray
 from validation_tables import Fold, write_markdown
 
+from ultrascale.plan import footprint
 from ultrascale.plan.intervals import COVERAGE
 from ultrascale.plan.measured_rows import MeasuredRow, read_rows
 from ultrascale.plan.measured_stacks import TUNING, Tuning
-from ultrascale.plan.scores import Case, score, summarise
+from ultrascale.plan.scores import SCAN, Case, Verdicts, score, summarise
 from ultrascale.plan.validate import RowPrediction, predict_rows
 from ultrascale.spec.stack import Overheads
 
@@ -37,7 +38,9 @@ HUBER = 0.15
 TURN = 0.1
 """How far a knob is turned for a derivative, in its own scale."""
 ROUNDS = 2
-SCAN, SCAN_STACK, SCAN_KIND = "playbook", "nanotron", "scan"
+SCAN_STACK, SCAN_KIND = "nanotron", "scan"
+MARGINS = (0.0, 0.04, 0.07, 0.10, 0.13, 0.16, 0.20)
+"""Tried for the table: `footprint.MARGIN` is the one in the code."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,8 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, markdown: 
         files: CSV files of measured runs.
         markdown: Write the tables into this file, between its two markers.
     """
+    if markdown is not None and not markdown.is_file():
+        raise SystemExit(f"{markdown} is not there: the tables go between two markers of a file that is")
     rows = [row for file in files for row in read_rows(file)]
     data = fittable(rows)
     x, folds, left_out = cross_validate(data)
@@ -242,8 +247,20 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, markdown: 
         ends = "   ".join(f"{one.median_absolute:6.1%} {one.median_error:+6.1%}" for one in (fold.in_code, fold.left_out))
         print(f"{fold.source:26s} {fold.in_code.count:5d}   {ends}")
     if markdown is not None:
-        write_markdown(markdown, score(rows, predict_rows([row.asked for row in rows])), table, factors)
+        write_markdown(markdown, score(rows, predict_rows([row.asked for row in rows])), table, factors, _margins(rows))
     return 0
+
+
+def _margins(rows: Sequence[MeasuredRow]) -> dict[float, list[Verdicts]]:
+    """Verdicts on all rows, and on those of which it is known why they failed, by the share of a device that is kept free."""
+    found = {}
+    shipped = footprint.MARGIN
+    for margin in MARGINS:
+        footprint.MARGIN = margin
+        verdicts = score(rows, predict_rows([row.asked for row in rows])).verdicts
+        found[margin] = [one for one in verdicts if one.group.startswith("all")]
+    footprint.MARGIN = shipped
+    return found
 
 
 def _folds(data: Data, shipped: Sequence[RowPrediction], left_out: Sequence[RowPrediction]) -> list[Fold]:

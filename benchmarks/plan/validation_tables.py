@@ -22,15 +22,16 @@ class Fold:
 
 
 def write_markdown(
-    path: Path, report: Report, folds: Sequence[Fold], intervals: Mapping[str, tuple[float, float, float]]
-) -> None:
+    path: Path, report: Report, folds: Sequence[Fold], intervals: Mapping[str, tuple[float, float, float]],
+    margins: Mapping[float, Sequence[Verdicts]],
+) -> None:  # fmt: skip
     """Put the tables between the two markers of a file; the rest of it stays."""
     text = path.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     body = "\n\n".join(
-        (_folds(folds), _intervals(report, intervals), _memory(report.memory), _verdicts(report.verdicts), _picks(report.picks),
-         _errors("Accelerator", report.time["accelerator"]), _missing(report))
+        (_folds(folds), _intervals(report, intervals), _memory(report.memory), _verdicts(report.verdicts), _margins(margins),
+         _picks(report.picks), _errors("Accelerator", report.time["accelerator"]), _missing(report))
     )  # fmt: skip
     path.write_text(f"{before}{START}\n\n{body}\n\n{END}{after}", encoding="utf-8")
 
@@ -96,6 +97,17 @@ def _verdicts(groups: Sequence[Verdicts]) -> str:
          f"{one.failed_but_fits:,}", _percent(one.recall), _percent(one.false_alarms))
         for one in groups
     ]  # fmt: skip
+    return _table(header, rows)
+
+
+def _margins(margins: Mapping[float, Sequence[Verdicts]]) -> str:
+    header = ["Share of the device kept free, %"]
+    names = [one.group for one in next(iter(margins.values()))]
+    header += [f"{name}: {what} %" for name in names for what in ("caught", "false alarms")]
+    rows = [
+        (f"{100 * margin:.0f}", *(_percent(value) for one in groups for value in (one.recall, one.false_alarms)))
+        for margin, groups in margins.items()
+    ]
     return _table(header, rows)
 
 

@@ -226,6 +226,12 @@ def test_steps_captured_as_one_graph_wait_for_no_launches():
         assert setup_of(asked(**moe, source=source, precision="mxfp8")).workload.stack.overheads.op_seconds == launch
     in_bf16 = setup_of(asked(**moe, source="26.06 NeMo container"))
     assert in_bf16.workload.stack.overheads.op_seconds == 1.8e-4
+    narrow, wide, nvfp4 = (
+        setup_of(asked(**moe | {"gpu": "GB300"}, source="26.08 NeMo container", precision=precision)).workload.stack
+        for precision in ("mxfp8", "bf16", "nvfp4")
+    )
+    assert [stack.overlaps_expert_parallel for stack in (narrow, wide, nvfp4)] == [True, False, False]
+    assert (narrow.overheads.attention, wide.overheads.attention) == (pytest.approx(1 / 1.4), 1.0)
 
 
 def test_megatrons_own_table_overlaps_what_its_text_says():

@@ -98,7 +98,11 @@ LAST_YEAR_OF_WHOLE_INPUTS = 2024
 """nanotron kept gathered inputs, and no second gradient, until then. In the playbook's scan of 2025 the runs without a pipeline
 still kept them, by what memory they took (medians of 2 to 5 percent, against 16 to 28 if they had not)."""
 FIRST_RELEASE_IN_GRAPHS = (26, 6)
-"""Of NVIDIA's NeMo container, whose recipes of mixtures of experts capture full iterations; measured steps fell by a third."""
+"""Of NVIDIA's NeMo container, whose recipes of mixtures of experts in MXFP8 on Blackwell capture full iterations; measured
+steps fell by a third. With that they overlap the experts' traffic in pipelines of several stages a rank, and on B300 and GB300
+attend in fp8 (Megatron-Bridge's performance configurations: full_iteration, moe_a2a_overlap, fp8_dot_product_attention)."""
+FP8_ATTENTION = 1 / 1.4
+"""Time of attention in fp8 over that in bf16 on Blackwell (docs/compute-model.md)."""
 LAST_YEAR_OF_EAGER_LOSS = 2024
 """torchtitan compiles its loss since 2025."""
 
@@ -138,6 +142,8 @@ def _refined(stack: Stack, asked: Asked) -> Stack:
         stack = replace(stack, autograd_gradient_bytes=0)
     if re.search(_OVERLAPPED_TABLE, asked.source, re.IGNORECASE):
         stack = replace(stack, overlaps_tensor_parallel=True)
+    if _in_graphs(asked) and "fp4" not in asked.precision.lower():
+        stack = replace(stack, overlaps_expert_parallel=True)
     if asked.attn_kind.lower().startswith("mla") and re.search(_NARROW_MOMENTS, asked.framework, re.IGNORECASE):
         stack = with_optimizer(stack, "adamw-bf16")
     detail = asked.recompute_detail.lower()
@@ -195,6 +201,8 @@ def _overheads(stack: Stack, asked: Asked, vintage: Vintage) -> Overheads:
         op_seconds = max(op_seconds, vintage.old_op_seconds)
     if _in_graphs(asked):
         op_seconds = 0.0
+        if asked.experts and re.search(r"B300", asked.gpu or asked.gpu_family) and "fp4" not in asked.precision.lower():
+            attention *= FP8_ATTENTION
     elif asked.experts:
         op_seconds = max(op_seconds, vintage.expert_op_seconds)
     if stack.name == "llm-foundry":  # its biases of positions (ALiBi) kept it on the first version's kernels

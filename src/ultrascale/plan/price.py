@@ -248,7 +248,7 @@ def _step(
         "optimizer": _optimizer(workload, table, stages, constants),
         "offload": of_slowest(_exposed_offload(workload, table, passes, micro_batches)),
     }
-    parts["expert_parallel"] = parts["expert_parallel"] - _hidden_by_pairs(table, parts, micro_batches)
+    parts["expert_parallel"] = parts["expert_parallel"] - _hidden_by_pairs(workload, table, parts, micro_batches)
     running = sum(parts.values())
     nodes = np.maximum(table.world_size / workload.cluster.node.num_accelerators, 1.0)
     parts["rest"] = constants.step_seconds + running * constants.straggler_per_doubling * np.log2(nodes)
@@ -279,12 +279,13 @@ def _exposed_offload(workload: Workload, table: LayoutTable, passes: Passes, mic
     return seconds
 
 
-def _hidden_by_pairs(table: LayoutTable, parts: dict[str, Floats], micro_batches: Counts) -> Floats:
-    """Seconds of the experts' traffic that a schedule of paired passes hides behind the other one's computing.
+def _hidden_by_pairs(workload: Workload, table: LayoutTable, parts: dict[str, Floats], micro_batches: Counts) -> Floats:
+    """Seconds of the experts' traffic that pairs of passes, the schedule's or the program's, hide behind each other.
 
     All but about pp micro-batches are in pairs (DeepSeek-V3, section 3.2.1; `plan.pipeline.duration_table`).
     """
-    paired = PAIRED[table.schedule] & (table.pp > 1)
+    by_program = workload.stack.overlaps_expert_parallel & (table.virtual_stages > 1)
+    paired = (PAIRED[table.schedule] | by_program) & (table.pp > 1)
     in_pairs = np.maximum(1 - table.pp / micro_batches, 0.0)
     hidden = np.minimum(parts["expert_parallel"], parts["compute"] + parts["recompute"]) * in_pairs
     return np.where(paired, hidden, 0.0)

@@ -126,6 +126,9 @@ class Stack:
     overlaps_data_parallel: bool = True
     """Gathers and reductions of data parallelism run beside computation."""
     overlaps_tensor_parallel: bool = False
+    overlaps_expert_parallel: bool = False
+    """A forward pass runs beside the backward pass of another micro-batch, and each computes while the other's tokens travel to
+    experts and back (Megatron's overlap_moe_expert_parallel_comm, for pipelines of several stages a rank)."""
     overlaps_sends: bool = True
     selective: Literal["elementwise", "attention", "alternate-products"] = "elementwise"
     """What recompute = "selective" computes again: all but products and attention; attention's core (Megatron); or every second
