@@ -30,6 +30,10 @@ def _added_mm(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> in
     return _mm(args[1:], options, result)
 
 
+def _linear(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    return 2 * result.numel() * args[0].shape[-1]
+
+
 def _grouped(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
     left, right = args[0], args[1]
     return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
@@ -54,6 +58,8 @@ FLOPS: dict[Any, Formula] = {packet: _of_torch(packet) for packet in flop_regist
     _aten.mm: _mm,
     _aten.addmm: _added_mm,
     _aten.addmm_: _added_mm,
+    _aten.linear: _linear,
+    _aten.matmul: _linear,
     _aten._grouped_mm: _grouped,
     _aten._scaled_dot_product_flash_attention: _attention,
     _aten._scaled_dot_product_efficient_attention: _attention,

@@ -10,6 +10,7 @@ Everything that is replaced is named in this file, is of torch or of `parallel.a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -40,6 +41,8 @@ def pretended_rank(rank: int, world: int, kind: Kind) -> Iterator[tuple[Ranks, S
     forget_meshes()
     with ExitStack() as undo:
         undo.callback(forget_meshes)
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that older versions have alone
         undo.enter_context(meta_stands_for(kind))
         for owner, name, value in _replacements(kind, streams):
             undo.enter_context(replaced(owner, name, value))

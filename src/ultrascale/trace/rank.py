@@ -50,15 +50,15 @@ class EmptySequences:
         return "empty"
 
 
-def trace_rank(run: Run, rank: int, *, device: Kind = "cuda", steps: int = STEPS) -> RankTrace:
-    """Trace `steps` steps of one rank of `run`.
+def trace_rank(run: Run, rank: int, *, device: Kind = "cuda", steps: int = STEPS, round_to: int | None = None) -> RankTrace:
+    """Trace `steps` steps of one rank of `run`. `round_to`: of allocations, if not as the device's allocator rounds.
 
     Raises SpecError for what the trainer refuses, in its words, and TraceError for an operation that needs values.
     """
     expect_trainable(run.model, run.layout)
     count = num_micro_batches(run.layout, run.batch.sequences_per_batch)
     run = replace(run, compile=False, log=replace(run.log, gradient_noise_scale=False))
-    trace = RankTrace(run.model, run.layout, rank, device, round_to=ALLOCATION[device], micro_batches=(count, count))
+    trace = RankTrace(run.model, run.layout, rank, device, round_to=round_to or ALLOCATION[device], micro_batches=(count, count))
     with pretended_rank(rank, run.layout.world_size, device) as (ranks, streams), balanced_routing():
         recorder = Recorder(trace, stream_name=lambda: streams.current.name)
         with recorder:

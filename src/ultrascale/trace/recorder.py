@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ultrascale.measure.memory import LiveMemory
-from ultrascale.parallel import all_to_all, tensor_ops
+from ultrascale.parallel import all_to_all, recompute, tensor_ops
 from ultrascale.trace.flops import FLOPS
 from ultrascale.trace.groups import group_of
 from ultrascale.trace.record import Block, Mark, RankTrace, Sent
@@ -33,6 +33,8 @@ _aten = torch.ops.aten
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 PRETENDED_NUMBER = 2.0
 """What the host reads from the device: a norm above any limit, so that gradients are clipped."""
+AGAIN = ", again"
+"""Behind the name of a block that is recomputed."""
 OURS = "/ultrascale/"
 OWN = ("/ultrascale/trace/", "/ultrascale/measure/")
 
@@ -67,6 +69,7 @@ class Recorder(LiveMemory):
 
     def __enter__(self) -> Recorder:
         self._patch(torch.UntypedStorage, "resize_", self._after_resize)
+        self._watch_recomputation()
         self._watch_fsdp()
         TorchDispatchMode.__enter__(self)
         return self
@@ -257,6 +260,8 @@ class Recorder(LiveMemory):
         found = group_of(self.trace.layout, ranks)
         line, is_host = line_of_ours(sys._getframe()), bool(tensors) and tensors[0].device.type == "cpu" and not self.is_real
         size = sum(tensor.nbytes for tensor in tensors)
+        if tensors and tensors[0].dtype == torch.int64:
+            kind = f"{kind} of counts"
         self.trace.sent.append(
             Sent(self._tick, self._step, kind, *found, size, line, f"{self._during} {self._block}".strip(), is_host)
         )
@@ -277,7 +282,7 @@ class Recorder(LiveMemory):
     def _pass(self) -> str:
         if torch._C._current_graph_task_id() == -1:
             return "forward"
-        return "recomputed" if self._block.startswith("again") else "backward"
+        return "recomputed" if self._block.endswith(AGAIN) else "backward"
 
     # Storages
 
@@ -348,6 +353,27 @@ class Recorder(LiveMemory):
             self._add(storage, self._category())
 
     def _sample(self) -> None: ...
+
+    def _watch_recomputation(self) -> None:
+        """Know a block's second forward pass from its first."""
+        checkpoint = recompute.checkpoint
+
+        def watched(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            block = self._block
+
+            def either(*inputs: Any, **given: Any) -> Any:
+                before = self._block
+                if torch._C._current_graph_task_id() != -1:
+                    self._block = f"{block}{AGAIN}"
+                try:
+                    return forward(*inputs, **given)
+                finally:
+                    self._block = before
+
+            return checkpoint(either, *args, **options)
+
+        setattr(recompute, "checkpoint", watched)  # noqa: B010
+        self._undo.append(lambda: setattr(recompute, "checkpoint", checkpoint))
 
     def _watch_blocks(self) -> None:
         """Let storages tell the block of the model they were made in."""
