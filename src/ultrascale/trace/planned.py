@@ -122,13 +122,20 @@ def _traffic(run: Run, rank: int, device: Kind, parts: list[Piece]) -> dict[Way,
         items = [item for op in ops for item in op.collectives]
         items += [item for op in _sent_again(layout, layer, ops) for item in op.collectives if item.when == "forward"]
         for item in items:
-            way = Way(item.kind, *layout.group(item.axis))
+            way = Way(_kind(item, layout, device), *layout.group(item.axis))
             found[way] += count
             sizes[way] += round(item.num_bytes * _share_that_leaves(item, layout)) * count
     for way, number, num_bytes in [*_data(run, rank, device, count), *_pipeline(run, rank, count), *_once(run, rank)]:
         found[way] += number
         sizes[way] += num_bytes
     return {way: Traffic(found[way], sizes[way]) for way in found if way.size > 1}
+
+
+def _kind(item: Collective, layout: Layout, device: Kind) -> str:
+    """As what the trainer sends it: over cp mostly messages of their own, sums of experts' rows an exchange and additions."""
+    if item.axis == "cp":
+        return item.kind if layout.cp_method == "all-gather" and device == "cuda" else "send"
+    return "all_to_all" if item.axis == "expert_tp" and item.kind == "reduce_scatter" else item.kind
 
 
 def _share_that_leaves(item: Collective, layout: Layout) -> float:
@@ -182,10 +189,12 @@ def _once(run: Run, rank: int) -> Iterator[tuple[Way, int, int]]:
 
 def _outside(model: Model, is_first: bool, is_last: bool) -> set[str]:
     """Names of weights outside the blocks that such a stage holds."""
-    first = {"embed_tokens.weight", "embed_positions.weight"} if is_first else set()
-    tied = {"embed_tokens.weight"} if is_last and model.tie_word_embeddings else set()
-    return first | tied | ({w.name for w in weights(model) if w.layer is None} - {"embed_tokens.weight", "embed_positions.weight"}
-                           if is_last else set())  # fmt: skip
+    read = {"embed_tokens.weight", "embed_positions.weight"}
+    held = set(read) if is_first else set()
+    if is_last:
+        held |= {weight.name for weight in weights(model) if weight.layer is None} - read
+        held |= {"embed_tokens.weight"} if model.tie_word_embeddings else set()
+    return held
 
 
 def _data(run: Run, rank: int, device: Kind, count: int) -> list[tuple[Way, int, int]]:
@@ -230,7 +239,7 @@ def _watched_shards(layout: Layout, found: dict[Way, list[int]]) -> Iterator[Non
         return (size, stride), (layout.expert_dp // size, stride * size)
 
     def gathered(self: Shards, bucket: Bucket) -> None:
-        if bucket.flat is None and bucket.parameters is None:
+        if bucket.flat is None and bucket.parameters is None and bucket.weights:
             note("all_gather", groups(self, bucket)[0], self.padded_elements(bucket) * self.compute_itemsize)
         gather(self, bucket)
 

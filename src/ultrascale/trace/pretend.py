@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fsdp_state, _fully_shard
 from torch.distributed.tensor import debug
 from torch.nn import functional as F
-from torch.optim import optimizer as torch_optimizer
 
 from ultrascale.kernels.device_kind import Kind, meta_stands_for
 from ultrascale.parallel import apply
@@ -86,11 +86,11 @@ def _replacements(kind: Kind, streams: Streams) -> Iterator[tuple[Any, str, Any]
 def _join(rank: int, world: int) -> None:
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _create_backend, extended_api=True, devices=["cpu", "meta"])
-    dist.init_process_group(BACKEND, rank=rank, world_size=world, store=dist.HashStore())
+    dist.init_process_group(BACKEND, rank=rank, world_size=world, store=HashStore())
 
 
 def _create_backend(common: Any, options: Any) -> FakeProcessGroup:
-    return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)
+    return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)  # pyright: ignore[reportCallIssue]
 
 
 class Streams:

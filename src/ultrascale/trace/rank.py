@@ -26,6 +26,8 @@ from ultrascale.trace.recorder import Recorder
 from ultrascale.trace.routing import balanced_routing
 from ultrascale.train.trainer import Trainer
 
+MOST_ALIKE = 3
+"""Micro-batches of a step that are traced, without a pipeline: the first, one of those between, the last."""
 STEPS = 2
 """The second is like all that follow; in the first FSDP2 takes memory that it then keeps."""
 ALLOCATION = {"cpu": 1, "cuda": 512}
@@ -50,15 +52,21 @@ class EmptySequences:
         return "empty"
 
 
-def trace_rank(run: Run, rank: int, *, device: Kind = "cuda", steps: int = STEPS, round_to: int | None = None) -> RankTrace:
+def trace_rank(
+    run: Run, rank: int, *, device: Kind = "cuda", steps: int = STEPS, round_to: int | None = None, plays_all: bool = False
+) -> RankTrace:
     """Trace `steps` steps of one rank of `run`. `round_to`: of allocations, if not as the device's allocator rounds.
+
+    Without a pipeline all micro-batches but the first and the last are alike, and one stands for them unless `plays_all`.
 
     Raises SpecError for what the trainer refuses, in its words, and TraceError for an operation that needs values.
     """
     expect_trainable(run.model, run.layout)
     count = num_micro_batches(run.layout, run.batch.sequences_per_batch)
+    traced = count if run.layout.pp > 1 or plays_all else min(count, MOST_ALIKE)
     run = replace(run, compile=False, log=replace(run.log, gradient_noise_scale=False))
-    trace = RankTrace(run.model, run.layout, rank, device, round_to=round_to or ALLOCATION[device], micro_batches=(count, count))
+    trace = RankTrace(run.model, run.layout, rank, device, round_to=round_to or ALLOCATION[device])
+    trace.micro_batches = (traced, count)
     with pretended_rank(rank, run.layout.world_size, device) as (ranks, streams), balanced_routing():
         recorder = Recorder(trace, stream_name=lambda: streams.current.name)
         with recorder:
@@ -71,12 +79,22 @@ def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
     """Let `recorder`, which is entered, see the next steps of `trainer`."""
     stages = nn.ModuleList(trainer.share.stages.values())
     recorder.watch(stages, trainer.optimizer, {one.parameter: one.name for one in trainer.share.held})
-    trainer.on_phase = lambda phase, step: recorder.mark(phase, step) if phase in ("optimizer", "between") else None
+
+    def begin(phase: str, step: int) -> None:
+        if phase in ("optimizer", "between"):
+            recorder.mark(phase, step)
+
+    trainer.on_phase = begin
     told, piped = trainer.passes.on_action, trainer.share.layout.pp > 1
+    traced, count = recorder.trace.micro_batches
+    train = trainer.passes.train
+    if traced < count:
+        setattr(trainer.passes, "train", lambda batches, num_targets: train(batches[:traced], num_targets))  # noqa: B010
 
     def tell(action: Action) -> None:
         phase = "forward" if action.kind is ActionKind.FORWARD else "backward"
         where = f"@{action.stage}" if piped else ""
+        recorder.times = 1 + count - traced if action.micro_batch == 1 else 1
         recorder.mark(phase, trainer.steps_done, f"{action.kind.value}{action.micro_batch}{where}")
         told(action)
 

@@ -53,6 +53,8 @@ class Sent:
     during: str
     is_host: bool = False
     """Between processors: small numbers that the trainer agrees on."""
+    times: int = 1
+    """How often it is sent: of micro-batches that are alike one is traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +137,14 @@ class RankTrace:
 
     def by_category(self, index: int) -> dict[str, int]:
         """Live bytes of each category after a change."""
-        found = dict.fromkeys(CATEGORIES, 0)
+        found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for block, size in self.alive_at(index):
             found[block.category] += size
         return found
 
     def timeline(self) -> Iterator[tuple[int, dict[str, int]]]:
         """(tick, bytes by category) after each change."""
-        now = dict.fromkeys(CATEGORIES, 0)
+        now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         sizes: Counter[int] = Counter()
         moves = iter([*self.moves, (1 << 62, 0, "")])
         moved_at, moved, _ = next(moves)

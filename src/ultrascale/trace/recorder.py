@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
+from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,7 +64,9 @@ class Recorder(LiveMemory):
         """Of parameters' storages."""
         self._references: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}
-        self._tick, self._during, self._when, self._block = 0, "", "between", ""
+        self._tick, self._during, self._block = 0, "", ""
+        self.times = 1
+        """How many actions the one stands for that is going on."""
 
     # From outside
 
@@ -98,6 +101,8 @@ class Recorder(LiveMemory):
         """Say what comes next."""
         self._step = self._step if step is None else step
         self._phase, self._during = phase, action or phase
+        if not action:
+            self.times = 1
         self.trace.marks.append(Mark(self._tick, self._step, phase, action))
 
     # Operations
@@ -263,7 +268,7 @@ class Recorder(LiveMemory):
         if tensors and tensors[0].dtype == torch.int64:
             kind = f"{kind} of counts"
         self.trace.sent.append(
-            Sent(self._tick, self._step, kind, *found, size, line, f"{self._during} {self._block}".strip(), is_host)
+            Sent(self._tick, self._step, kind, *found, size, line, f"{self._during} {self._block}".strip(), is_host, self.times)
         )
 
     # FLOPs
@@ -277,7 +282,7 @@ class Recorder(LiveMemory):
         return 0 if formula is None else formula(args, options, result)
 
     def _add_flops(self, func: Any, flops: int) -> None:
-        self.trace.flops[self._step, func._schema.name.rpartition("::")[2], self._pass()] += flops
+        self.trace.flops[self._step, func._schema.name.rpartition("::")[2], self._pass()] += flops * self.times
 
     def _pass(self) -> str:
         if torch._C._current_graph_task_id() == -1:
@@ -470,7 +475,7 @@ OWN_OPERATIONS = {
     value._opoverload: value._init_fn
     for module in (tensor_ops, all_to_all)
     for value in vars(module).values()
-    if isinstance(value, torch.library.CustomOpDef)
+    if isinstance(value, CustomOpDef)
 }
 """Operations of ours, seen from inside: what they gather is memory, and what they send are messages."""
 SPECIAL = {
