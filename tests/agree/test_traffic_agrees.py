@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from agree.axes import Case, RankStep
 from agree.layouts import EXPERTS, MODEL, cases
+from agree.small_models import WITH_EXPERTS
 from agree.traffic import Key, watched
 from hypothesis import given, settings
 from ranks import run_ranks
@@ -19,7 +20,7 @@ from ultrascale.spec.layout import DTYPE_BYTES, Layout
 from ultrascale.spec.ops import Collective, Op
 from ultrascale.spec.places import Coordinates, place
 from ultrascale.spec.weights import weights
-from ultrascale.spec.work import block_work, embedding_work, head_work
+from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
 
 BLOCKWISE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 OF_CONTEXT = {("all_gather", "cp"): "keys", ("reduce_scatter", "cp"): "gradients of keys", ("all_to_all", "cp"): "swap"}
@@ -76,6 +77,10 @@ def planned_of(case: Case, at: Coordinates) -> list[tuple[Collective, str]]:
     for part in stage_parts(case.model, case.layout, case.length, at).values():
         ends = [*(embedding_work(case.model, shape) if part.is_first else ())]
         ends += head_work(case.model, shape) if part.is_last else ()
+        if part.is_last and case.model.num_nextn_predict_layers:  # none of these blocks is recomputed here
+            assert case.layout.recompute == "none"
+            ends += (*prediction_work(case.model, shape), *head_work(case.model, shape))
+            ends += block_work(case.model, case.model.num_hidden_layers, shape)
         found += [(item, item.when) for op in ends for item in op.collectives]
         for layer in part.layers:
             ops = block_work(case.model, layer, shape)
@@ -111,6 +116,37 @@ def test_every_collective_of_blocks_and_ends_is_planned(case: Case) -> None:
     # Queries, keys and values are swapped in one message, and a hop is a message: bytes alone are compared.
     bytes_of = [{key: size for key, (_, size) in only(one, in_context).items()} for one in (found, told)]
     assert bytes_of[0] == bytes_of[1], str(case)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=False), Layout(tp=2, ep=2), Layout(dp=2, ep=2)], ids=str
+)
+def test_every_collective_of_predicting_a_token_more_is_planned(layout: Layout) -> None:
+    model = replace(WITH_EXPERTS["deepseek-v3"], num_nextn_predict_layers=1, name="predicts")
+    case = Case(model, replace(layout, micro_batch_size=2), num_micro_batches=2)
+    found, told = only(measured(case), BLOCKWISE), only(planned(case), BLOCKWISE)
+    assert found == told
+    assert told != only(planned(replace(case, model=replace(model, num_nextn_predict_layers=0))), BLOCKWISE)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, recompute="selective"),
+        Layout(tp=2, recompute="full"),
+        Layout(tp=2, sequence_parallel=False, recompute="selective"),
+        Layout(cp=2, recompute="selective"),
+        Layout(cp=2, cp_method="all-to-all", recompute="full"),
+        Layout(tp=2, cp=2, ep=2, recompute="every-k"),
+    ],
+    ids=str,
+)
+def test_every_collective_of_latent_attention_is_planned_however_it_is_recomputed(layout: Layout) -> None:
+    case = Case(replace(WITH_EXPERTS["deepseek-v3"], name="latent"), replace(layout, micro_batch_size=2))
+    found, told = measured(case), planned(case)
+    assert only(found, BLOCKWISE) == only(told, BLOCKWISE)
+    bytes_of = [{key: size for key, (_, size) in only(one, tuple(OF_CONTEXT.values())).items()} for one in (found, told)]
+    assert bytes_of[0] == bytes_of[1]
 
 
 @settings(max_examples=3, deadline=None, derandomize=True, database=None)

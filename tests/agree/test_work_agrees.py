@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
 from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.model import Model
 from ultrascale.spec.weights import weights
-from ultrascale.spec.work import Shape, block_work, work
+from ultrascale.spec.work import Shape, block_work, head_work, prediction_work, work
 
 FAMILIES = DENSE | WITH_EXPERTS | {"latent": LATENT}
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -121,6 +122,27 @@ def test_flops_of_experts_and_latent_attention_equal_those_that_torch_counts(fam
         again = ops if model.is_moe(layer) else ops[:-2]
         table += sum(op.flops for op in again if op.kind == "matmul")
     assert counter.get_total_flops() == table - 2 * tokens * model.vocab_size * model.hidden_size
+
+
+def test_flops_of_predicting_a_token_more_equal_those_that_torch_counts() -> None:
+    """A block like the last, what joins the two streams before it, and the head again; none of it is in the model's FLOPs."""
+    model, shape = replace(WITH_EXPERTS["deepseek-v3"], num_nextn_predict_layers=1), Shape(2, 64)
+
+    def grouped(left: Sequence[int], right: Sequence[int], *rest: Any, out_shape: Sequence[int], **options: Any) -> int:
+        return 2 * left[0] * left[1] * right[-1]
+
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped}) as counter:
+        Decoder(model)(**batch_of(model, 2, 64, documents=False)).backward()
+    more = (*prediction_work(model, shape), *block_work(model, model.num_hidden_layers, shape), *head_work(model, shape))
+    ops = (*(op for _, op in work(model, shape)), *more)
+    table = sum(op.flops + op.backward_flops for op in ops if op.kind != "attention")
+    assert counter.get_total_flops() == table - 2 * (2 * shape.num_tokens * model.vocab_size * model.hidden_size)
+    plain = replace(model, num_nextn_predict_layers=0)
+    assert model_flops_per_token(model, 64) == model_flops_per_token(plain, 64)
+    added = hardware_flops_per_token(model, Layout(), 64) - hardware_flops_per_token(plain, Layout(), 64)
+    products = sum(op.flops + op.backward_flops for op in more if op.kind != "attention") / shape.num_tokens
+    attention = sum(op.flops for op in more if op.kind == "attention") / shape.num_tokens
+    assert added == pytest.approx(products + 3.5 * attention * 65 / 128)
 
 
 def test_model_flops_are_six_per_weight_of_a_product_and_token_plus_attention() -> None:

@@ -266,11 +266,11 @@ def test_the_proof_of_the_demos_layouts_holds_and_counts_its_cases(in_tmp):
 
 
 def test_a_planted_fault_that_is_missed_fails_the_claim(in_tmp, monkeypatch):
-    monkeypatch.setattr(proof, "FAULTS", ("shifted-batch",))
+    monkeypatch.setattr(proof, "CLASSIC", ("shifted-batch",))
     run = recipe.write_run(Path("."))
     assert proof.plant_faults(run).facts["seen"] == {"shifted-batch": "embed_tokens.weight"}
     monkeypatch.setattr(proof, "replace", lambda case, **changes: case)
-    monkeypatch.setattr(proof, "FAULTS", (next(iter(proof.cases(run, own_layout=True))).name,))
+    monkeypatch.setattr(proof, "CLASSIC", (next(iter(proof.cases(run, own_layout=True))).name,))
     assert proof.plant_faults(run).verdict == "fails"
 
 

@@ -24,6 +24,10 @@ SEEN_IN = {
 FIRST_SEEN_IN_THE_SECOND_STEP = {"stale-copy", "step-forgotten"}
 
 
+pytestmark = pytest.mark.timeout(900)
+"""The first test proves for all."""
+
+
 @cache
 def proven() -> tuple[dict[str, Verdict], dict[str, Verdict]]:
     """The verdict on each fault, and on each run without one, by the name of the first fault that it is home to."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
+
 from ultrascale.check import matrix
 from ultrascale.check.compare import Difference, Verdict
 from ultrascale.check.matrix import Cell, Outcome, cells, prove_cells
@@ -22,6 +24,7 @@ def chosen() -> list[Cell]:
     return [cell for cell in cells() if cell.table in WHOLE] + rest[::EVERY] + deep[:2]
 
 
+@pytest.mark.timeout(900)
 def test_a_part_of_the_matrix_is_exact():
     outcomes = prove_cells(chosen(), processes=8)
     wrong = {one.cell.name: one.verdict for one in outcomes if one.state == "DIFFERS"}

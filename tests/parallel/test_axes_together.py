@@ -12,8 +12,10 @@ from models.families import EXPERT_FAMILIES, FAMILIES
 from ranks import run_ranks
 
 from ultrascale.check.prove import Case, prove_all
+from ultrascale.parallel import pipeline
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.pipeline_weights import Waiting
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.custom import to_csv
@@ -79,6 +81,29 @@ def made_in_i(rank: int, layout: Layout) -> tuple[set[str], set[str]]:
     dist.barrier()
     linear = {name for name, _ in share.named() if "_proj." in name}
     return (linear, made[0]) if share.mesh.at.pp else (set(), set())
+
+
+def positions_that_wait(rank: int, layout: Layout) -> set[tuple[int, int]]:
+    """Of each product of the last stage that waits for W: positions kept of its output's gradient, and of its input."""
+    found: set[tuple[int, int]] = set()
+    make = pipeline.make_gradients
+
+    def noting(waiting: Waiting) -> None:
+        found.update((grad_output.own.shape[1], given.own.shape[1]) for _, grad_output, given in waiting)
+        sizes = {factor.own.untyped_storage().nbytes() for _, *factors in waiting for factor in factors}
+        assert max(sizes) <= LENGTH * FAMILIES["llama"].intermediate_size * 8
+        make(waiting)
+
+    pipeline.make_gradients = noting
+    made_in_i(rank, layout)
+    return found
+
+
+def test_ranks_of_tp_keep_for_w_what_is_theirs_of_a_sequence():
+    own, whole = LENGTH // 2, LENGTH
+    layout = Layout(tp=2, pp=2, schedule="zb-h1", precision="fp64")
+    assert run_ranks(4, positions_that_wait, layout)[2:] == [{(whole, own), (own, whole)}] * 2
+    assert run_ranks(4, positions_that_wait, replace(layout, sequence_parallel=False))[2:] == [{(whole, whole)}] * 2
 
 
 @pytest.mark.parametrize("layout", [

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from parallel.context_cases import BATCH, HEADS, WIDTH, Case, errors_of, masks_and_heads
 from ranks import run_ranks
+from torch.distributed.utils import _recursive_to
 
 from ultrascale.parallel import context, context_attention, context_gather, context_masks, context_ring, context_swap
 from ultrascale.parallel.context import ContextParallel
-from ultrascale.parallel.context_masks import ContextMask, context_mask, document_rows
+from ultrascale.parallel.context_masks import ContextMask, Documents, context_mask, document_rows, whole_documents
 from ultrascale.parallel.context_ring import Messages, RingGradients
 from ultrascale.parallel.tags import Tag
-from ultrascale.spec.context_order import ring_order
+from ultrascale.spec.context_order import ring_order, span, views
 from ultrascale.spec.layout import Layout
 
 
@@ -80,6 +82,25 @@ def with_collectives() -> None:
 def test_gathering_by_collectives_is_exact_too():
     cases = {str(i): Case("all-gather", length=48, documents=bool(i), fault=with_collectives) for i in (0, 1)}
     assert max(worst(run_ranks(3, errors_of, cases)).values()) < 1e-13
+
+
+def block_by_block() -> None:
+    """What long documents get, however short they are."""
+    context_masks.PAIRS_OF_A_CALL = 0
+    context_masks._blocks.cache_clear()
+
+
+def test_documents_block_by_block_are_exact_too():
+    cases = {
+        f"{method}, window {window}, {length}": Case(method, documents=True, window=window, length=length, fault=block_by_block)
+        for method in ("ring", "all-gather", "all-to-all")
+        for window in (None, 4)
+        for length in (31, 48)
+    }
+    cases |= {"bf16": Case(dtype=torch.bfloat16, documents=True, length=96, fault=block_by_block)}
+    found = worst(run_ranks(4, errors_of, cases))
+    assert found.pop("bf16") < 3e-2
+    assert max(found.values()) < 1e-13, found
 
 
 def forget_log_sum_exp() -> None:
@@ -177,6 +198,45 @@ def test_documents_that_are_whole_on_one_rank_send_nothing():
     )
     assert [len(blocks) for blocks in mask.hops] == [1, 0]
     assert mask.travels(0, 1) == mask.travels(1, 1) == (0, 0)
+
+
+def packed(length: int, mean: int, sequences: int = 1) -> torch.Tensor:
+    """Ids of documents of random lengths."""
+    generator = torch.Generator().manual_seed(length)
+    begins = torch.rand(sequences, length, generator=generator) < 1 / mean
+    return begins.long().cumsum(1)
+
+
+def test_long_packed_documents_have_no_masks_and_no_pairs_that_nobody_sees():
+    length, ring = 1 << 17, 16
+    ids = packed(length, 2000)
+    rows = document_rows(ids.numpy(), ring)
+    pairs = 0
+    for place in (0, 9):
+        mask = context_mask(rows, place, document_ids=ids, window=None, dtype=torch.bfloat16, device=torch.device("cpu"))
+        blocks = [block for hop in mask.hops for block in hop]
+        assert all(block.mask is None for block in blocks)
+        sizes = [(b.queries.stop - b.queries.start, b.keys.stop - b.keys.start, b.is_causal) for b in blocks]
+        pairs = sum(queries * (queries + 1) // 2 if causal else queries * keys for queries, keys, causal in sizes)
+        assert pairs == sum(piece.work for piece in rows[0][place])
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 500])
+@pytest.mark.parametrize("mean", [3, 40, 1000])
+def test_what_travels_is_what_somebody_sees(window, mean):
+    """By all pairs at once, as by one place after the other."""
+    rows = document_rows(packed(400, mean, sequences=2).numpy(), 5)
+    found = context_masks._needs(rows, window)
+    for source, distance in product(range(5), range(5)):
+        seen = [view.keys for order in rows for view in views(order[(source - distance) % 5], order[source], window)]
+        assert found[source][distance] == span(seen)
+
+
+def test_what_a_rank_knows_of_documents_stays_where_it_is():
+    """FSDP2 takes tensors that a model is called with to the device; here to none, which cannot be read back."""
+    ids = packed(64, 9)
+    (kept,) = _recursive_to(Documents(ids, 2), torch.device("meta"), False)  # pyright: ignore
+    assert whole_documents(kept, 2) == (ids, document_rows(ids.numpy(), 2))
 
 
 def test_plain_causal_attention_needs_no_mask_and_half_the_square():

@@ -63,6 +63,8 @@ def test_of_1024_ranks_each_makes_a_handful_of_groups_and_only_its_own(monkeypat
         made = groups_made(monkeypatch, model, layout, rank)
         assert len(made) <= 8 and all(rank in ranks for ranks in made)
         assert sum(len(ranks) == 1 for ranks in made) <= 1
+    on_cuda = {(axis.queue, axis.size, axis.stride if axis.size > 1 else 1) for axis in groups_of(model, layout)}
+    assert len(on_cuda) <= 8
 
 
 def test_every_rank_makes_as_many_groups_whatever_it_holds(monkeypatch):

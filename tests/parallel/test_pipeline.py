@@ -16,6 +16,7 @@ from ranks import RankError, run_ranks
 
 from ultrascale.parallel.pipeline import Executed, build_evaluation, build_orders
 from ultrascale.parallel.pipeline_messages import Mailbox
+from ultrascale.parallel.tensor_ops import Factor
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import stages_of_ranks
 from ultrascale.schedules.custom import to_csv
@@ -107,7 +108,7 @@ class Faults:
 
         def lossy(weight, grad_output, given):
             seen.append(0)
-            return put_off(weight, grad_output * (len(seen) != 9), given)
+            return put_off(weight, Factor(grad_output.own * (len(seen) != 9)), given)
 
         running.pipeline._weights.add = lossy
 
@@ -216,7 +217,7 @@ def test_when_a_rank_dies_its_neighbour_says_what_it_waited_for_and_from_whom():
 def test_a_schedule_that_cannot_be_executed_is_refused_before_anything_starts(tmp_path):
     path = tmp_path / "wrong.csv"
     for text, said in (
-        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlock: it waits for"),
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "can never start"),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", "B, or I and W, is on no rank"),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n2F0,2F1,2B0,2B1\n", "has 3 ranks, not 2"),
         ("0F0,0B0\n1F0,1B0\n", "has 1 micro-batches, not 2"),

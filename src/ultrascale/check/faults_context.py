@@ -113,8 +113,8 @@ def _gradients_lost(trainer: Trainer) -> Iterator[None]:
 def _documents_seen(trainer: Trainer) -> Iterator[None]:
     visible = context_masks._visible
 
-    def blind(rows: Any, place: int, source: int, view: Any, document_ids: Any, window: int | None) -> Tensor:
-        return visible(rows, place, source, view, None, window)
+    def blind(rows: Any, place: int, source: int, view: Any, document_ids: Any, *rest: Any) -> Tensor:
+        return visible(rows, place, source, view, None, *rest)
 
     with patch.object(context_masks, "_visible", blind):
         yield

@@ -155,9 +155,11 @@ def _copies(trainer: Trainer) -> Iterator[None]:
        fits=lambda run: run.layout.tp > 1 and not run.layout.sequence_parallel,
        home=Home(layout={"tp": 2, "sequence_parallel": False}))  # fmt: skip
 def _copies_twice(trainer: Trainer) -> Iterator[None]:
-    held = trainer.share.held
+    held, mesh, tp = trainer.share.held, trainer.share.mesh, trainer.run.layout.tp
+    known, whole = mesh.neighbours, mesh.group("tp")  # a right run has no group of copies here
     trainer.share.held = [one._replace(place=one.place._replace(is_partial=one.place.copies > 1)) for one in held]
-    yield
+    with patch.object(mesh, "neighbours", lambda count: whole if count == tp else known(count)):
+        yield
     trainer.share.held = held
 
 

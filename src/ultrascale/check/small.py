@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from math import lcm, prod
+from pathlib import Path
 
-from ultrascale.schedules.build import build_schedule, is_file
+from ultrascale.schedules.build import is_file
+from ultrascale.schedules.custom import read_schedule
 from ultrascale.schedules.executable import shape_of
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
@@ -58,7 +60,7 @@ def provable(run: Run) -> Run:
 def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
     """Micro-batches of a step that are proven: one, and several; of a schedule in a file its own number."""
     if layout.pp > 1 and is_file(layout.schedule):
-        return (shape_of(build_schedule(layout.schedule, layout.pp, 1, layout.virtual_stages))[1],)
+        return (shape_of(read_schedule(Path(layout.schedule)))[1],)
     return (1, 3)
 
 

@@ -30,7 +30,15 @@ from torch import Tensor
 
 from ultrascale.models.decoder import Decoder, following
 from ultrascale.parallel.context_attention import Setting, ring_attention
-from ultrascale.parallel.context_masks import ContextMask, Rows, context_mask, document_rows, positions_of
+from ultrascale.parallel.context_masks import (
+    ContextMask,
+    Documents,
+    Rows,
+    context_mask,
+    document_rows,
+    positions_of,
+    whole_documents,
+)
 from ultrascale.parallel.context_ring import Messages, Ring
 from ultrascale.parallel.context_swap import Swap, own_heads, to_heads, to_sequence
 from ultrascale.parallel.mesh import Mesh
@@ -141,20 +149,23 @@ class ContextParallel:
         num_queries: int,
         num_keys: int,
         *,
-        document_ids: Tensor | None,
+        document_ids: Tensor | Documents | None,
         window: int | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> AllMasks:
         """Who sees whom among the tokens that `cut_batch` gives to the ranks of cp. `num_queries`: this rank's slots.
 
-        `document_ids` [B, S], of whole sequences, best on the CPU, where the order is worked out. None: one stream of cp times
-        as many tokens as this rank has, and cp must divide it.
+        `document_ids` [B, S], of whole sequences, best as `Documents`, which know the order. None: one stream of cp times as
+        many tokens as this rank has, and cp must divide it.
         Raises ValueError if these are not this rank's slots.
         """
-        length = num_queries * self.layout.cp if document_ids is None else document_ids.shape[1]
-        ids = None if document_ids is None else document_ids.cpu()
-        rows = _rows(None if ids is None else ids.numpy(), length, self.ring.size)
+        if document_ids is None:
+            ids, length = None, num_queries * self.layout.cp
+            rows: Rows = (ring_order(length, self.ring.size),)
+        else:
+            ids, rows = whole_documents(document_ids, self.ring.size)
+            length = ids.shape[1]
         mask = context_mask(
             rows, self.ring.place, document_ids=ids, window=None if window is None or window >= length else window, dtype=dtype,
             device=device,

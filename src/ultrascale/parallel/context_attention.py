@@ -74,7 +74,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tup
             if joined is None:
                 joined = _begin(query, value, out, lse, block)
             else:
-                join(joined[0][:, :, block.queries], joined[1][:, :, block.queries], out, lse)
+                place = (block.sequences, slice(None), block.queries)
+                join(joined[0][place], joined[1][place], out, lse)
     assert joined is not None
     return joined
 
@@ -82,11 +83,12 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tup
 def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """The first part, copied: what a kernel returned may be kept by others (selective recomputation)."""
     length, dtype = query.shape[2], _wide(query.dtype)
-    if block.queries == slice(0, length):
+    if block.queries == slice(0, length) and len(out) == len(query):
         return out.to(dtype, copy=True), lse.clone()
     whole = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
     whole_lse = torch.full_like(whole[..., 0], -torch.inf)
-    whole[:, :, block.queries], whole_lse[:, :, block.queries] = out, lse
+    place = (block.sequences, slice(None), block.queries)
+    whole[place], whole_lse[place] = out, lse
     return whole, whole_lse
 
 
@@ -99,19 +101,19 @@ def _backward(
     for distance, (held, blocks) in enumerate(zip(_keys(key, value, setting).hops(), mask.hops, strict=True)):
         parts = []
         for block in blocks:
-            rows = block.queries
+            place = (block.sequences, slice(None), block.queries)
             found = attend_backward(
-                grad_out[:, :, rows], *_block(query, held, block), out[:, :, rows], lse[:, :, rows],
+                grad_out[place], *_block(query, held, block), out[place], lse[place],
                 mask=block.mask, is_causal=block.is_causal, scale=setting.scale,
             )  # fmt: skip
-            total_query.add(rows, found[0])
+            total_query.add(block.queries, found[0], block.sequences)
             if distance == 0:
-                total_key.add(block.keys, found[1])
-                total_value.add(block.keys, found[2])
+                total_key.add(block.keys, found[1], block.sequences)
+                total_value.add(block.keys, found[2], block.sequences)
             else:
-                parts.append((block.keys, pack(*found[1:], dtype=wide)))
+                parts.append((block, pack(*found[1:], dtype=wide)))
         if distance > 0:
-            going_home.add(distance, _over(mask.needs[ring.source(distance)][distance], parts))
+            going_home.add(distance, _over(mask.needs[ring.source(distance)][distance], parts, len(key)))
     for slots, packed in going_home.arrived():
         grad_key, grad_value = unpack(packed, key.shape[-1])
         total_key.add(slice(*slots), grad_key)
@@ -126,14 +128,13 @@ class _Total:
         self.like, self.wide = like, wide
         self.total: Tensor | None = None
 
-    def add(self, slots: slice, part: Tensor) -> None:
-        if self.total is not None:
-            self.total[:, :, slots] += part
-        elif slots == slice(0, self.like.shape[2]):
+    def add(self, slots: slice, part: Tensor, sequences: slice = slice(None)) -> None:
+        if self.total is None and slots == slice(0, self.like.shape[2]) and len(part) == len(self.like):
             self.total = part.to(self.wide)
-        else:
+            return
+        if self.total is None:
             self.total = torch.zeros_like(self.like, dtype=self.wide)
-            self.total[:, :, slots] = part
+        self.total[sequences, :, slots] += part
 
     def done(self) -> Tensor:
         assert self.total is not None, "every token sees itself"
@@ -148,19 +149,20 @@ def _block(query: Tensor, held: Held | None, block: Block) -> tuple[Tensor, Tens
     """Queries, keys and values of a block."""
     assert held is not None, "a block without keys"
     keys = slice(block.keys.start - held.first, block.keys.stop - held.first)
-    return query[:, :, block.queries], held.key[:, :, keys], held.value[:, :, keys]
+    own = block.sequences
+    return query[own, :, block.queries], held.key[own, :, keys], held.value[own, :, keys]
 
 
-def _over(slots: Slots, parts: list[tuple[slice, Tensor]]) -> Tensor | None:
-    """Packed gradients of all `slots` from those of the blocks."""
+def _over(slots: Slots, parts: list[tuple[Block, Tensor]], batch: int) -> Tensor | None:
+    """Packed gradients of all `slots` of all sequences from those of the blocks."""
     if not parts:
         return None
-    keys, packed = parts[0]
-    if len(parts) == 1 and keys == slice(*slots):
+    block, packed = parts[0]
+    if len(parts) == 1 and block.keys == slice(*slots) and packed.shape[1] == batch:
         return packed
-    whole = packed.new_zeros(slots[1] - slots[0], *packed.shape[1:])
-    for keys, packed in parts:
-        whole[keys.start - slots[0] : keys.stop - slots[0]] += packed
+    whole = packed.new_zeros(slots[1] - slots[0], batch, *packed.shape[2:])
+    for block, packed in parts:
+        whole[block.keys.start - slots[0] : block.keys.stop - slots[0], block.sequences] += packed
     return whole
 
 

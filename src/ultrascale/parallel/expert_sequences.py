@@ -29,7 +29,7 @@ from ultrascale.models.experts import moe_layers
 from ultrascale.models.router import drop_over_capacity
 from ultrascale.parallel.all_to_all import gather
 from ultrascale.parallel.context import own_positions
-from ultrascale.parallel.context_masks import document_rows
+from ultrascale.parallel.context_masks import whole_documents
 from ultrascale.spec.context_order import ring_order
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.places import even_part
@@ -66,7 +66,7 @@ class WholeSequences:
             return Placed(mask, [torch.arange(num_queries, device=options["device"])[None]])
         ids, ring = options["document_ids"], self.layout.cp_grid[0]
         whole = num_queries * self.cp.size()
-        rows = (ring_order(whole, ring),) if ids is None else document_rows(ids.cpu().numpy(), ring)
+        rows = (ring_order(whole, ring),) if ids is None else whole_documents(ids, ring).rows
         positions = [own_positions(rows, self.layout, rank) for rank in range(self.cp.size())]
         return Placed(mask, [torch.from_numpy(one).to(options["device"]) for one in positions])
 

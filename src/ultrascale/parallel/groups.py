@@ -13,7 +13,7 @@ that wakes a hundred times a second.
 Three things that can stop a run at its start, and what rules them out here:
 
     names           torch names a group by its ranks and by how many groups this rank has, and only members need to call: a
-                    thousand ranks make ten groups each, not thirteen hundred. So every rank is in exactly one group of every
+                    thousand ranks make eight groups each, not thirteen hundred. So every rank is in exactly one group of every
                     axis, and which axes there are is said by model and layout alone: no rank ever has one group less
     communicators   NCCL's are made by the first collective of a group, which all its ranks must take part in. Later only some
                     may have anything to say: a ring's first hop, the ends of a pipeline

@@ -10,7 +10,11 @@ biases, the embedding's rows) and the head's, which its loss makes in the forwar
 torch's `stage_backward_input` finds the cut in autograd's graph instead and works for any layer. It keeps the graph until W,
 with all that its nodes hold, attention's queries, keys and values too; it walks the graph in Python for every micro-batch; what
 torch.utils.checkpoint recomputes it recomputes twice; and an `autograd.Function` does not know which half is asked for and does
-both each time. In a compiled block autograd sees one operation: there nothing waits, and W finds nothing to do.
+both each time. In a compiled block autograd sees one operation, and nothing could wait: `apply` refuses the two together.
+
+Under tp with sequence parallelism what waits is this rank's positions: W gathers the others' again. That sends B S D (tp-1)/tp
+elements more for each row product (a column product's input is gathered once either way), and of the input and output of a
+block's halves, 4 B S D a layer and waiting micro-batch, leaves 1/tp.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from torch.nn import functional as F
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.tensor import cut_of
+from ultrascale.parallel.tensor_ops import Factor
 from ultrascale.parallel.torch_private import is_watched
 
-Waiting = list[tuple[Tensor, Tensor, Tensor]]
+Waiting = list[tuple[Tensor, Factor, Factor]]
 """(weight [F, D], gradient of the output [N, F], input [N, D]) of products whose weight's gradient is not made yet."""
 
 
@@ -47,12 +52,13 @@ class WeightGradients:
         finally:
             self.waiting = None
 
-    def add(self, weight: Tensor, grad_output: Tensor, given: Tensor) -> Tensor | None:
+    def add(self, weight: Tensor, grad_output: Factor, given: Factor) -> Tensor | None:
         """The gradient of `weight`, for the backward pass of a product that has one; None if it waits."""
-        grad_output, given = grad_output.flatten(0, -2), given.flatten(0, -2)
         if self.waiting is None:
-            return grad_output.t() @ given
-        self.waiting.append((weight, grad_output, given.detach()))  # without the graph that made it
+            return grad_output.rows().t() @ given.rows()
+        for factor in (grad_output, given):
+            factor.keep_own()
+        self.waiting.append((weight, grad_output, given))
         return None
 
     def apply_to(self, stage: Decoder) -> None:
@@ -68,13 +74,16 @@ class WeightGradients:
 def make_gradients(waiting: Waiting) -> None:
     """W: add all that waits to the weights' gradients, and let go of it one by one."""
     while waiting:
-        weight, grad_output, given = waiting.pop(0)
-        if not weight.is_leaf or is_watched(weight):  # a copy whose gradient travels on, or somebody who watches
-            torch.autograd.backward(weight, grad_output.t() @ given)
-        elif weight.grad is None:
-            weight.grad = grad_output.t() @ given
-        else:
-            weight.grad.addmm_(grad_output.t(), given)
+        _make_gradient(*waiting.pop(0))  # a factor of no other product goes, and with it what was gathered
+
+
+def _make_gradient(weight: Tensor, grad_output: Factor, given: Factor) -> None:
+    if not weight.is_leaf or is_watched(weight):  # a copy whose gradient travels on, or somebody who watches
+        torch.autograd.backward(weight, grad_output.rows().t() @ given.rows())
+    elif weight.grad is None:
+        weight.grad = grad_output.rows().t() @ given.rows()
+    else:
+        weight.grad.addmm_(grad_output.rows().t(), given.rows())
 
 
 def _linear(module: nn.Linear, gradients: WeightGradients, hidden: Tensor) -> Tensor:
@@ -96,6 +105,6 @@ class _Linear(torch.autograd.Function):
         (hidden,), (grad_output,) = ctx.saved_tensors, grads
         with_input, with_weight, with_bias, _ = ctx.needs_input_grad
         grad_hidden = grad_output @ ctx.weight if with_input else None
-        grad_weight = ctx.gradients.add(ctx.weight, grad_output, hidden) if with_weight else None
+        grad_weight = ctx.gradients.add(ctx.weight, Factor(grad_output), Factor(hidden)) if with_weight else None
         grad_bias = grad_output.flatten(0, -2).sum(0) if with_bias else None
         return grad_hidden, grad_weight, grad_bias, None

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,6 +129,26 @@ def _sum_of_products(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
     return total.view(*grads[0].shape[:2], -1)
 
 
+class Factor:
+    """A side of the product that makes a weight's gradient: [B, S, F], or this rank's positions and how to get the others'."""
+
+    def __init__(self, own: Tensor, gather: Callable[[Tensor], Tensor] | None = None, whole: Tensor | None = None):
+        self.own, self.gather = own.detach(), gather  # without the graph that made it
+        self._whole = self.own if gather is None else whole
+
+    def rows(self) -> Tensor:
+        """[B S, F]. What was gathered stays for the next product of the same factor."""
+        if self._whole is None:
+            assert self.gather is not None
+            self._whole = self.gather(self.own)
+        return self._whole.flatten(0, -2)
+
+    def keep_own(self) -> None:
+        """Let go of the other ranks' positions until they are wanted."""
+        if self.gather is not None:
+            self._whole = None
+
+
 @dataclass
 class Cut:
     """The ranks of tp, and how long the sequences are that they cut. Its methods are what the model's seams call."""
@@ -136,7 +157,7 @@ class Cut:
     sequence_parallel: bool
     length: int = 0
     """Positions of the sequences now passing through; 0 without sequence parallelism, where none is cut."""
-    put_off: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
+    put_off: Callable[[Tensor, Factor, Factor], Tensor | None] | None = None
     """Told a weight, the gradient of its product and the product's input, [B, S, F] and [B, S, D]; gives the weight's gradient,
     or None to make it later (`pipeline_weights`)."""
 
@@ -197,8 +218,8 @@ class _Columns(torch.autograd.Function):
         here = put_off is None
         of_input, *of_weights = column_products_backward(list(grads), hidden, ctx.weights, group, ctx.length, here)
         if put_off is not None:
-            whole = gathered_sequence(hidden, group, ctx.length) if ctx.length else hidden
-            of_weights = [put_off(weight, grad, whole) for weight, grad in zip(ctx.weights, grads, strict=True)]
+            given = Factor(hidden, _gather_later(group, ctx.length))
+            of_weights = [put_off(weight, Factor(grad), given) for weight, grad in zip(ctx.weights, grads, strict=True)]
         of_biases = [grad.flatten(0, 1).sum(0) for grad in grads] if ctx.has_bias else []
         return None, None, of_input, *of_weights, *of_biases
 
@@ -217,8 +238,12 @@ class _Row(torch.autograd.Function):
         if put_off is None or torch.compiler.is_compiling():
             of_weight = torch.mm(whole.flatten(0, 1).t(), inner.flatten(0, 1))
         else:
-            of_weight = put_off(ctx.weight, whole, inner)
+            of_weight = put_off(ctx.weight, Factor(grads[0], _gather_later(group, ctx.length), whole), Factor(inner))
         return None, torch.matmul(whole, ctx.weight), of_weight
+
+
+def _gather_later(group: str, length: int) -> Callable[[Tensor], Tensor] | None:
+    return partial(gathered_sequence, group=group, length=length) if length else None
 
 
 class _SumBothWays(torch.autograd.Function):

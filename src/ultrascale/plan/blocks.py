@@ -20,7 +20,7 @@ from ultrascale.plan.layouts import CP_METHODS, PRECISIONS, LayoutTable
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.model import Model
 from ultrascale.spec.ops import Op, Scores, Shape
-from ultrascale.spec.work import block_work, embedding_work, head_work
+from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
 
 Floats = NDArray[np.float64]
 SHAPE_FIELDS = ("micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "ep", "expert_tp")
@@ -77,6 +77,8 @@ class Blocks:
     """By kind."""
     embedding: PartSeconds
     head: PartSeconds
+    prediction: PartSeconds
+    """What a block of multi-token prediction does before it is a block like others."""
 
 
 def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape], NDArray[np.intp]]:
@@ -99,17 +101,18 @@ def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
     known = workload.priced_shapes
     if new := [shape for shape in shapes if shape not in known]:
         known.update(zip(new, _price_shapes(workload, kinds, new), strict=True))
-    *block, embedding, head = np.stack([known[shape] for shape in shapes], axis=-1)  # each [columns, shapes]
-    parts = tuple(PartSeconds(*columns) for columns in block)
-    return Blocks(shapes, shape_of, kinds, kind_of_layer, parts, PartSeconds(*embedding), PartSeconds(*head))
+    parts = [PartSeconds(*columns) for columns in np.stack([known[shape] for shape in shapes], axis=-1)]
+    return Blocks(shapes, shape_of, kinds, kind_of_layer, tuple(parts[:-3]), *parts[-3:])
 
 
 def _price_shapes(workload: Workload, kinds: Sequence[int], shapes: list[Shape]) -> Floats:
-    """[shapes, parts, columns of `PartSeconds`]: the blocks of each kind, the embedding, the head."""
+    """[shapes, parts, columns of `PartSeconds`]: the blocks of each kind, the embedding, the head, what a prediction adds."""
     model = workload.model
     parts = [_price(workload, shapes, [block_work(model, layer, shape) for shape in shapes]) for layer in kinds]
     parts.append(_price(workload, shapes, [embedding_work(model, shape) for shape in shapes]))
     parts.append(_price(workload, shapes, [head_work(model, shape) for shape in shapes], head=True))
+    predicts = model.num_nextn_predict_layers > 0
+    parts.append(_price(workload, shapes, [prediction_work(model, shape) if predicts else () for shape in shapes]))
     return np.array([list(vars(part).values()) for part in parts]).transpose(2, 0, 1)
 
 
@@ -208,7 +211,8 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
 
 def _is_of_column(op: Op) -> bool:
     """Whether an operation's backward traffic is that of a column-parallel product."""
-    return any(item.axis == "tp" and item.when == "backward" and item.kind != "all_gather" for item in op.collectives)
+    found = any(item.axis == "tp" and item.when == "backward" and item.kind != "all_gather" for item in op.collectives)
+    return found and op.kind != "elementwise"  # of latent attention's shared key: no product is beside it
 
 
 def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float:

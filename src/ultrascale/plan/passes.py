@@ -57,9 +57,9 @@ def pass_seconds(
 ) -> Passes:
     """What ranks or chunks cost that hold so many blocks of each kind, [rows, kinds, layouts], and ends, [rows, layouts]."""
     stack = workload.stack
-    parts = (*blocks.block, blocks.embedding, blocks.head)
-    heads = 1 + workload.model.num_nextn_predict_layers
-    weights = np.concatenate([layers, embedding[:, None], head[:, None] * heads], axis=1)
+    parts = (*blocks.block, blocks.embedding, blocks.head, blocks.prediction)
+    more = workload.model.num_nextn_predict_layers
+    weights = np.concatenate([layers, embedding[:, None], head[:, None] * (1 + more), head[:, None] * more], axis=1)
     in_blocks = layers  # embedding and head left out
     few = _all_sums(parts, blocks.shape_of, weights, in_blocks) if table.tp.size <= FEW else None
 

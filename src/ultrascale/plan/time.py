@@ -4,7 +4,8 @@
                     plus 12 x (heads x head dim) x context per token and layer for attention
     context         causal: what a token sees, (S+1)/2 on average or less with a sliding window; full: S, as the playbook,
                     nanotron and FlopCounterMode count
-    hardware FLOPs  what is computed: recomputed blocks again, attention's scores again in its backward pass (7/6 of it), and
+    hardware FLOPs  what is computed: recomputed blocks again, multi-token prediction (MFU is counted without it), attention's
+                    scores again in its backward pass (7/6 of it), and
                     the full square of scores where attention needs a mask, for documents or a window: SDPA then skips nothing
     MFU, HFU        model or hardware FLOPs over the *peak*; both conventions of context are given, and each says which
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
-from ultrascale.spec.work import Op, Shape, block_work, head_work, mask_elements
+from ultrascale.spec.work import Op, Shape, block_work, head_work, mask_elements, prediction_work
 
 NOT_IN_IT = "communication, element-wise work, the optimizer and data loading"
 CONVENTION = "6N + attention, causal; hardware FLOPs with the full square under a mask; peak is dense, without sparsity"
@@ -101,13 +102,14 @@ def model_flops_per_token(model: Model, sequence_length: int, *, full_attention:
 
 
 def hardware_flops_per_token(model: Model, layout: Layout, sequence_length: int, *, documents: bool = False) -> float:
-    """FLOPs a token really takes: with recomputation, and with scores that are computed only to be masked.
+    """FLOPs a token really takes: with recomputation, multi-token prediction, and scores that are computed only to be masked.
 
     `documents`: packed documents with masks.
     """
-    shape = Shape(1, sequence_length, documents=documents)
-    total = float(sum(op.flops for op in head_work(model, shape)))
-    for layer in range(model.num_hidden_layers):
+    shape, more = Shape(1, sequence_length, documents=documents), model.num_nextn_predict_layers
+    total = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
+    total += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
+    for layer in range(model.num_hidden_layers + more):
         share = 1.0 if mask_elements(model.window(layer), shape) else _causal_share(model, layer, shape)
         ops = block_work(model, layer, shape)
         total += sum(_flops(op, share) * (3.5 if op.kind == "attention" else 3) for op in ops)

@@ -210,11 +210,12 @@ def _headline(plan: RunPlan) -> Text:
     masked = "masked" if run.data.document_mask else "not masked"
     count = plan.num_micro_batches
     micro_batches = f"{count} micro-batch{'' if count == 1 else 'es'}"
+    who = "rank" if layout.world_size == layout.dp else "replica"
     trainer = "" if plan.stack.name == "ultrascale" else f", trained by {plan.stack.name}"
     trainer += "" if plan.stack.optimizer == TRAINED_OPTIMIZER else f", {plan.stack.optimizer}"
     title.append(
         f"{_cut(layout)}{layout.precision}, {_state(layout)}, {_again(layout)}{trainer}\n"
-        f"a step is {format_count(tokens)} tokens: {layout.dp} {'ranks' if layout.world_size == layout.dp else 'replicas'} "
+        f"a step is {format_count(tokens)} tokens: {layout.dp} {who}{'' if layout.dp == 1 else 's'} "
         f"x {micro_batches} x {layout.micro_batch_size} x {run.batch.sequence_length}, documents {masked}"
         f"{_stages(plan)}",
         style="dim",

@@ -142,11 +142,21 @@ def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...
         _rotary(shape, "q", "q", n * query_width * a),
         # The one turned key is copied to all heads, behind what does not turn; values are copied out.
         Op("self_attn.k_join", "elementwise", ("kv", "kv_latent"), (Activation("k", n * query_width * a),), ("cos", "sin"),
-           moved_bytes=2 * n * query_width * a, backward_moved_bytes=2 * n * query_width * a),
+           moved_bytes=2 * n * query_width * a, backward_moved_bytes=2 * n * query_width * a,
+           collectives=_shared_key_traffic(shape, n * rope * a)),
         Op("self_attn.v_copy", "elementwise", ("kv",), (Activation("v", n * value_width * a),),
            moved_bytes=2 * n * value_width * a, backward_moved_bytes=2 * n * value_width * a),
     ]  # fmt: skip
     return tuple(ops), ("q_rotated", "k", "v")
+
+
+def _shared_key_traffic(shape: Shape, num_bytes: int) -> tuple[Collective, ...]:
+    """Of the one turned key that all heads share: every rank of tp needs all of it, and has a part of its gradient."""
+    if shape.tp == 1:
+        return ()
+    if shape.cuts_sequence:
+        return Collective("all_gather", "tp", num_bytes, "forward"), Collective("reduce_scatter", "tp", num_bytes, "backward")
+    return (Collective("all_reduce", "tp", num_bytes, "backward"),)
 
 
 def _swap_heads(model: Model, shape: Shape, names: tuple[str, str, str]) -> tuple[tuple[Op, ...], tuple[str, str, str], str]:

@@ -28,7 +28,7 @@ INDEX_BYTES = 8
 
 __all__ = [
     "Activation", "Collective", "Op", "Product", "Scores", "Shape", "attended_share", "block_work", "chunk_rows",
-    "embedding_work", "head_work", "mask_elements", "mask_name", "shared_work", "work",
+    "embedding_work", "head_work", "mask_elements", "mask_name", "prediction_work", "shared_work", "work",
 ]  # fmt: skip
 
 
@@ -107,6 +107,39 @@ def block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
         *drops[1],
         add(shape, "mlp_residual", "hidden_mid", fed, "hidden_out", d, m),
     )
+
+
+@lru_cache(maxsize=4096)
+def prediction_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+    """What a block of multi-token prediction does before it is a block like the last: the embedding of the tokens to come,
+    beside what was made of those before, through one product, whose columns tp joins again (DeepSeek-V3, section 2.2)."""
+    m, d = shape.outer_tokens, model.hidden_size
+    joined = Activation("joined", m * 2 * d * shape.itemsize)
+    gather, source = column_source(shape, joined.name, 2 * d)
+    project = linear(shape, "eh_proj", source, "columns", 2 * d, cut(d, shape.tp), collectives=source.collectives)
+    return (
+        *embedding_work(model, shape),
+        norm(model, shape, "enorm", "coming", "coming_in", d, d, m),
+        norm(model, shape, "hnorm", "hidden", "hidden_in", d, d, m),
+        Op("join", "elementwise", ("coming_in", "hidden_in"), (joined,), moved_bytes=2 * joined.num_bytes,
+           backward_moved_bytes=2 * joined.num_bytes),
+        *gather,
+        project,
+        *_columns_home(shape, d),
+    )  # fmt: skip
+
+
+def _columns_home(shape: Shape, d: int) -> tuple[Op, ...]:
+    """Columns of a product back to whole rows, as a sum of what every rank has with zeros elsewhere."""
+    if shape.tp == 1:
+        return ()
+    whole = shape.num_tokens * d * shape.itemsize
+    if shape.cuts_sequence:
+        traffic = (Collective("reduce_scatter", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
+    else:
+        traffic = (Collective("all_reduce", "tp", whole, "forward"),)
+    made = Activation("joined_out", shape.outer_tokens * d * shape.itemsize)
+    return (Op("columns_home", "exchange", ("columns",), (made,), collectives=traffic),)
 
 
 @lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ import torch
 
 from ultrascale.data.loader import Sequences
 from ultrascale.parallel.context import cut_batch
+from ultrascale.parallel.context_masks import Documents
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.places import Coordinates, even_part
 from ultrascale.spec.progress import StepSpan
@@ -38,8 +39,8 @@ class MicroBatch:
     """[B, S]"""
     positions: torch.Tensor | None
     """[S] or [B, S]; None: 0, 1, 2, ..."""
-    document_ids: torch.Tensor | None
-    """[B, length of whole sequences]; with cp on the CPU, where masks are worked out. None: one stream."""
+    document_ids: torch.Tensor | Documents | None
+    """[B, length of whole sequences]; with cp on the CPU, and the order that they are cut in. None: one stream."""
     num_targets: int
     """Targets that count."""
 
@@ -70,11 +71,14 @@ def micro_batch(sequences: Sequences, *, packed: bool, layout: Layout, at: Coord
         tokens, positions = sequences.tokens, None
     if positions is None and layout.world_size > layout.dp:  # activations may be shorter than what they stand for
         positions = torch.arange(tokens.shape[1], device=device)
+    documents: torch.Tensor | Documents | None = None
+    if ids is not None:
+        documents = Documents(torch.from_numpy(ids), layout.cp_grid[0]) if layout.cp > 1 else moved(ids)
     return MicroBatch(
         tokens=moved(tokens),
         targets=moved(targets),
         positions=positions,
-        document_ids=None if ids is None else torch.from_numpy(ids) if layout.cp > 1 else moved(ids),
+        document_ids=documents,
         num_targets=int((targets >= 0).sum()),
     )
 
