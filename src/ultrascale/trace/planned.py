@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ultrascale.kernels.device_kind import Kind
 from ultrascale.plan.ledger import Moment
-from ultrascale.plan.memory import is_replayed, num_micro_batches, plan_memory, rank_shape, stage_parts
+from ultrascale.plan.memory import MAX_IN_FLIGHT, MAX_REPLAYED, is_replayed, num_micro_batches, plan_memory, rank_shape, stage_parts
 from ultrascale.plan.sharding import Bucket, Shards
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.messages import messages
@@ -30,8 +30,8 @@ from ultrascale.trace.pretend import replaced
 
 NORM_BYTES = 8
 """A sum of squares in fp64."""
-FEWEST, FEW = 2, 3
-"""Micro-batches whose data-parallel messages are counted: each more sends what the third did."""
+FEW = MAX_REPLAYED
+"""Micro-batches whose data-parallel messages are counted: each more sends what the last of them did."""
 
 
 class Way(NamedTuple):
@@ -199,12 +199,13 @@ def _outside(model: Model, is_first: bool, is_last: bool) -> set[str]:
 
 def _data(run: Run, rank: int, device: Kind, count: int) -> list[tuple[Way, int, int]]:
     """Gathers of parameters and reductions of gradients."""
-    if run.layout.pp > 1 or count <= FEW:
+    most = FEW if run.layout.pp == 1 else MAX_IN_FLIGHT * run.layout.num_stages
+    if count <= most:
         found = _data_of(run, rank, device, count)
     else:
-        few, fewest = _data_of(run, rank, device, FEW), _data_of(run, rank, device, FEWEST)
-        more = count - FEW
-        found = {way: tuple(a + more * (a - b) for a, b in zip(few[way], fewest[way], strict=True)) for way in few}
+        few, fewer = _data_of(run, rank, device, most), _data_of(run, rank, device, most - 1)
+        more = count - most
+        found = {way: tuple(a + more * (a - b) for a, b in zip(few[way], fewer[way], strict=True)) for way in few}
     return [(way, number, size) for way, (number, size) in found.items()]
 
 

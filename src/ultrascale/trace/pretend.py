@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, HashStore
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fsdp_state, _fully_shard
 from torch.distributed.tensor import debug
 from torch.nn import functional as F
@@ -75,6 +75,8 @@ def _replacements(kind: Kind, streams: Streams) -> Iterator[tuple[Any, str, Any]
     yield _fully_shard, "_get_device_from_mesh", lambda mesh: META
     for module in (_fsdp_param_group, _fsdp_state, _fsdp_collectives):
         yield module, "_get_device_handle", lambda device: streams
+    yield FakeWork, "is_completed", lambda work: True
+    yield torch.accelerator, "current_stream", streams.current_stream
     yield _fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None
     yield torch_optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta", "cpu", "cuda"]
     yield apply, "initialise", lambda *given, **options: None
