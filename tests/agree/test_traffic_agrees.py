@@ -135,6 +135,7 @@ def test_every_collective_of_predicting_a_token_more_is_planned(layout: Layout) 
         Layout(tp=2, recompute="selective"),
         Layout(tp=2, recompute="full"),
         Layout(tp=2, sequence_parallel=False, recompute="selective"),
+        Layout(tp=2, sequence_parallel=False, recompute="full"),
         Layout(cp=2, recompute="selective"),
         Layout(cp=2, cp_method="all-to-all", recompute="full"),
         Layout(tp=2, cp=2, ep=2, recompute="every-k"),

@@ -111,3 +111,11 @@ def test_python_m_ultrascale_is_the_same_command():
     done = subprocess.run([sys.executable, "-m", "ultrascale", "plam"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Did you mean `plan`?" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["plan", "train", "check", "show schedule", "data prepare", "validate", "export"])
+def test_help_says_what_to_give_and_not_none(verb, capsys):
+    with pytest.raises(SystemExit):
+        front.main([*verb.split(), "--help"])
+    told = capsys.readouterr().out
+    assert "{None}" not in told and "default: None" not in told and "(default: )" not in told

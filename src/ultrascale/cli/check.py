@@ -51,6 +51,8 @@ def check(
 ) -> Asked:
     """Prove that N processes compute what one does: loss, gradient norm, every gradient, weights and moments, in float64.
 
+    For example:
+
         ultrascale check run.toml --processes 2
         ultrascale check --matrix --processes 4
 

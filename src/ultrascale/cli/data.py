@@ -51,7 +51,7 @@ def command(arguments: list[str]) -> int:
 
 
 def prepare(
-    inputs: tyro.conf.Positional[tuple[Path, ...]],
+    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(help_behavior_hint="(required)")],
     /,
     *,
     output: Path,

@@ -64,6 +64,8 @@ def plan(
 ) -> dict[str, Any]:
     """The best layouts of a model on a cluster, or memory and time of one run.
 
+    For example:
+
         ultrascale plan --model llama-3-8b --gpus 64xh100 --seq-len 8192 --tokens-per-batch 4M
 
         ultrascale plan --model llama-3-70b --gpus 256xh100 --tp 4,8 --stack megatron --explain

@@ -26,6 +26,8 @@ def far(
 ) -> dict[str, Any]:
     """What distance costs a training on several data centres, and what reducing gradients less often saves.
 
+    For example:
+
         ultrascale plan far --parameters 72T --kilometres 4800 --line-gbits 400 --step-seconds 60
 
     Args:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def report(folder: Annotated[Path, tyro.conf.Positional], /, json: bool = False) -> tuple[Path, bool]:
     """Draw a run's loss, speed, memory and noise scale into FOLDER/plots, and sum it up.
 
+    For example:
+
         ultrascale report out/first
 
     Args:

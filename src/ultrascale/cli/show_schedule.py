@@ -66,9 +66,9 @@ class ShowSchedule:
     name: Annotated[str, tyro.conf.Positional] = ""
     """afab, 1f1b, interleaved, breadth-first, zb-h1, zb-v, dualpipe, dualpipe-v, or a CSV or JSON file of actions."""
     pp: int | None = None
-    """Ranks of the pipeline. None: 4, or what the file says."""
+    """Ranks of the pipeline. Default: 4, or what the file says."""
     micro_batches: int | None = None
-    """Micro-batches of a step. None: 8, or what the file says."""
+    """Micro-batches of a step. Default: 8, or what the file says."""
     virtual_stages: int | None = None
     """Stages a rank: for interleaved and breadth-first, 2 if not given."""
     cost: Costs = Costs()

@@ -21,11 +21,13 @@ NAMES = 24
 """Columns for the names of groups: on a narrow terminal they and the headers wrap, and numbers are never cut."""
 MOST_REASONS, MOST_NAMED = 20, 12
 """Reasons why rows have no prediction, and rows of each, that are printed; --out and --json have them all."""
-Files = Annotated[tuple[Path, ...], tyro.conf.Positional]
+Files = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(help_behavior_hint="(required)")]
 
 
 def validate(files: Files, /, json: bool = False, out: Path | None = None) -> tuple[tuple[Path, ...], bool, Path | None]:
     """Predict every run of CSV files without looking at its result, then say how far off the predictions are.
+
+    For example:
 
         ultrascale validate runs.csv --out predictions.csv
 

@@ -27,8 +27,8 @@ def mlp_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     total = Op("mlp.add_shared", "elementwise", ("routed_out", "shared_out"), (Activation("mlp_out", num_bytes),),
                moved_bytes=3 * num_bytes, backward_moved_bytes=2 * num_bytes)  # fmt: skip
     return (
-        *_experts(model, shape, "routed_out"),
         *_dense(model, shape, "mlp.shared_experts", width, "mlp_in", "shared_out", prefix="shared_"),
+        *_experts(model, shape, "routed_out"),  # sent before the shared one is computed, and awaited after it
         total,
     )
 
