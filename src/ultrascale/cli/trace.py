@@ -93,7 +93,7 @@ def command(arguments: list[str]) -> int:
     cluster = cluster_of(run)
     device = asked.device or device_of(cluster.accelerator)
     if run.compile:
-        print("ultrascale: blocks are traced as they are without compile, which fuses what lies between products.", file=sys.stderr)
+        print("ultrascale: blocks are traced uncompiled; compiled ones keep less between products", file=sys.stderr)
     if asked.all_stages:
         return _stages(asked, run, device)
     _expect_memory(run, asked.steps)

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 
 from ultrascale.kernels.device_kind import Kind
 from ultrascale.plan.ledger import Moment
-from ultrascale.plan.memory import MAX_IN_FLIGHT, MAX_REPLAYED, is_replayed, num_micro_batches, plan_memory, rank_shape, stage_parts
+from ultrascale.plan.memory import (
+    MAX_IN_FLIGHT,
+    MAX_REPLAYED,
+    is_replayed,
+    num_micro_batches,
+    plan_memory,
+    rank_shape,
+    stage_parts,
+)
 from ultrascale.plan.sharding import Bucket, Shards
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.messages import messages

@@ -401,7 +401,7 @@ def line_of_ours(frame: FrameType | None) -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         at = name.rfind(OURS)
-        if at >= 0 and not name.startswith(OWN, at):
+        if at >= 0 and not name.startswith(OWN, at) and frame.f_code.co_name != "__torch_dispatch__":
             return f"{name[at + len(OURS) :]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
