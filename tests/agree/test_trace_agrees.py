@@ -79,7 +79,7 @@ def traced(draw: st.DrawFn) -> Traced:
         cp_method=draw(st.sampled_from(["ring", "all-gather", "all-to-all"])),
         recompute=draw(st.sampled_from(["none", "selective", "full", "every-k"])),
         precision=draw(st.sampled_from(["bf16", "bf16", "fp32"])), micro_batch_size=draw(st.sampled_from([1, 2])),
-        layers_per_bucket=draw(st.sampled_from([1, 1, 2])), **experts,
+        layers_per_bucket=draw(st.sampled_from([1, 2])) if model is MODEL else 1, **experts,
     )  # fmt: skip
     count = draw(st.sampled_from([2, 3, 8])) * (pp if schedule in ("interleaved", "dualpipe-v", "breadth-first") else 1)
     sequences = dp * layout.micro_batch_size * count
@@ -88,32 +88,47 @@ def traced(draw: st.DrawFn) -> Traced:
     return Traced(run, draw(st.integers(0, pp - 1)) * plane)
 
 
-def test_plan_and_trace_agree_on_any_layout(capsys) -> None:
-    worst: list[tuple[float, str]] = []
+def test_plan_and_trace_agree_on_any_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    found: list[tuple[float, str]] = []
+    wrong: list[str] = []
 
-    @settings(max_examples=LAYOUTS, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(
+        max_examples=LAYOUTS, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
     @given(one=traced())
     def agree(one: Traced) -> None:
-        run = one.run
-        if list(problems_of(run)):
-            return
-        found = trace_rank(run, one.rank, device="cuda", round_to=1)
-        planned = planned_rank(run, one.rank, "cuda")
-        assert planned is not None
-        held = found.by_category(found.peak_at(1))
-        assert held["parameters"] == planned.peak.by_category["parameters"], str(one)
-        assert held["optimizer"] - counts_of_updates(found) == planned.peak.by_category["optimizer"], str(one)
-        assert products_of(found) == planned.flops, str(one)
-        assert sent_by(run, traffic_of(found, 1)) == sent_by(run, planned.traffic), str(one)
-        percent = 100 * (planned.peak.total / found.peak_bytes(1) - 1)
-        worst.append((abs(percent), f"{percent:+.2f} % {one}"))
-        assert abs(percent) < (KNOWN_PERCENT if is_known(run) else LIMIT_PERCENT), f"{percent:+.2f} % {one}"
+        if not list(problems_of(one.run)):
+            percent, differences = compared(one)
+            found.append((abs(percent), f"{percent:+.2f} % {one}"))
+            wrong.extend(f"{difference}: {one}" for difference in differences)
 
     agree()
     with capsys.disabled():
-        median = sorted(worst)[len(worst) // 2][0]
-        print(f"\n{len(worst)} layouts traced; half of the peaks within {median:.2f} %; the worst: {max(worst)[1]}")
+        within = sorted(found)[len(found) // 2][0]
+        print(f"\n{len(found)} layouts traced; half of the peaks within {within:.2f} %; the worst: {max(found)[1]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def compared(one: Traced) -> tuple[float, list[str]]:
+    """How far the planned peak is from the traced one, in percent, and everything that does not agree."""
+    run, wrong = one.run, []
+    found, planned = trace_rank(run, one.rank, device="cuda", round_to=1), planned_rank(run, one.rank, "cuda")
+    assert planned is not None
+    held, told = found.by_category(found.peak_at(1)), planned.peak.by_category
+    percent = 100 * (planned.peak.total / found.peak_bytes(1) - 1)
+    sent, sends = sent_by(run, traffic_of(found, 1)), sent_by(run, planned.traffic)
+    for name, traced_value, planned_value in (
+        ("parameters", held["parameters"], told["parameters"]),
+        ("optimizer", held["optimizer"] - counts_of_updates(found), told["optimizer"]),
+        ("products", products_of(found), planned.flops),
+        *((str(way), sent.get(way), sends.get(way)) for way in {*sent, *sends}),
+    ):
+        if traced_value != planned_value:
+            wrong.append(f"{name}: traced {traced_value}, planned {planned_value}")
+    if abs(percent) > (KNOWN_PERCENT if is_known(run) else LIMIT_PERCENT):
+        wrong.append(f"peak: {percent:+.2f} %")
+    return percent, wrong
 
 
 def problems_of(run: Run) -> Iterator[object]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ultrascale.plan.ledger import CATEGORIES
-from ultrascale.trace.groups import AXES, extent
+from ultrascale.trace.groups import axis_of
 from ultrascale.trace.planned import Planned, Traffic, Way
 from ultrascale.trace.record import RankTrace, Sent
 
@@ -100,7 +100,7 @@ def _traffic(trace: RankTrace, planned: Planned | None, step: int) -> list[Traff
     traced, told = traffic_of(trace, step), {} if planned is None else planned.traffic
     rows = []
     for way in sorted({*traced, *told}, key=lambda way: (way.stride, way.size, way.kind)):
-        axis = next((axis for axis in AXES if extent(trace.layout, axis) == (way.size, way.stride)), "other")
+        axis = axis_of(trace.layout, way.size, way.stride)
         rows.append(
             TrafficRow(axis, way, traced.get(way, Traffic(0, 0)), told.get(way, None if planned is None else Traffic(0, 0)))
         )

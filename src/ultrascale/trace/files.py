@@ -19,7 +19,7 @@ from typing import Any
 
 from ultrascale.measure.plots import plot_memory
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.trace.allocator import placed
+from ultrascale.trace.allocator import ROUND, SMALL_SEGMENT, placed
 from ultrascale.trace.record import RankTrace
 
 MOST_POINTS = 3000
@@ -126,15 +126,16 @@ def _segments(
         for at, number, taken in inside:
             if at > position:
                 blocks.append(_block(position, at - position, "inactive", []))
-            blocks.append(_block(at, taken, "active_allocated", _frames(trace, number)))
-            position = at + -(-taken // 512) * 512
+            size_of_block = -(-taken // ROUND) * ROUND
+            blocks.append(_block(at, size_of_block, "active_allocated", _frames(trace, number)) | {"requested_size": taken})
+            position = at + size_of_block
         if position < address + size:
             blocks.append(_block(position, address + size - position, "inactive", []))
-        used = sum(taken for _, _, taken in inside)
+        used = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
         found.append({
             "device": 0, "address": address, "total_size": size, "allocated_size": used, "active_size": used,
-            "requested_size": used, "stream": streams.get(stream, 0), "segment_pool_id": (0, 0), "is_expandable": False,
-            "segment_type": "small" if size == 2**21 else "large", "frames": [], "blocks": blocks,
+            "requested_size": sum(taken for _, _, taken in inside), "stream": streams.get(stream, 0), "segment_pool_id": (0, 0), "is_expandable": False,
+            "segment_type": "small" if size == SMALL_SEGMENT else "large", "frames": [], "blocks": blocks,
         })  # fmt: skip
     return found
 
