@@ -210,7 +210,9 @@ def test_the_step_is_drawn_and_traced(tmp_path, capsys) -> None:
     waterfall = plan["time"]["waterfall_seconds"]
     assert max(event["ts"] + event["dur"] for event in passes) / 1e6 < 1.1 * plan["time"]["seconds_per_step"]
     assert max(event["ts"] + event["dur"] for event in passes) / 1e6 > waterfall["compute"]
-    assert main(words) == 2
+    trace.write_text("")
+    assert main(words) == 0 and json.loads(trace.read_text())["traceEvents"]  # drawn again
+    assert main([*words[:-2], __file__]) == 2
     assert "is there already" in capsys.readouterr().err
 
 

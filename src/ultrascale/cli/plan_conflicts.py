@@ -113,13 +113,13 @@ def _conditions(parsed: dict[str, Any]) -> list[Problem]:
 
 
 def _files(parsed: dict[str, Any]) -> list[Problem]:
-    """Files that are there already, and folders that are not."""
+    """Files that are there already, unless they are pictures or traces, which can be drawn again; and folders that are not."""
     found = []
-    for name in ("save", "svg", "perfetto"):
+    for name, drawn in (("save", None), ("svg", ".svg"), ("perfetto", ".json")):
         if parsed[name] is None:
             continue
         path = Path(parsed[name])
-        if path.exists():
+        if path.exists() and path.suffix != drawn:
             found.append(Problem(f"--{name}", f"{path} is there already", "Name another file, or remove it."))
         elif not path.parent.is_dir():
             found.append(Problem(f"--{name}", f"the folder {path.parent} is not there", f"mkdir -p {path.parent}"))

@@ -22,14 +22,11 @@ DRAWN_PER_RANK = 4
 
 
 def write_step(plan: RunPlan, *, svg: str | None, perfetto: str | None) -> None:
-    """Write the picture and the trace that are asked for. Raises SpecError if a file is there, or nothing is known of time."""
+    """Write the picture and the trace that are asked for. Raises SpecError if nothing is known of time."""
     prediction = plan.prediction
     if prediction is None:
         rule = f"needs the speed of {plan.cluster.accelerator.title}, which is measured at run time"
         raise SpecError([Problem("svg" if svg else "perfetto", rule, "Plan for a catalogued accelerator.")])
-    for key, name in (("svg", svg), ("perfetto", perfetto)):
-        if name is not None and Path(name).exists():
-            raise SpecError([Problem(key, f"{name} is there already", "Name another file, or remove it.")])
     count = prediction.num_micro_batches
     title = f"{plan.run.model.name or plan.run.model.model_type}, {prediction.layout.schedule}"
     if svg is not None:
