@@ -134,7 +134,8 @@ def _segments(
         used = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
         found.append({
             "device": 0, "address": address, "total_size": size, "allocated_size": used, "active_size": used,
-            "requested_size": sum(taken for _, _, taken in inside), "stream": streams.get(stream, 0), "segment_pool_id": (0, 0), "is_expandable": False,
+            "requested_size": sum(taken for _, _, taken in inside), "stream": streams.get(stream, 0),
+            "segment_pool_id": (0, 0), "is_expandable": False,
             "segment_type": "small" if size == SMALL_SEGMENT else "large", "frames": [], "blocks": blocks,
         })  # fmt: skip
     return found
