@@ -101,7 +101,7 @@ def test_several_processes_end_as_their_launcher_says(run_file, capsys, monkeypa
         (["{run}", "--processes", "4", "--layout.dp", "4", "--layout.tp", "2"], "leave dp = 2 beside tp = 2, but"),
         (["{run}", "--processes", "3"], "must be a multiple of layout.dp x layout.micro_batch_size = 6, is 8"),
         (["{run}", "--laoyut.dp", "2"], "Did you mean layout.dp?"),
-        (["{run}", "--layout.pp", "2", "--layout.schedule", "{backward_first}"], "comes before 0F0 on its rank"),
+        (["{run}", "--layout.pp", "2", "--layout.schedule", "{backward_first}"], "needs what 0F0 (rank 0, action 1) keeps"),
         (["{run}", "--max-restarts", "-1"], "must be at least 0, is -1"),
         (["{run}", "--log.sinks", "wandb"], "pip install wandb"),
         (["{run}", "--data.sources", "[]"], "names no corpus to train on"),
