@@ -38,6 +38,8 @@ from ultrascale.trace.pretend import replaced
 
 NORM_BYTES = 8
 """A sum of squares in fp64."""
+WITH_W = ("zb-h1", "zb-v", "dualpipe-v")
+"""Schedules that cut backward passes in two."""
 FEW = MAX_REPLAYED
 """Micro-batches whose data-parallel messages are counted: each more sends what the last of them did."""
 
@@ -114,8 +116,9 @@ def _flops(run: Run, parts: list[Piece]) -> tuple[int, int]:
                 products += amount
         if layer is None or not run.layout.recomputes(layer):
             continue
-        # A product of tp is one operation with its sum, and torch stops behind it; so it is with rows of experts.
-        whole = run.layout.tp > 1 or run.model.is_moe(layer)
+        # A product of tp is one operation with its sum, and torch stops behind it; so it is with rows of experts, and where W
+        # has a product as an operation of its own.
+        whole = run.layout.tp > 1 or run.model.is_moe(layer) or (run.layout.pp > 1 and run.layout.schedule in WITH_W)
         products += sum(op.flops for op in (ops if whole else ops[:-2]) if op.kind != "attention")
         attention += sum(op.flops for op in ops if op.kind == "attention")
     return products * count, attention * count

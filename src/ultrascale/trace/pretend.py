@@ -171,7 +171,8 @@ def _attention_on_cuda(
 ) -> Tensor:  # fmt: skip
     if query.dtype == torch.float64:
         return _attention_in_products(query, key, value, attn_mask, is_causal, scale)
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+    one_width = query.shape[-1] == value.shape[-1]
+    if attn_mask is None and one_width and query.dtype in (torch.bfloat16, torch.float16):
         return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
     needs = torch.is_grad_enabled() and query.requires_grad

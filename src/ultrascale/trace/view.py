@@ -34,10 +34,15 @@ def show_trace(
     where = "" if mark is None else f"in {mark.action or mark.phase} "
     alive = format_bytes(trace.peak_bytes(step))
     console.print(f"peak {where}with {alive} alive; torch's allocator would reserve {format_bytes(reserved)}\n")
-    console.print(_memory_table(comparison))
-    console.print(_traffic_table(comparison, tier))
-    console.print(_lines_table(trace, step))
-    console.print(_flops_table(trace, comparison, step))
+    if comparison.memory[-1].planned is None:
+        console.print("the planner replays no steps of this rank (one step alone, or a layout that it plans from parts)\n")
+    tables = (
+        _memory_table(comparison), _traffic_table(comparison, tier), _lines_table(trace, step),
+        _flops_table(trace, comparison, step),
+    )  # fmt: skip
+    for table in tables:
+        console.print(table)
+        console.print()
     actions = trace.actions(step)
     shown = " ".join(actions[:24]) + (f" ... {len(actions) - 24} more" if len(actions) > 24 else "")
     console.print(f"[bold]actions[/bold]  {shown}", soft_wrap=True)
@@ -62,7 +67,9 @@ def show_parts(parts: list[Part], edits: list[Edit], total: int, console: Consol
         table.add_row(
             what, part.category, str(part.count), format_bytes(part.num_bytes), f"{100 * part.num_bytes / total:.1f} %"
         )
+    console.print()
     console.print(table)
+    console.print()
     if not edits:
         console.print("no single change of the layout saves memory: take more devices, or shorter sequences")
         return
