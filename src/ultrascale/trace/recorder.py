@@ -64,6 +64,7 @@ class Recorder(LiveMemory):
         """Of parameters' storages."""
         self._references: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}
+        self._hidden: dict[int, Any] = {}
         self._tick, self._during, self._block = 0, "", ""
         self.times = 1
         """How many actions the one stands for that is going on."""
@@ -81,6 +82,7 @@ class Recorder(LiveMemory):
         self.trace.ticks, self.is_counting = self._tick, False
         self._numbers.clear()
         self._references.clear()
+        self._hidden.clear()
         super().__exit__(*exc)
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> None:
@@ -213,12 +215,19 @@ class Recorder(LiveMemory):
     def _to_copy(self, func: Any, args: Any, options: Any) -> Any:
         device = options.get("device")
         if device is not None and device.type == "cpu" and args[0].device.type == "meta":
-            return torch.zeros(args[0].shape, dtype=options.get("dtype") or args[0].dtype)
+            result = torch.zeros(args[0].shape, dtype=options.get("dtype") or args[0].dtype)
+            self._hide(result.untyped_storage())  # on a CPU it would be no copy
+            return result
         if device is not None and device.type == "meta" and args[0].device.type == "cpu":
             result = func(*args, **options)
             self._count(result, "other")  # a batch, on its way to the device
             return result
         return self._make(func, args, options)
+
+    def _hide(self, storage: torch.UntypedStorage) -> None:
+        """Do not count a storage."""
+        key = storage._cdata
+        self._hidden[key] = weakref.ref(storage, lambda _: self._hidden.pop(key, None))
 
     def _lift(self, func: Any, args: Any, options: Any) -> Any:
         """What comes from NumPy or Python: a batch."""
@@ -311,7 +320,7 @@ class Recorder(LiveMemory):
         if not self.is_counting or isinstance(tensor, FakeTensor):
             return
         storage = _storage(tensor)
-        if storage.device.type in self.counted and storage._cdata not in self._numbers:
+        if storage.device.type in self.counted and storage._cdata not in self._numbers and storage._cdata not in self._hidden:
             self._add(storage, category, func)
 
     def _add(self, storage: torch.UntypedStorage, category: str, func: Any = None) -> None:
