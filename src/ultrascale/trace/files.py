@@ -11,10 +11,10 @@ Time in them is the count of operations: a trace has no seconds.
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from pickle import dumps
 from typing import Any
 
 from ultrascale.measure.plots import plot_memory
@@ -32,7 +32,7 @@ def write_file(trace: RankTrace, path: Path, *, planned_peak_bytes: int | None =
         ".png": lambda: _picture(trace, path, planned_peak_bytes),
         ".svg": lambda: _picture(trace, path, planned_peak_bytes),
         ".json": lambda: path.write_text(json.dumps(perfetto(trace))),
-        ".pickle": lambda: path.write_bytes(pickle.dumps(snapshot(trace))),
+        ".pickle": lambda: path.write_bytes(dumps(snapshot(trace))),
     }
     if path.suffix not in writers:
         rule = f"ends in {path.suffix or 'nothing'}, and a trace is written as {', '.join(writers)}"

@@ -10,34 +10,28 @@ The same recorder counts a step that really runs on the CPU (`is_real`): tests h
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._library.custom_ops import CustomOpDef
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ultrascale.measure.memory import LiveMemory
-from ultrascale.parallel import all_to_all, recompute, tensor_ops
+from ultrascale.parallel import all_to_all, tensor_ops
 from ultrascale.trace.flops import FLOPS
 from ultrascale.trace.groups import group_of
-from ultrascale.trace.record import Block, Mark, RankTrace, Sent
+from ultrascale.trace.recipes import key_of, made, recipe_of, tensors_in
+from ultrascale.trace.record import RankTrace, Sent
+from ultrascale.trace.storages import AGAIN, Storages, line_of_ours
 
 _aten = torch.ops.aten
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 PRETENDED_NUMBER = 2.0
 """What the host reads from the device: a norm above any limit, so that gradients are clipped."""
-AGAIN = ", again"
-"""Behind the name of a block that is recomputed."""
-OURS = "/ultrascale/"
-OWN = ("/ultrascale/trace/", "/ultrascale/measure/")
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -46,30 +40,14 @@ class TraceError(RuntimeError):
     """Something that cannot be traced."""
 
 
-class Recorder(LiveMemory):
+class Recorder(Storages):
     """Writes down what happens while it is entered, of storages from `watch` on."""
 
     def __init__(self, trace: RankTrace, *, is_real: bool = False, stream_name: Callable[[], str] = lambda: "compute"):
-        super().__init__(nn.Module(), None, round_to=trace.round_to)
-        self.trace, self.is_real, self.stream_name = trace, is_real, stream_name
-        self.counted = ("cpu",) if is_real else ("meta", "cpu") if trace.device == "cpu" else ("meta",)
-        """Types of devices: with a CPU for a target what the host keeps is in the same memory."""
-        self.is_counting = False
+        super().__init__(trace, is_real=is_real, stream_name=stream_name)
         self._handlers: dict[Any, Handler] = {}
         self._known: dict[Any, Any] = {}
         self._flops_of: dict[Any, int] = {}
-        self._numbers: dict[int, int] = {}
-        """Of living storages, by address, the block's number."""
-        self._names: dict[int, str] = {}
-        """Of parameters' storages."""
-        self._references: dict[int, Any] = {}
-        self._sizes: dict[int, int] = {}
-        self._hidden: dict[int, Any] = {}
-        self._tick, self._during, self._block = 0, "", ""
-        self.times = 1
-        """How many actions the one stands for that is going on."""
-
-    # From outside
 
     def __enter__(self) -> Recorder:
         self._patch(torch.UntypedStorage, "resize_", self._after_resize)
@@ -84,28 +62,6 @@ class Recorder(LiveMemory):
         self._references.clear()
         self._hidden.clear()
         super().__exit__(*exc)
-
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> None:
-        """Count from here on, with what is there."""
-        self.model, self.optimizer, self.is_counting = model, optimizer, True
-        for parameter, name in names.items():
-            self._names[_storage(parameter)._cdata] = name
-        self._count_what_is_there()
-        for parameter, name in names.items():
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, Tensor) and (number := self._numbers.get(_storage(value)._cdata)) is not None:
-                    self.trace.blocks[number].what = name
-        self._watch_gradients()
-        self._watch_optimizer()
-        self._watch_blocks()
-
-    def mark(self, phase: str, step: int | None = None, action: str = "") -> None:
-        """Say what comes next."""
-        self._step = self._step if step is None else step
-        self._phase, self._during = phase, action or phase
-        if not action:
-            self.times = 1
-        self.trace.marks.append(Mark(self._tick, self._step, phase, action))
 
     # Operations
 
@@ -155,7 +111,7 @@ class Recorder(LiveMemory):
     def _really(self, func: Any, args: Any, options: Any) -> Any:
         result = func(*args, **options)
         self._count_flops(func, args, options, result)
-        for tensor in _tensors((*args, *options.values())):
+        for tensor in tensors_in((*args, *options.values())):
             self._count(tensor, self._region or "other")
         self._count_all(result, func)
         return result
@@ -182,18 +138,18 @@ class Recorder(LiveMemory):
     def _make(self, func: Any, args: Any, options: Any) -> Any:
         """New tensors, made from memory of what the first with such shapes gave."""
         try:
-            key = (func, _key(args), _key(tuple(options.items())) if options else None)
+            key = (func, key_of(args), key_of(tuple(options.items())) if options else None)
             known = self._known.get(key)
         except TypeError:
             return self._run(func, args, options)
         if known is None:
             result = func(*args, **options)
-            self._known[key] = _recipe(result, args, options)
+            self._known[key] = recipe_of(result, args, options)
             self._flops_of[key] = self._flops(func, args, options, result)
         elif known is False:
             result = func(*args, **options)
         else:
-            result = _made(known)
+            result = made(known)
         if flops := self._flops_of[key]:
             self._add_flops(func, flops)
         if known:
@@ -223,11 +179,6 @@ class Recorder(LiveMemory):
             self._count(result, "other")  # a batch, on its way to the device
             return result
         return self._make(func, args, options)
-
-    def _hide(self, storage: torch.UntypedStorage) -> None:
-        """Do not count a storage."""
-        key = storage._cdata
-        self._hidden[key] = weakref.ref(storage, lambda _: self._hidden.pop(key, None))
 
     def _lift(self, func: Any, args: Any, options: Any) -> Any:
         """What comes from NumPy or Python: a batch."""
@@ -270,7 +221,7 @@ class Recorder(LiveMemory):
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
             return
-        tensors = list(_tensors(args[of])) if args else []
+        tensors = list(tensors_in(args[of])) if args else []
         found = group_of(self.trace.layout, ranks)
         line, is_host = line_of_ours(sys._getframe()), bool(tensors) and tensors[0].device.type == "cpu" and not self.is_real
         size = sum(tensor.nbytes for tensor in tensors)
@@ -298,135 +249,6 @@ class Recorder(LiveMemory):
             return "forward"
         return "recomputed" if self._block.endswith(AGAIN) else "backward"
 
-    # Storages
-
-    def _count_all(self, result: Any, func: Any) -> None:
-        if not self.is_counting:
-            return
-        if isinstance(result, Tensor):
-            self._count(result, self._category(), func)
-            return
-        for tensor in _tensors(result):
-            self._count(tensor, self._category(), func)
-
-    def _add_new(self, result: Any, func: Any) -> None:
-        if not self.is_counting:
-            return
-        for tensor in (result,) if isinstance(result, Tensor) else _tensors(result):
-            if tensor.device.type in self.counted:
-                self._add(tensor.untyped_storage(), self._category(), func)
-
-    def _count(self, tensor: Tensor, category: str, func: Any = None) -> None:
-        if not self.is_counting or isinstance(tensor, FakeTensor):
-            return
-        storage = _storage(tensor)
-        if storage.device.type in self.counted and storage._cdata not in self._numbers and storage._cdata not in self._hidden:
-            self._add(storage, category, func)
-
-    def _add(self, storage: torch.UntypedStorage, category: str, func: Any = None) -> None:
-        key, trace = storage._cdata, self.trace
-        number = len(trace.blocks)
-        what = self._names.get(key) or ("" if func is None else func._schema.name.rpartition("::")[2])
-        during = f"{self._during} {self._block}".strip()
-        trace.blocks.append(Block(category, what, line_of_ours(sys._getframe()), during, self.stream_name()))
-        self._numbers[key] = number
-        self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
-        self._sizes[key] = 0
-        self._resize(key, storage.nbytes())
-
-    def _forget(self, key: int) -> None:
-        if key in self._numbers:
-            self._resize(key, 0)
-            del self._numbers[key], self._references[key], self._sizes[key]
-
-    def _resize(self, key: int, num_bytes: int) -> None:
-        size = self._rounded(num_bytes)
-        if change := size - self._sizes[key]:
-            self._sizes[key] = size
-            self.trace.changes.append((self._tick, self._numbers[key], change))
-
-    def _retag(self, tensor: Tensor | None, category: str) -> None:
-        if tensor is None or not self.is_counting:
-            return
-        self._count(tensor, category)
-        number = self._numbers.get(_storage(tensor)._cdata)
-        if number is None:
-            return
-        block = self.trace.blocks[number]
-        if block.category != category:
-            self.trace.moves.append((self._tick, number, block.category))
-            block.category = category
-
-    def _after_resize(self, storage: torch.UntypedStorage, *unused: Any) -> None:
-        if not self.is_counting or storage.device.type not in self.counted:
-            return
-        if storage._cdata in self._numbers:
-            self._tick += 1
-            self._resize(storage._cdata, storage.nbytes())
-        else:
-            self._add(storage, self._category())
-
-    def _sample(self) -> None: ...
-
-    def _watch_recomputation(self) -> None:
-        """Know a block's second forward pass from its first."""
-        checkpoint = recompute.checkpoint
-
-        def watched(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            block = self._block
-
-            def either(*inputs: Any, **given: Any) -> Any:
-                before = self._block
-                if torch._C._current_graph_task_id() != -1:
-                    self._block = f"{block}{AGAIN}"
-                try:
-                    return forward(*inputs, **given)
-                finally:
-                    self._block = before
-
-            return checkpoint(either, *args, **options)
-
-        setattr(recompute, "checkpoint", watched)  # noqa: B010
-        self._undo.append(lambda: setattr(recompute, "checkpoint", checkpoint))
-
-    def _watch_blocks(self) -> None:
-        """Let storages tell the block of the model they were made in."""
-        for stage in self.model.modules():
-            if not hasattr(stage, "blocks"):
-                continue
-            for number, block in stage.blocks():  # pyright: ignore[reportCallIssue]
-
-                def enter(module: nn.Module, inputs: Any, number: int = number) -> None:
-                    self._block = f"block {number}"
-
-                def leave(module: nn.Module, inputs: Any, result: Any) -> None:
-                    self._block = ""
-
-                self._undo += [block.register_forward_pre_hook(enter).remove, block.register_forward_hook(leave).remove]
-
-
-def line_of_ours(frame: FrameType | None) -> str:
-    """`file:line` of the innermost caller in `ultrascale` that is neither of the trace nor of what measures."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        at = name.rfind(OURS)
-        if at >= 0 and not name.startswith(OWN, at) and frame.f_code.co_name != "__torch_dispatch__":
-            return f"{name[at + len(OURS) :]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-
 
 def _as_group(value: Any) -> dist.ProcessGroup | None:
     if isinstance(value, dist.ProcessGroup):
@@ -437,47 +259,6 @@ def _as_group(value: Any) -> dist.ProcessGroup | None:
         except (RuntimeError, TypeError):
             return None
     return None
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device.type
-    if isinstance(value, list | tuple):
-        return tuple(map(_key, value))
-    return type(value), value
-
-
-def _recipe(result: Any, args: Any, options: Any) -> Any:
-    """How to make the same again; False if it is no new memory of its own, or more of it than its shape needs."""
-    inputs = {one.untyped_storage()._cdata for one in _tensors((*args, *options.values()))}
-    return _recipe_of(result, inputs)
-
-
-def _recipe_of(result: Any, inputs: set[int]) -> Any:
-    if isinstance(result, Tensor):
-        storage = result.untyped_storage()
-        if result.device.type != "meta" or result.storage_offset() or storage._cdata in inputs:
-            return False
-        return (Tensor, tuple(result.shape), result.stride(), result.dtype) if storage.nbytes() == _extent(result) else False
-    if isinstance(result, list | tuple):
-        parts = [_recipe_of(one, inputs) for one in result]
-        return False if False in parts else (list if isinstance(result, list) else tuple, parts)
-    return (None, result)
-
-
-def _extent(tensor: Tensor) -> int:
-    if not tensor.numel():
-        return 0
-    return (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
-
-
-def _made(recipe: Any) -> Any:
-    kind = recipe[0]
-    if kind is Tensor:
-        return torch.empty_strided(recipe[1], recipe[2], dtype=recipe[3], device="meta")
-    if kind is None:
-        return recipe[1]
-    return kind(_made(one) for one in recipe[1])
 
 
 OWN_OPERATIONS = {
