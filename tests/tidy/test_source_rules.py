@@ -14,6 +14,8 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer, RampStage, Run, Source
 
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+WRITES = {"dumps"}
+"""What of them reads nothing."""
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "np.load"}
 UNSAFE_ARGUMENTS = {"shell", "trust_remote_code", "allow_pickle"}
 LONGEST_FILE = 400
@@ -26,7 +28,8 @@ def unsafe_places(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in UNSAFE_MODULES)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNSAFE_MODULES:
-            yield node.lineno, node.module or ""
+            if {alias.name for alias in node.names} - WRITES:
+                yield node.lineno, node.module or ""
         elif isinstance(node, ast.Call):
             if (name := ast.unparse(node.func)) in UNSAFE_CALLS:
                 yield node.lineno, f"{name}()"

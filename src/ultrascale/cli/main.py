@@ -34,6 +34,7 @@ VERBS = {
     "plan": Verb("plan", "memory and time of a run, before it runs", "Before a run"),
     "show": Verb("show", "a run's settings and where each came from; presets, machines", "Before a run"),
     "validate": Verb("validate", "how far predictions are from measured runs, row by row", "Before a run"),
+    "trace": Verb("trace", "any rank of any cluster's job, here: memory and messages to the byte", "Before a run"),
     "check": Verb("check", "prove that N processes compute what one does", "Before a run"),
     "data": Verb("data", "turn text into token files, and look into them", "Before a run"),
     "train": Verb("train", "train, or go on where a run stopped", "A run and after"),

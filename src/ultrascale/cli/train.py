@@ -25,8 +25,9 @@ def train(
     processes: int | None = None,
     max_restarts: int = 3,
     allow_changes: bool = False,
+    ignore_memory: bool = False,
     json: bool = False,
-) -> tuple[str, int | None, int, bool, bool]:
+) -> tuple[str, int | None, int, bool, bool, bool]:
     """Train a run, or go on where it stopped. The same command does both.
 
     Any setting can follow as a dotted flag:
@@ -40,15 +41,16 @@ def train(
         processes: Start this many processes here. What tp, cp and pp leave of them shares the batch (layout.dp).
         max_restarts: Start the processes again this often when one of them dies.
         allow_changes: Go on from a checkpoint although model, data or seed have changed.
+        ignore_memory: Start on GPUs although the plan says that a rank needs more memory than they have.
         json: At the end print one JSON object.
     """
-    return run, processes, max_restarts, allow_changes, json
+    return run, processes, max_restarts, allow_changes, ignore_memory, json
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when the run is complete or was stopped in order, 1 when it failed, 2 when it is described wrongly."""
     parsed, rest = parse_with_overrides(train, "train", arguments)
-    path, processes, max_restarts, allow_changes, as_json = parsed
+    path, processes, max_restarts, allow_changes, ignore_memory, as_json = parsed
     if max_restarts < 0:
         raise SpecError([Problem("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")])
     overrides = [*_own_place(path, rest), *rest]
@@ -59,9 +61,9 @@ def command(arguments: list[str]) -> int:
     if "WORLD_SIZE" in os.environ or resolved.layout.world_size == 1:
         from ultrascale.train.worker import train_or_explain
 
-        code = train_or_explain(resolved, allow_changes=allow_changes)
+        code = train_or_explain(resolved, allow_changes=allow_changes, ignore_memory=ignore_memory)
     else:
-        code = _launch(resolved, max_restarts, allow_changes)
+        code = _launch(resolved, max_restarts, allow_changes, ignore_memory)
     if as_json and int(os.environ.get("RANK", "0")) == 0:
         print(json_module.dumps(_summary(resolved, code)))
     return code
@@ -78,7 +80,7 @@ def _own_place(path: str, rest: list[str]) -> list[str]:
     return [word for flag, value in own if flag not in given for word in (flag, value)]
 
 
-def _launch(run: Run, max_restarts: int, allow_changes: bool) -> int:
+def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: bool) -> int:
     from ultrascale.cli.main import say
     from ultrascale.launch.local import launch_local
 
@@ -87,7 +89,7 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool) -> int:
     ending = launch_local(
         folder.path / "requested.toml",
         run.layout.world_size,
-        worker_arguments=("--allow-changes",) if allow_changes else (),
+        worker_arguments=("--allow-changes",) * allow_changes + ("--ignore-memory",) * ignore_memory,
         max_restarts=max_restarts,
         say=say,
         progress=lambda: max((path.name for path in folder.checkpoints.glob("step-*")), default="none"),

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ultrascale.kernels.attention_with_lse import attend, attend_backward
+from ultrascale.kernels.device_kind import is_cuda
 
 
 def attention(
@@ -42,7 +43,7 @@ def attention(
     key/value head h // (H/K). `sinks` [H] or None; `scale` of the scores is 1 / sqrt(E) unless given.
     """
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if sinks is not None or (value.shape[-1] != query.shape[-1] and not query.is_cuda):
+    if sinks is not None or (value.shape[-1] != query.shape[-1] and not is_cuda(query)):
         return _Attention.apply(query, key, value, mask, sinks, scale)  # pyright: ignore[reportReturnType]
     repeats = query.shape[1] // key.shape[1]
     fused_groups = repeats > 1 and _runs_grouped(query, mask)
@@ -88,7 +89,7 @@ def _runs_grouped(query: Tensor, mask: Tensor | None) -> bool:
 
     On CPU always: 1.1 times as fast as repeating. On CUDA only flash attention: 16-bit, without a mask.
     """
-    return not query.is_cuda or (mask is None and query.dtype in (torch.bfloat16, torch.float16))
+    return not is_cuda(query) or (mask is None and query.dtype in (torch.bfloat16, torch.float16))
 
 
 class _Attention(torch.autograd.Function):

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ultrascale.kernels.device_kind import is_cuda
+
 _aten = torch.ops.aten
 _HEAD_DIM_MULTIPLE = 8
 """Elements in 16 bytes of bf16: CUDA's kernels load no less."""
@@ -38,7 +40,7 @@ def hidden_score(dtype: torch.dtype) -> float:
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask that `attend` takes, [1 or B, 1, S, T] in `dtype`, of booleans [1 or B, S, T]."""
     *rows, num_keys = visible.shape
-    room = -num_keys % _BIAS_MULTIPLE if visible.is_cuda else 0
+    room = -num_keys % _BIAS_MULTIPLE if is_cuda(visible) else 0
     mask = torch.zeros(*rows, num_keys + room, dtype=dtype, device=visible.device)[..., :num_keys]
     return mask.masked_fill_(visible.logical_not(), hidden_score(dtype)).unsqueeze(1)
 
@@ -61,7 +63,7 @@ def attend(
     if _needs_plain(query):
         return _plain(query, key, value, mask, is_causal, scale)
     query, key, value = _one_width(query, key, value)
-    if not query.is_cuda:
+    if not is_cuda(query):
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
         )
@@ -94,7 +96,7 @@ def attend_backward(
         return _plain_backward(grad_out, query, key, value, out, lse, mask, is_causal, scale)
     heads = key.shape[1]
     query, key, value, out, grad_out = _one_width(query, key, value, out, grad_out)
-    if not query.is_cuda:
+    if not is_cuda(query):
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
         )
@@ -118,7 +120,7 @@ def _scale(query: Tensor, scale: float | None) -> float:
 
 
 def _needs_plain(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype == torch.float64
+    return is_cuda(query) and query.dtype == torch.float64
 
 
 def _runs_flash(query: Tensor, mask: Tensor | None) -> bool:
@@ -128,7 +130,7 @@ def _runs_flash(query: Tensor, mask: Tensor | None) -> bool:
 def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The kernels want one head dimension; columns of zeros change no score and no other column of the result."""
     width = max(tensor.shape[-1] for tensor in tensors)
-    if tensors[0].is_cuda:
+    if is_cuda(tensors[0]):
         width += -width % _HEAD_DIM_MULTIPLE
     return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ultrascale.kernels.device_kind import is_cuda, kind_of
 from ultrascale.spec.work import chunk_rows
 
 IGNORED = -100
@@ -43,7 +44,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, com
         logits = F.linear(hidden, weight)
         return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=IGNORED, reduction="sum")
     with_gradients = torch.is_grad_enabled()
-    fused = compiled and with_gradients and (hidden.is_cuda or hidden.dtype != _wide(hidden))
+    fused = compiled and with_gradients and (is_cuda(hidden) or hidden.dtype != _wide(hidden))
     return _LinearCrossEntropy.apply(hidden, weight, targets, with_gradients, fused)  # pyright: ignore[reportReturnType]
 
 
@@ -70,13 +71,13 @@ class _Room:
 
     def __init__(self, hidden: Tensor, weight: Tensor, *, with_gradients: bool):
         wide, is_narrow = _wide(hidden), hidden.dtype != _wide(hidden)
-        self.rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device.type)
+        self.rows = chunk_rows(hidden.shape[0], weight.shape[0], kind_of(hidden))
         self.logits = hidden.new_empty(self.rows, weight.shape[0])
         self.wide_logits = torch.empty_like(self.logits, dtype=wide) if is_narrow else self.logits
         self.log_probabilities = torch.empty_like(self.logits, dtype=wide)
         self.product = torch.empty_like(weight) if is_narrow and with_gradients else None
         # CUDA adds bf16 to fp32 as it goes; the CPU would make this copy anew each time.
-        copies = self.product is not None and not weight.is_cuda
+        copies = self.product is not None and not is_cuda(weight)
         self.wide_product = torch.empty_like(weight, dtype=wide) if copies else None
 
 
@@ -101,7 +102,7 @@ def _sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor 
 def _compiled_sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor, grad_weight: Tensor) -> Tensor:
     """The same, with one pass over each chunk's logits between its matrix products, and memory for one chunk taken once."""
     loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
-    rows = min(len(hidden), chunk_rows(hidden.shape[0], weight.shape[0], hidden.device.type) * 4 // hidden.itemsize)
+    rows = min(len(hidden), chunk_rows(hidden.shape[0], weight.shape[0], kind_of(hidden)) * 4 // hidden.itemsize)
     room = hidden.new_empty(rows, weight.shape[0])
     product = torch.empty_like(weight) if weight.dtype != grad_weight.dtype else None
     to_gradient, add = _compiled(_to_gradient), _compiled(_add)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ultrascale.kernels.device_kind import is_cuda
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] over the root of its mean square, times weight [D]; the result has the dtype of x."""
-    if x.is_cuda or torch.compiler.is_compiling():
+    if is_cuda(x) or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
 

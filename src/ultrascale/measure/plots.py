@@ -107,11 +107,17 @@ def plot_noise_scale(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     return _save(figure, path)
 
 
-def plot_memory(timeline: Sequence[Mapping[str, Any]], path: Path, *, planned_peak_bytes: int | None = None) -> Path:
+def plot_memory(
+    timeline: Sequence[Mapping[str, Any]],
+    path: Path,
+    *,
+    planned_peak_bytes: int | None = None,
+    title: str = "Memory of rank 0 by category",
+) -> Path:
     """Live bytes by category, stacked, operation after operation; a line where each step begins."""
     peak = max(sum(row["bytes"].values()) for row in timeline)
     unit, word = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
-    figure, axes = _figure("Memory of rank 0 by category", "operations, in order", word)
+    figure, axes = _figure(title, "operations, in order", word)
     shown = [category for category in COLORS if any(row["bytes"].get(category) for row in timeline)]
     layers = [[row["bytes"].get(category, 0) / unit for row in timeline] for category in shown]
     axes.stackplot(range(len(timeline)), layers, labels=shown, colors=[COLORS[c] for c in shown], linewidth=0, step="post")

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
+from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.torch_private import group_named
 
@@ -207,7 +208,7 @@ def _own(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tens
 def _gathered(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     gathered = rows.new_empty(sum(lengths), *rows.shape[1:])
     with waiting("a gather of rows of tokens", group):
-        if rows.is_cuda:
+        if is_cuda(rows):
             dist.all_gather(list(gathered.split(list(lengths))), rows.contiguous(), group=group)
             return gathered
         copies = rows.repeat(group.size(), *(1 for _ in rows.shape[1:]))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.context_masks import NOTHING, ContextMask, Slots
 from ultrascale.parallel.context_ring import Held, Messages, Ring, pack, room_for, unpack
 from ultrascale.parallel.tags import Tag
@@ -24,7 +25,7 @@ from ultrascale.parallel.tags import Tag
 
 def runs_collectives(key: Tensor, mask: ContextMask) -> bool:
     """Whether parts are alike and the backend is good at it."""
-    return key.is_cuda and len(set(mask.lengths)) == 1
+    return is_cuda(key) and len(set(mask.lengths)) == 1
 
 
 class GatheredKeys:

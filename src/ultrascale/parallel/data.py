@@ -14,10 +14,12 @@ Gradients are *summed*, never averaged: the loss is already divided by the step'
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ultrascale.kernels.device_kind import kind_of
 from ultrascale.models.decoder import Decoder, PredictionBlock
 from ultrascale.models.experts import Experts
 from ultrascale.parallel.collectives import MOST_RANKS, DirectAllGather, DirectReduceScatter, NothingToScatter
@@ -51,7 +53,7 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
         own_mesh = expert_mesh if isinstance(module, Experts) and expert_mesh is not None else mesh
         if own_mesh["dp_shard"].size() == 1:
             module.set_custom_reduce_scatter(NothingToScatter())
-        elif mesh.device_type == "cpu":
+        elif kind_of(torch.device(mesh.device_type)) == "cpu":
             gather_beside_computation(module)  # the CPU has no streams: else FSDP2 waits where it starts
             if own_mesh["dp_shard"].size() <= MOST_RANKS:
                 module.set_custom_all_gather(DirectAllGather())

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as meet
 
+from ultrascale.kernels.device_kind import kind_of
 from ultrascale.parallel.groups import copies_axis, groups_of, warm_up
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.torch_private import PrefixStore
@@ -176,7 +177,7 @@ class Mesh:
         backend = "nccl" if self.device.type == "cuda" else None
         for axis in self.axes:
             ranks = axis.ranks_with(self.rank)
-            key = ("" if self.device.type == "cpu" else axis.queue, ranks)
+            key = ("" if kind_of(self.device) == "cpu" else axis.queue, ranks)
             if key not in made:
                 made[key] = self._make(ranks, backend, timeout, axis.name)
             self._groups[axis.name] = made[key]

@@ -31,6 +31,8 @@ def order_gathers(stage: Decoder) -> None:
     buckets = {fsdp_state(module): module for module in modules}
     for module, following in pairwise(buckets.values()):
         module.set_modules_to_backward_prefetch([following])
+    for module in list(buckets.values())[-1:]:  # itself, which is there: with none named FSDP2 goes by past forward passes
+        module.set_modules_to_backward_prefetch([module])
 
 
 def prepare_backward(stage: Decoder, action: Action) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.schedules.messages import Message
 
@@ -55,12 +56,10 @@ class Mailbox:
 
     def expect(self, position: int) -> None:
         """Start to receive what the actions up to `position` of this rank's list need, and one message more."""
-        while self._next < len(self._needed):
-            message = self._needed[self._next]
-            self._start(message)
+        # Not one more with every action: a stage takes a message with every other, and half a step's would pile up.
+        while self._next < len(self._needed) and (self._next == 0 or self._needed[self._next - 1].needed_by <= position):
+            self._start(self._needed[self._next])
             self._next += 1
-            if message.needed_by > position:
-                return
 
     def take(self, message: Message) -> Tensor:
         """The tensor of an expected message, once it is here. Raises PipelineError."""
@@ -85,7 +84,7 @@ class Mailbox:
         """Forget what has left for `receiver`, which has come to `position` of its list. NCCL says itself what has left, and to
         wait for it would be to let the stream that computes wait."""
         leaving = self._leaving[receiver]
-        if self.device.type == "cuda":
+        if is_cuda(self.device):
             while leaving and ((work := leaving[0][2]) is None or work.is_completed()):
                 leaving.popleft()
             return

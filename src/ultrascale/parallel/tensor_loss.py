@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ultrascale.kernels.cross_entropy import IGNORED
+from ultrascale.kernels.device_kind import is_cuda, kind_of
 from ultrascale.parallel.tensor_ops import Cut
 from ultrascale.parallel.tensor_traffic import gather_parts, gather_rows, sum_parts, sum_whole
 from ultrascale.parallel.torch_private import assert_on_device
@@ -54,13 +55,13 @@ def vocabulary_cross_entropy(
     _expect_inside(targets.masked_fill(targets == IGNORED, 0), vocab_size, "a target")
     first = even_part(vocab_size, cut.group.size(), cut.group.rank())[0]
     # Chunks are of one size on all ranks, whose parts of the vocabulary need not be.
-    rows = chunk_rows(targets.numel(), even_part(vocab_size, cut.group.size(), 0)[1], hidden.device.type)
-    fused = compiled and torch.is_grad_enabled() and (hidden.is_cuda or hidden.dtype != _wide(hidden))
+    rows = chunk_rows(targets.numel(), even_part(vocab_size, cut.group.size(), 0)[1], kind_of(hidden))
+    fused = compiled and torch.is_grad_enabled() and (is_cuda(hidden) or hidden.dtype != _wide(hidden))
     return _Loss.apply(hidden, weight, targets, first, rows, cut, fused)  # pyright: ignore[reportReturnType]
 
 
 def _expect_inside(ids: Tensor, vocab_size: int, what: str) -> None:
-    if ids.is_cuda:
+    if is_cuda(ids):
         assert_on_device(((ids >= 0) & (ids < vocab_size)).all())
     elif ids.numel():
         wrong = next((number for number in map(int, ids.aminmax()) if not 0 <= number < vocab_size), None)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.collectives import Exchange
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tags import Tag
@@ -96,7 +97,7 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def has_collectives(tensor: Tensor) -> bool:
     """Whether the backend is good at collectives: NCCL's; gloo's copy, or send more than is needed."""
-    return tensor.is_cuda
+    return is_cuda(tensor)
 
 
 def _then(result: Finish, work: dist.Work | None, group: dist.ProcessGroup) -> Finish:

@@ -34,14 +34,12 @@ class MailReplay:
 
     def expect(self, position: int) -> None:
         """Memory for what the actions up to `position` need, and for one message more."""
-        while self._next < len(self._needed):
+        while self._next < len(self._needed) and (self._next == 0 or self._needed[self._next - 1].needed_by <= position):
             message = self._needed[self._next]
             channel = self._channels[message.sender]
             while channel and message.key not in self._arriving:
                 self._arriving[channel.popleft().key] = self.ledger.take("activations", "messages", self.num_bytes)
             self._next += 1
-            if message.needed_by > position:
-                return
 
     def take(self, message: Message) -> Held:
         """What has arrived; what its sender has read by then is let go."""

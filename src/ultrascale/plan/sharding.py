@@ -2,7 +2,7 @@
 
 For one bucket of U elements (its parameters, each padded to a multiple of n rows) on n ranks that share a copy:
 
-    forward     take flat U (all-gather)  ->  take U, the parameters; on CUDA flat stays until the next bucket's is full
+    forward     take flat U (all-gather)  ->  take U, the parameters; on CUDA flat stays until the next bucket is whole
                 stage 3 lets go of the parameters after the bucket's last block
     backward    stage 3 gathers again, one bucket ahead: its flat U is there while the bucket after it computes
                 gradients U  ->  take flat U in the reduction's dtype, let go of the gradients, take U/n: the cut gradient
@@ -102,8 +102,8 @@ class Shards:
         """Gather, unless it is still whole."""
         if self.sharded and bucket.parameters is None:
             self._start_gather(bucket)
-            self._drop_last_flat()
             self._finish_gather(bucket)
+            self._drop_last_flat()  # a local name in FSDP2's wait_for_unshard holds it until the copy is done
             self.last_flat, bucket.flat = bucket.flat, None
             if self.over_gloo:  # FSDP2 keeps it only while a stream may still read it
                 self._drop_last_flat()
@@ -120,6 +120,7 @@ class Shards:
         """Be whole, and start gathering the bucket that comes next on the way back."""
         if not self.sharded:
             return
+        self._drop_last_flat()  # of experts that were gathered while their block was recomputed
         if bucket.parameters is None:
             self._start_gather(bucket)
             self._finish_gather(bucket)

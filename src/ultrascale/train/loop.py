@@ -30,7 +30,9 @@ from ultrascale.train.agreement import expect_same_run
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
 from ultrascale.train.evaluate import evaluate
 from ultrascale.train.export import export_checkpoint, keep_tokenizer
+from ultrascale.train.fit import expect_fits
 from ultrascale.train.metrics import Metrics, Row, console_line, expect_trackers
+from ultrascale.train.out_of_memory import measured_here, out_of_memory
 from ultrascale.train.performance import Performance
 from ultrascale.train.resume import changes_since, facts_of, restore_newest, tensors_of
 from ultrascale.train.run_folder import RunFolder, environment
@@ -48,8 +50,10 @@ class Outcome:
     last_loss: float | None
 
 
-def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://") -> Outcome:
+def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", ignore_memory: bool = False) -> Outcome:
     """Train `run`, or go on with it, in this process and those that were started beside it, which meet at `rendezvous`.
+
+    `ignore_memory`: start although the plan says that it does not fit its devices.
 
     Raises SpecError (the run does not fit the processes, the data or the checkpoint), DataError, CheckpointError,
     NonFiniteError.
@@ -65,11 +69,16 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://") 
         ExitStack() as leaving,
     ):
         expect_same_run(run, ranks)
+        fits = None
+        if ranks.device.type == "cuda":
+            fits = expect_fits(run, torch.cuda.get_device_properties(ranks.device).total_memory, anyway=ignore_memory)
         if ranks.is_first:
             leaving.enter_context(folder.owned())
             check_writable(folder.checkpoints)
         ranks.barrier()
         session = Session.start(run, ranks, allow_changes=allow_changes)
+        if fits is not None:
+            session.metrics.line(fits)
         leaving.callback(session.saver.close)
         leaving.callback(session.metrics.close)
         done = session.trainer.steps_done
@@ -77,7 +86,10 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://") 
             session.metrics.line(f"already has {done} steps, steps = {run.steps}: nothing to do")
             return Outcome(done, False, None)
         with on_stop_signal(session.trainer.request_stop):
-            outcome = session.steps()
+            try:
+                outcome = session.steps()
+            except torch.OutOfMemoryError as error:
+                raise out_of_memory(run, ranks.rank, measured_here(), folder.path / "run.toml", error) from error
             session.finish(outcome)
     if run.checkpoint.export and session.ranks.is_first and not outcome.stopped:
         # After the ranks have parted: writing a large model takes longer than the others would wait for.

@@ -28,23 +28,34 @@ def main() -> int:
     parser.add_argument("--saved", type=Path)
     parser.add_argument("--launcher", type=int)
     parser.add_argument("--allow-changes", action="store_true")
+    parser.add_argument("--ignore-memory", action="store_true")
     asked = parser.parse_args()
     if asked.launcher is not None:
         end_with_parent(asked.launcher)
     run = resolve(asked.run).run
-    code = train_or_explain(run, allow_changes=asked.allow_changes, rendezvous=asked.rendezvous, failure=asked.failure)
+    code = train_or_explain(
+        run, allow_changes=asked.allow_changes, rendezvous=asked.rendezvous, failure=asked.failure,
+        ignore_memory=asked.ignore_memory,
+    )  # fmt: skip
     if code == 0 and asked.saved is not None and os.environ.get("RANK", "0") == "0":
         asked.saved.touch()
     return code
 
 
-def train_or_explain(run: Run, *, allow_changes: bool, rendezvous: str = "env://", failure: Path | None = None) -> int:
+def train_or_explain(
+    run: Run,
+    *,
+    allow_changes: bool,
+    rendezvous: str = "env://",
+    failure: Path | None = None,
+    ignore_memory: bool = False,
+) -> int:
     """Train, and return the exit code: 0 complete or stopped in order, 1 failed, 2 the description is wrong.
 
     An error meant for people is printed with its rank, and written to `failure`: it would repeat itself.
     """
     try:
-        train(run, allow_changes=allow_changes, rendezvous=rendezvous)
+        train(run, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory)
         return 0
     except Exception as error:
         has_lost_contact = _has_lost_contact(error)

@@ -1,0 +1,135 @@
+"""torch's caching allocator, fed with a trace: what CUDA is asked for, beyond the bytes that tensors need.
+
+    block     a multiple of 512 bytes
+    segment   what is asked of CUDA: 2 MiB for blocks up to 1 MiB, 20 MiB for those below 10 MiB, else a multiple of 2 MiB
+    pool      free blocks by stream and by size (small up to 1 MiB); the smallest that fits is taken, the lowest of equal ones
+    split     what is left of a block is a free block: always in the small pool, of large ones if more than 1 MiB is left
+    join      a block that is freed joins free neighbours of its segment
+
+Segments are kept. Follows c10/cuda/CUDACachingAllocator.cpp with its default settings (torch 2.11 to 2.13); expandable segments
+would reserve less. Left out: giving segments back when the device is full, and blocks that wait for another stream's event.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass
+
+from ultrascale.trace.record import RankTrace
+
+ROUND = 512
+SMALL = 2**20
+SMALL_SEGMENT = 2 * 2**20
+LARGE_SEGMENT = 20 * 2**20
+LARGE_FROM = 10 * 2**20
+LARGE_ROUND = 2 * 2**20
+
+Pool = tuple[str, bool]
+Key = tuple[int, int]
+"""Of a free block: size, address."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A block of a segment, in use or free."""
+
+    address: int
+    size: int
+    is_free: bool = False
+    before: Chunk | None = None
+    after: Chunk | None = None
+
+
+class Allocator:
+    """Addresses, and how much is reserved."""
+
+    def __init__(self) -> None:
+        self.reserved = self.peak_reserved = 0
+        self._next = ROUND
+        self._free: defaultdict[Pool, list[Key]] = defaultdict(list)
+        self._chunks: dict[int, Chunk] = {}
+        self.segments: list[tuple[int, int, str]] = []
+        """(address, bytes, stream) of each, in the order in which they were asked for."""
+
+    def take(self, num_bytes: int, stream: str) -> tuple[int, Pool]:
+        """The address of a block of so many bytes, and the pool to which it goes back."""
+        size = max(ROUND, -(-num_bytes // ROUND) * ROUND)
+        pool = (stream, size <= SMALL)
+        chunk = self._best(pool, size) or self._new_segment(pool, size)
+        left = chunk.size - size
+        if left >= ROUND if pool[1] else left > SMALL:
+            self._split(chunk, size, pool)
+        chunk.is_free = False
+        self._chunks[chunk.address] = chunk
+        return chunk.address, pool
+
+    def give_back(self, address: int, pool: Pool) -> None:
+        """Free the block at `address`."""
+        chunk = self._chunks.pop(address)
+        for other in (chunk.before, chunk.after):
+            if other is not None and other.is_free:
+                self._forget(other, pool)
+                chunk = _joined(chunk, other)
+        chunk.is_free = True
+        insort(self._free[pool], (chunk.size, chunk.address))
+        self._chunks[-chunk.address] = chunk
+
+    def _best(self, pool: Pool, size: int) -> Chunk | None:
+        free = self._free[pool]
+        at = bisect_left(free, (size, 0))
+        if at == len(free):
+            return None
+        _, address = free.pop(at)
+        return self._chunks.pop(-address)
+
+    def _new_segment(self, pool: Pool, size: int) -> Chunk:
+        asked = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE_FROM else -(-size // LARGE_ROUND) * LARGE_ROUND
+        address, self._next = self._next, self._next + asked
+        self.reserved += asked
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self.segments.append((address, asked, pool[0]))
+        return Chunk(address, asked)
+
+    def _split(self, chunk: Chunk, size: int, pool: Pool) -> None:
+        rest = Chunk(chunk.address + size, chunk.size - size, True, chunk, chunk.after)
+        if rest.after is not None:
+            rest.after.before = rest
+        chunk.size, chunk.after = size, rest
+        insort(self._free[pool], (rest.size, rest.address))
+        self._chunks[-rest.address] = rest
+
+    def _forget(self, chunk: Chunk, pool: Pool) -> None:
+        free = self._free[pool]
+        del free[bisect_left(free, (chunk.size, chunk.address))]
+        del self._chunks[-chunk.address]
+
+
+def _joined(chunk: Chunk, other: Chunk) -> Chunk:
+    """Two neighbours as one, at the address of the lower."""
+    low, high = (chunk, other) if chunk.address < other.address else (other, chunk)
+    low.size, low.after = low.size + high.size, high.after
+    if low.after is not None:
+        low.after.before = low
+    return low
+
+
+def reserved_bytes(trace: RankTrace) -> int:
+    """What torch would have reserved at most while the trace ran: `torch.cuda.max_memory_reserved`."""
+    return placed(trace)[0].peak_reserved
+
+
+def placed(trace: RankTrace) -> tuple[Allocator, list[tuple[int, int, int, int]]]:
+    """The allocator at the end, and every change as (tick, block, address, bytes): positive when taken, negative when freed."""
+    allocator, living, found = Allocator(), {}, []
+    for tick, number, change in trace.changes:
+        if number in living:
+            address, pool, size = living.pop(number)
+            allocator.give_back(address, pool)
+            found.append((tick, number, address, -size))
+            change += size
+        if change > 0:
+            address, pool = allocator.take(change, trace.blocks[number].stream)
+            living[number] = (address, pool, change)
+            found.append((tick, number, address, change))
+    return allocator, found

@@ -1,0 +1,70 @@
+"""FLOPs of operations, by their shapes: torch's own formulas (`torch.utils.flop_counter`), and those that it lacks.
+
+Attention counts every pair of a query and a key once, as torch does: of causal attention half of them are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_aten = torch.ops.aten
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+
+
+def _of_torch(packet: Any) -> Formula:
+    formula = flop_registry[packet]
+    return lambda args, options, result: formula(*args, **options, out_val=result)
+
+
+def _mm(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    left, right = args[0], args[1]
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
+
+def _added_mm(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    return _mm(args[1:], options, result)
+
+
+def _linear(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    return 2 * result.numel() * args[0].shape[-1]
+
+
+def _grouped(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    left, right = args[0], args[1]
+    return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
+
+
+def _attention(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    query, key, value = args[:3]
+    return sdpa_flop_count(query.shape, _repeated(key, query), _repeated(value, query))
+
+
+def _attention_backward(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    grad, query, key, value = args[:4]
+    return sdpa_backward_flop_count(grad.shape, query.shape, _repeated(key, query), _repeated(value, query))
+
+
+def _repeated(key: Tensor, query: Tensor) -> tuple[int, ...]:
+    """As many heads as queries have: torch's formula knows no groups."""
+    return (key.shape[0], query.shape[1], *key.shape[2:])
+
+
+FLOPS: dict[Any, Formula] = {packet: _of_torch(packet) for packet in flop_registry if hasattr(packet, "overloads")} | {
+    _aten.mm: _mm,
+    _aten.addmm: _added_mm,
+    _aten.addmm_: _added_mm,
+    _aten.linear: _linear,
+    _aten.matmul: _linear,
+    _aten._grouped_mm: _grouped,
+    _aten._scaled_dot_product_flash_attention: _attention,
+    _aten._scaled_dot_product_efficient_attention: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

@@ -1,0 +1,47 @@
+"""Along which axis of a layout some ranks lie."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ultrascale.spec.layout import Layout
+
+AXES = ("tp", "cp", "dp", "dp x cp", "shard", "replicate", "ep", "expert_tp", "expert_dp", "pp", "all")
+
+OF_EXPERTS = ("ep", "expert_tp", "expert_dp")
+
+
+class Group(NamedTuple):
+    """Some ranks, each `stride` after the one before."""
+
+    axis: str
+    size: int
+    stride: int
+
+
+def group_of(layout: Layout, ranks: list[int]) -> Group:
+    """The axis whose group these are."""
+    size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return Group(axis_of(layout, size, stride), size, stride)
+
+
+def axis_of(layout: Layout, size: int, stride: int) -> str:
+    """The axis of groups of `size` ranks that are `stride` apart, the first of `AXES` if several are so."""
+    named = [axis for axis in AXES if axis not in OF_EXPERTS or layout.ep * layout.expert_tp > 1]
+    if stride == 1 and size < layout.tp:  # those that hold the same head of keys and values
+        return "tp copies"
+    return next((axis for axis in named if extent(layout, axis) == (size, stride)), f"{size} ranks, every {stride}.")
+
+
+def extent(layout: Layout, axis: str) -> tuple[int, int]:
+    """(size, stride) of the groups of an axis."""
+    plane = layout.tp * layout.cp
+    if axis == "dp":
+        return layout.dp, plane
+    if axis == "dp x cp":
+        return layout.group("dp")
+    if axis == "pp":
+        return layout.pp, plane * layout.dp
+    if axis == "all":
+        return layout.world_size, 1
+    return layout.group(axis)  # pyright: ignore[reportArgumentType]

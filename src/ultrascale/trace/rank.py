@@ -1,0 +1,104 @@
+"""A rank traced: the trainer built as on the cluster, and some of its steps.
+
+pretended_rank    the process, the device, the groups                 (pretend.py)
+Trainer           the trainer's own: model, parallelism, optimizer
+train_step        the trainer's own, on sequences without content     (batches.py)
+Recorder          sees every operation of it                          (recorder.py)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+
+from ultrascale.data.loader import Sequences
+from ultrascale.kernels.device_kind import Kind
+from ultrascale.plan.memory import num_micro_batches
+from ultrascale.schedules.actions import Action
+from ultrascale.schedules.actions import Kind as ActionKind
+from ultrascale.spec.run import Run
+from ultrascale.spec.trainable import expect_trainable
+from ultrascale.trace.pretend import pretended_rank
+from ultrascale.trace.record import RankTrace
+from ultrascale.trace.recorder import Recorder
+from ultrascale.trace.routing import balanced_routing
+from ultrascale.train.trainer import Trainer
+
+MOST_ALIKE = 3
+"""Micro-batches of a step that are traced, without a pipeline: the first, one of those between, the last."""
+STEPS = 2
+"""The second is like all that follow; in the first FSDP2 takes memory that it then keeps."""
+ALLOCATION = {"cpu": 1, "cuda": 512}
+"""Bytes of which an allocation takes a multiple: 512 in CUDA's caching allocator."""
+
+
+class EmptySequences:
+    """A loader of token 0. With documents there are two in each sequence, of the same length."""
+
+    def __init__(self, sequence_length: int):
+        self.length = sequence_length
+
+    def read(self, numbers: range) -> Sequences:
+        """As many sequences as there are numbers."""
+        shape = (len(numbers), self.length)
+        half = max(1, self.length // 2)
+        ids = np.broadcast_to(np.minimum(np.arange(self.length) // half, 1), shape).astype(np.int64)
+        positions = np.broadcast_to(np.arange(self.length) - np.minimum(np.arange(self.length) // half, 1) * half, shape)
+        return Sequences(np.zeros(shape, np.int64), np.zeros(shape, np.int64), positions.astype(np.int64), ids)
+
+    def fingerprint(self) -> str:
+        return "empty"
+
+
+def trace_rank(
+    run: Run, rank: int, *, device: Kind = "cuda", steps: int = STEPS, round_to: int | None = None, plays_all: bool = False
+) -> RankTrace:
+    """Trace `steps` steps of one rank of `run`. `round_to`: of allocations, if not as the device's allocator rounds.
+
+    Without a pipeline all micro-batches but the first and the last are alike, and one stands for them unless `plays_all`.
+
+    Raises SpecError for what the trainer refuses, in its words, and TraceError for an operation that needs values.
+    """
+    expect_trainable(run.model, run.layout)
+    count = num_micro_batches(run.layout, run.batch.sequences_per_batch)
+    traced = count if run.layout.pp > 1 or plays_all else min(count, MOST_ALIKE)
+    run = replace(run, compile=False, log=replace(run.log, gradient_noise_scale=False))
+    trace = RankTrace(run.model, run.layout, rank, device, round_to=round_to or ALLOCATION[device])
+    trace.micro_batches = (traced, count)
+    with pretended_rank(rank, run.layout.world_size, device) as (ranks, streams), balanced_routing():
+        recorder = Recorder(trace, stream_name=lambda: streams.current.name)
+        with recorder:
+            trainer = Trainer(run, ranks, EmptySequences(run.batch.sequence_length))  # pyright: ignore[reportArgumentType]
+            record_steps(trainer, recorder, steps)
+    return trace
+
+
+def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
+    """Let `recorder`, which is entered, see the next steps of `trainer`."""
+    stages = nn.ModuleList(trainer.share.stages.values())
+    recorder.watch(stages, trainer.optimizer, {one.parameter: one.name for one in trainer.share.held})
+
+    def begin(phase: str, step: int) -> None:
+        if phase in ("optimizer", "between"):
+            recorder.mark(phase, step)
+
+    trainer.on_phase = begin
+    told, piped = trainer.passes.on_action, trainer.share.layout.pp > 1
+    traced, count = recorder.trace.micro_batches
+    train = trainer.passes.train
+    if traced < count:
+        setattr(trainer.passes, "train", lambda batches, num_targets: train(batches[:traced], num_targets))  # noqa: B010
+
+    def tell(action: Action) -> None:
+        phase = "forward" if action.kind is ActionKind.FORWARD else "backward"
+        where = f"@{action.stage}" if piped else ""
+        recorder.times = 1 + count - traced if action.micro_batch == 1 else 1
+        recorder.mark(phase, trainer.steps_done, f"{action.kind.value}{action.micro_batch}{where}")
+        told(action)
+
+    trainer.passes.on_action = tell
+    for step in range(steps):
+        recorder.mark("data", step)
+        trainer.train_step()

@@ -1,0 +1,55 @@
+"""Every stage of a pipeline, by the first of its ranks: ranks of a stage differ by the padding of their shards alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+from ultrascale.kernels.device_kind import Kind
+from ultrascale.plan.memory import is_replayed, plan_memory
+from ultrascale.spec.places import Coordinates
+from ultrascale.spec.run import Run
+from ultrascale.trace.allocator import reserved_bytes
+from ultrascale.trace.rank import trace_rank
+
+
+class StagePeak(NamedTuple):
+    """Bytes of one rank of a stage, in a step after the first."""
+
+    pp: int
+    rank: int
+    traced_bytes: int
+    planned_bytes: int | None
+    reserved_bytes: int
+
+    @property
+    def percent(self) -> float | None:
+        """Planned over traced."""
+        return None if self.planned_bytes is None else 100 * (self.planned_bytes / self.traced_bytes - 1)
+
+
+def trace_stages(run: Run, *, device: Kind) -> list[StagePeak]:
+    """Each stage in a process of its own, as many at once as there are cores."""
+    in_stage = run.layout.world_size // run.layout.pp
+    todo = range(0, run.layout.world_size, in_stage)
+    workers = min(len(todo), os.cpu_count() or 1)
+    trace_one = partial(peak_of, run, device=device)
+    if workers == 1:
+        return list(map(trace_one, todo))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        return list(pool.map(trace_one, todo))
+
+
+def peak_of(run: Run, rank: int, *, device: Kind) -> StagePeak:
+    """Trace one rank, and keep its peak alone."""
+    trace = trace_rank(run, rank, device=device)
+    planned = None
+    if is_replayed(run.model, run.layout):
+        planned = plan_memory(
+            run.model, run.layout, sequence_length=run.batch.sequence_length, sequences_per_batch=run.batch.sequences_per_batch,
+            documents=run.data.document_mask, device=device, rank=rank, steps=2,
+        ).peak_by_step[1].total  # fmt: skip
+    return StagePeak(Coordinates.of(run.layout, rank).pp, rank, trace.peak_bytes(1), planned, reserved_bytes(trace))

@@ -1,0 +1,46 @@
+"""Whether a run fits its devices, said in one line before it starts."""
+
+from __future__ import annotations
+
+from ultrascale.plan.memory import is_replayed, plan_memory
+from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.run import Run
+from ultrascale.spec.units import format_bytes
+
+
+def stage_peaks(run: Run) -> list[int]:
+    """Live bytes at the peak of the first rank of every pipeline stage, as planned for CUDA. Empty: not planned."""
+    layout, batch = run.layout, run.batch
+    if not is_replayed(run.model, layout):
+        return []
+    return [
+        plan_memory(
+            run.model, layout, sequence_length=batch.sequence_length, sequences_per_batch=batch.sequences_per_batch,
+            documents=run.data.document_mask, device="cuda", rank=rank, steps=2,
+        ).peak.total
+        for rank in range(0, layout.world_size, layout.world_size // layout.pp)
+    ]  # fmt: skip
+
+
+def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False) -> str | None:
+    """What each stage will need of a device with `capacity_bytes`, in one line; None if it is not planned.
+
+    Raises SpecError if a stage cannot fit, unless `anyway`. Compiled blocks may need less: of those nothing is refused.
+    """
+    peaks = stage_peaks(run)
+    if not peaks:
+        return None
+    usable = round(capacity_bytes * (1 - HEADROOM_FRACTION["cuda"])) - HEADROOM_BYTES["cuda"]
+    told = ", ".join(map(format_bytes, peaks)) if len(set(map(format_bytes, peaks))) > 1 else format_bytes(max(peaks))
+    whom = f"the {len(peaks)} pipeline stages need" if len(peaks) > 1 else "each rank needs"
+    line = f"memory: {whom} {told} of tensors; a device has {format_bytes(capacity_bytes)}, {format_bytes(usable)} for them"
+    worst = max(range(len(peaks)), key=peaks.__getitem__)
+    if peaks[worst] > usable and not (anyway or run.compile):
+        rank = worst * (run.layout.world_size // run.layout.pp)
+        rule = f"does not fit: {line.removeprefix('memory: ')}"
+        remedy = (
+            f"`ultrascale trace RUN.TOML --rank {rank} --explain-oom` says what to change; --ignore-memory starts it anyway."
+        )
+        raise SpecError([Problem("layout", rule, remedy)])
+    return line

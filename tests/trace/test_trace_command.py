@@ -1,0 +1,93 @@
+"""`ultrascale trace` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ultrascale.cli import trace as verb
+from ultrascale.cli.main import main
+
+RUN = """
+cluster = "16xh100"
+
+[model]
+preset = "tiny-llama"
+
+[layout]
+dp = 4
+tp = 2
+pp = 2
+precision = "bf16"
+
+[batch]
+sequence_length = 128
+sequences_per_batch = 16
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    (tmp_path / "run.toml").write_text(RUN)
+    return str(tmp_path / "run.toml")
+
+
+def test_a_rank_is_told_in_tables(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", run, "--rank", "9"]) == 0
+    told = capsys.readouterr().out
+    assert "rank 9 of 16 as on cuda: step 1, 4 micro-batches" in told
+    for word in ("memory at the peak", "messages of a step", "issued by", "FLOPs of a step", "parallel/tensor_traffic.py:"):
+        assert word in told
+    assert "actions  F0@1 B0@1 F1@1 B1@1" in told
+
+
+def test_the_same_for_machines_and_in_files(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(tmp_path / name) for name in ("m.png", "m.svg", "t.json", "m.pickle")]
+    assert main(["trace", run, "--json", "--explain-oom", "--out", *files]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["world"] == 16 and told["peak_bytes"] < told["reserved_bytes"]
+    assert told["comparison"]["memory"][-1]["name"] == "peak"
+    assert {"line", "axis", "kind", "num_bytes"} <= told["messages"][0].keys()
+    assert told["actions"][0] == "F0@0" and told["alive_at_peak"] and 0 < len(told["edits"]) <= 3
+    assert all(Path(file).stat().st_size > 1000 for file in files)
+
+
+def test_every_stage_is_told_in_a_line(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", run, "--all-stages", "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)
+    assert [(one["pp"], one["rank"]) for one in stages] == [(0, 0), (1, 8)]
+    assert all(one["traced_bytes"] < one["reserved_bytes"] for one in stages)
+
+
+def test_a_world_shares_the_batch_over_data_parallel_ranks(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", run, "--world", "8", "--cluster", "8xh100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["micro_batches"] == 8
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--rank", "16"], "must be from 0 to 15"),
+        (["--out", "memory.gif"], "must end in one of .png, .svg, .json, .pickle"),
+        (["--out", "nowhere/memory.png"], "there is no folder nowhere"),
+        (["--all-stages", "--explain-oom"], "a line a stage"),
+        (["--steps", "0"], "must be at least 1"),
+        (["--layout.tp", "3"], "must divide"),
+        (["--layout.schedule", "dualpipe"], "dualpipe"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(
+    run: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", run, *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_too_little_memory_is_said_before_it_is_used(
+    run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verb, "free_bytes", lambda: 2**20)
+    assert main(["trace", run]) == 2
+    assert "of this machine's memory, of which 1 MiB are free" in capsys.readouterr().err
