@@ -141,10 +141,9 @@ def problems_of(run: Run) -> Iterator[object]:
 
 
 def is_known(run: Run) -> bool:
-    """Layouts whose peak the replay does not follow yet: what waits for W under tp, and gradients that wait for it while their
-    buckets are cut."""
+    """Layouts whose peak the replay does not follow yet: gradients that wait for W while their buckets are cut."""
     layout = run.layout
-    return layout.pp > 1 and layout.schedule.startswith("zb") and layout.dp * layout.cp * layout.tp > 1
+    return layout.pp > 1 and layout.schedule.startswith("zb") and layout.dp * layout.cp > 1
 
 
 def counts_of_updates(trace: RankTrace) -> int:

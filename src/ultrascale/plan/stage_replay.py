@@ -2,8 +2,9 @@
 
     F     every operation takes its result; what autograd saves stays, the rest goes after its last reader
     B     backwards: take the gradients of what an operation read and of its weights, let go of what it saved
-    I     the same, but linear layers keep their input and the gradient of their result
-    W     make their weights' gradients of those
+    I     the same, but linear layers keep their input and the gradient of their result; where tp cuts the sequence this rank's
+          positions of what is gathered
+    W     make their weights' gradients of those, gathered once more
 
 The stage is the whole model where there is no pipeline. FSDP2's part is `plan.sharding`'s.
 """
@@ -27,8 +28,6 @@ from ultrascale.spec.work import Op, Shape, block_work, embedding_work, head_wor
 EXPERTS = "mlp.experts."
 NEVER_WAIT = (EXPERTS, "mlp.router")
 """Products that are no linear layers: their weights' gradients are made in I (`parallel.pipeline_weights`)."""
-NARROW = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
-"""Linear layers that tensor parallelism leaves alone. What it cuts does not wait."""
 
 
 class Part(NamedTuple):
@@ -44,6 +43,8 @@ class Waits(NamedTuple):
 
     name: str
     held: tuple[Held, ...]
+    gathered_bytes: int
+    """Of the other side of the product over all ranks of tp; 0 where it is whole here."""
 
 
 @dataclass
@@ -86,6 +87,7 @@ class StageReplay:
         self.under_way: dict[int, Under] = {}
         self.waiting: dict[int, list[Waits]] = {}
         self._now = Under()
+        self._shares: dict[str, Held] = {}
 
     def forward(self, micro_batch: int, given: Held | None = None) -> Held | None:
         """F. `given`: what the stage before made, which stays its owner's. Returns what the next stage takes."""
@@ -134,9 +136,10 @@ class StageReplay:
     def weight_gradients(self, action: Action) -> None:
         """W: what I left of the micro-batch of `action`."""
         for waits in self.waiting.pop(action.micro_batch):
+            gathered = self.ledger.take("temporary", "gathered for gradients of weights", waits.gathered_bytes)
             if not self.shards.adds_in_place(*self.by_name[waits.name]):
                 self._arrive(waits.name, self._weight_gradient(waits.name))
-            self._drop_all(waits.held)
+            self._drop_all([*waits.held, gathered])
         for bucket in reversed(self.shards.buckets):
             if action.reduce_gradients:
                 self.shards.complete_gradients(bucket)
@@ -312,12 +315,17 @@ class StageReplay:
             leaving = {name: arriving.hold() for name in op.reads}
         else:
             leaving = {name: ledger.take("temporary", "gradients of activations", sizes[name]) for name in op.reads}
-        if waits is not None and self._may_wait(op):
-            waits.append(Waits(names[0], (arriving.hold(), *(held.hold() for held in saved))))
-            names = names[1:]  # of its bias
+        scratch = op.backward_scratch_bytes
+        if waits is not None and _gathers_gradient(op):
+            self._shares[op.reads[0]] = arriving.hold()
+        share = self._shares.pop(op.makes[0].name, None)
+        if waits is not None and _may_wait(op):
+            gathered_bytes = scratch if share is None else arriving.num_bytes
+            waits.append(Waits(names[0], (share or arriving.hold(), *(held.hold() for held in saved)), gathered_bytes))
+            names, share, scratch = names[1:], None, 0  # of its bias
         new = [(names[0], saved[1].hold())] if op.hands_on_saved else [(name, self._weight_gradient(name)) for name in names]
-        ledger.touch("temporary", "scratch", op.backward_scratch_bytes)
-        self._drop_all([arriving, *saved])
+        ledger.touch("temporary", "scratch", scratch)
+        self._drop_all([arriving, *saved, *([] if share is None else [share])])
         for name, gradient in new:
             self._arrive(name, gradient)
         for name, gradient in leaving.items():
@@ -331,11 +339,6 @@ class StageReplay:
             there = total
         self.ledger.drop(gradient)
         return there
-
-    def _may_wait(self, op: Op) -> bool:
-        if op.kind != "matmul" or op.name.startswith(NEVER_WAIT):
-            return False
-        return self.shape.tp == 1 or op.name in NARROW
 
     def _names(self, weights: Sequence[str], layer: int | None) -> list[str]:
         return [name if layer is None else f"layers.{layer}.{name}" for name in weights]
@@ -380,3 +383,15 @@ class StageReplay:
     def _drop_all(self, held: Iterable[Held]) -> None:
         for one in held:
             self.ledger.drop(one)
+
+
+def _may_wait(op: Op) -> bool:
+    return op.kind == "matmul" and not op.name.startswith(NEVER_WAIT)
+
+
+def _gathers_gradient(op: Op) -> bool:
+    """From this rank's positions, for the row product before it."""
+    return (
+        any((one.kind, one.axis, one.when) == ("all_gather", "tp", "backward") for one in op.collectives)
+        and op.kind == "exchange"
+    )
