@@ -17,10 +17,11 @@ from ultrascale.plan.memory import rank_shape, stage_parts
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.messages import messages
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
-from ultrascale.spec.ops import Collective, Op
+from ultrascale.spec.ops import Collective
 from ultrascale.spec.places import Coordinates, place
 from ultrascale.spec.weights import weights
 from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
+from ultrascale.trace.planned import sent_again
 
 BLOCKWISE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 OF_CONTEXT = {("all_gather", "cp"): "keys", ("reduce_scatter", "cp"): "gradients of keys", ("all_to_all", "cp"): "swap"}
@@ -88,19 +89,6 @@ def planned_of(case: Case, at: Coordinates) -> list[tuple[Collective, str]]:
             found += [(item, "backward") for op in sent_again(case.layout, layer, ops) for item in op.collectives
                       if item.when == "forward"]  # fmt: skip
     return found
-
-
-def sent_again(layout: Layout, layer: int, ops: tuple[Op, ...]) -> list[Op]:
-    """Operations whose messages recomputation repeats: all up to the last that saves something, with the sum that it is one
-    with; or those whose results selective recomputation does not keep."""
-    last = max(index for index, op in enumerate(ops) if op.saves)
-    if layout.recomputes(layer):
-        return list(ops[: last + 1 + ops[last].makes_partial_sums])
-    if layout.recompute != "selective":
-        return []
-    # The gather before column products is one operation with them.
-    return [op for op in ops[: last + 1]
-            if any(item.axis == "cp" for item in op.collectives) or op.name == "mlp.expert_gather"]  # fmt: skip
 
 
 def only(totals: Totals, kinds: tuple[str, ...]) -> Totals:

@@ -131,7 +131,7 @@ def _traffic(run: Run, rank: int, device: Kind, parts: list[Piece]) -> dict[Way,
     count = num_micro_batches(layout, run.batch.sequences_per_batch)
     for layer, ops in parts:
         items = [item for op in ops for item in op.collectives]
-        items += [item for op in _sent_again(layout, layer, ops) for item in op.collectives if item.when == "forward"]
+        items += [item for op in sent_again(layout, layer, ops) for item in op.collectives if item.when == "forward"]
         for item in items:
             way = Way(_kind(item, layout, device), *layout.group(item.axis))
             found[way] += count
@@ -154,7 +154,7 @@ def _share_that_leaves(item: Collective, layout: Layout) -> float:
     return (layout.cp - 1) / layout.cp * item.sent_share if item.axis == "cp" else 1.0
 
 
-def _sent_again(layout: Layout, layer: int | None, ops: tuple[Op, ...]) -> list[Op]:
+def sent_again(layout: Layout, layer: int | None, ops: tuple[Op, ...]) -> list[Op]:
     """Operations whose messages recomputation repeats: up to the last that saves something, with the sum that it is one with;
     or those whose results selective recomputation does not keep."""
     last = max((index for index, op in enumerate(ops) if op.saves), default=-1)

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,8 +60,9 @@ class RunFolder:
                 rule = "another process is training in this folder"
                 remedy = "Wait until it ends, or give this run a --name of its own."
                 raise SpecError([Problem(str(self.path), rule, remedy)]) from None
-            except OSError:
-                pass  # some network file systems have no locks
+            except OSError as error:  # as on some network file systems
+                told = f"{self.path} cannot be locked ({error}): start no second run there, nothing would stop it"
+                warnings.warn(told, stacklevel=2)
             yield
 
     def write_text(self, name: str, text: str) -> None:
