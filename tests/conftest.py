@@ -1,12 +1,43 @@
-"""Tests marked `gpu` are collected only where there is a CUDA device."""
+"""Which tests are collected, and the results of those that cover rows of the catalogue of faults.
+
+`gpu`: only where there is a CUDA device. `nightly`: only with ULTRASCALE_NIGHTLY=1.
+"""
+
+import os
+import time
+from typing import Any
 
 import pytest
 import torch
+from catalogue.table import find_tests, write_results
+
+RECORDED: dict[str, dict[str, Any]] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-catalogue", action="store_true", help="note results of the tests of the catalogue of faults")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    left_out = [] if torch.cuda.is_available() else [item for item in items if item.get_closest_marker("gpu")]
+    if os.environ.get("ULTRASCALE_NIGHTLY") != "1":
+        left_out += [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when != "call" and report.passed:
         return
-    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=for_gpu)
-    items[:] = [item for item in items if item not in for_gpu]
+    name = report.nodeid.removeprefix("tests/").partition("[")[0]
+    one = RECORDED.setdefault(name, {"result": "passed", "cases": 0, "seconds": 0.0, "on": time.strftime("%Y-%m-%d")})
+    one["cases"] += 1
+    one["seconds"] = round(one["seconds"] + report.duration, 1)
+    if not report.passed:
+        one["result"] = report.outcome
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--record-catalogue") and not hasattr(session.config, "workerinput"):
+        of_catalogue = {test.name for test in find_tests()}
+        write_results({name: one for name, one in RECORDED.items() if name in of_catalogue})

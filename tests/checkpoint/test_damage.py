@@ -44,6 +44,7 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.catalogue(27)
 def test_two_hundred_flipped_bits_are_all_detected(root):
     folder = root / "step-00000002"
     places = [(path, byte) for path in sorted(folder.iterdir()) for byte in range(path.stat().st_size)]
@@ -57,6 +58,7 @@ def test_two_hundred_flipped_bits_are_all_detected(root):
     checkpoint.verify(folder)
 
 
+@pytest.mark.catalogue(28)
 @pytest.mark.parametrize("file", ["manifest.json", "rank-00001.safetensors"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
 def test_a_truncated_file_is_named(root, file, share):
@@ -65,6 +67,7 @@ def test_a_truncated_file_is_named(root, file, share):
     assert str(path) in refusal(path.parent)
 
 
+@pytest.mark.catalogue(28)
 @pytest.mark.parametrize("file", ["manifest.json", "rank-00001.safetensors"])
 def test_a_missing_file_is_named(root, file):
     path = root / "step-00000002" / file
@@ -72,6 +75,7 @@ def test_a_missing_file_is_named(root, file):
     assert f"{path}: missing" in refusal(path.parent)
 
 
+@pytest.mark.catalogue(28)
 def test_a_longer_file_is_named(root):
     path = root / "step-00000002" / "rank-00000.safetensors"
     size = path.stat().st_size
@@ -80,6 +84,7 @@ def test_a_longer_file_is_named(root):
     assert f"{path}: {size + 1} bytes long, expected {size}" in refusal(path.parent)
 
 
+@pytest.mark.catalogue(29)
 def test_a_shard_of_another_step_is_told_from_damage(root):
     name = "rank-00000.safetensors"
     shutil.copy(root / "step-00000001" / name, root / "step-00000002" / name)
@@ -87,6 +92,7 @@ def test_a_shard_of_another_step_is_told_from_damage(root):
     assert "shards of two checkpoints are mixed" in refusal(root / "step-00000002")
 
 
+@pytest.mark.catalogue(28)
 def test_shards_of_two_ranks_changed_for_each_other_are_detected(root):
     folder = root / "step-00000002"
     first, second = folder / "rank-00000.safetensors", folder / "rank-00001.safetensors"
@@ -96,18 +102,21 @@ def test_shards_of_two_ranks_changed_for_each_other_are_detected(root):
     assert "rank-0000" in refusal(folder)
 
 
+@pytest.mark.catalogue(28)
 def test_a_shard_that_the_manifest_does_not_know_is_detected(root):
     folder = root / "step-00000002"
     shutil.copy(folder / "rank-00000.safetensors", folder / "rank-00002.safetensors")
     assert "['rank-00002.safetensors'] are not in its manifest" in refusal(folder)
 
 
+@pytest.mark.catalogue(28)
 def test_a_folder_renamed_to_another_step_is_detected(root):
     shutil.copytree(root / "step-00000001", root / "step-00000007")
     assert "holds step 1, expected step 7" in refusal(root / "step-00000007")
     assert checkpoint.newest_valid(root) == root / "step-00000002"
 
 
+@pytest.mark.catalogue(34)
 @pytest.mark.parametrize("file", ["manifest.json", "rank-00001.safetensors"])
 def test_links_and_pipes_in_place_of_files_are_not_followed(root, file):
     path = root / "step-00000002" / file
@@ -119,11 +128,13 @@ def test_links_and_pipes_in_place_of_files_are_not_followed(root, file):
     assert f"{path}: expected a regular file" in refusal(path.parent)
 
 
+@pytest.mark.catalogue(34)
 def test_a_link_in_place_of_a_checkpoint_is_not_followed(root):
     (root / "step-00000003").symlink_to(root / "step-00000002")
     assert "cannot be opened as a folder that is no link" in refusal(root / "step-00000003")
 
 
+@pytest.mark.catalogue(31)
 def test_a_manifest_that_points_outside_its_folder_is_refused(root):
     folder = root / "step-00000002"
     text = (folder / "manifest.json").read_bytes()
@@ -144,6 +155,7 @@ def search_with_all_ranks(rank: int, root: Path) -> tuple[str | None, list[tuple
     return found.folder.name if found.folder else None, [(each.step, each.reason) for each in found.rejected]
 
 
+@pytest.mark.catalogue(27)
 @pytest.mark.parametrize("file", ["rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"])
 def test_ranks_agree_to_fall_back_and_name_the_damage(root, file):
     path = root / "step-00000002" / file
@@ -168,6 +180,7 @@ def test_no_checkpoint_is_found_where_none_is_valid(root):
     assert checkpoint.newest_valid(root / "nowhere") is None
 
 
+@pytest.mark.catalogue(31)
 def test_a_header_that_lies_about_its_length_is_refused_without_reading_it(tmp_path):
     folder = checkpoint.save(tmp_path, 1, {"w": torch.ones(4)}, {})
     path = folder / "rank-00000.safetensors"

@@ -96,6 +96,7 @@ def test_every_named_point_is_killed_at_here():
     assert named == {*SAVING, *PUBLISHING, *REPLACING, "load.verified", "load.read"}
 
 
+@pytest.mark.catalogue(1)
 @pytest.mark.parametrize("point", SAVING + PUBLISHING)
 def test_a_kill_while_saving_a_new_step_leaves_the_old_or_the_new_one(tmp_path, point):
     assert survives(point, 0, tmp_path, save_version, step=2)
@@ -103,17 +104,20 @@ def test_a_kill_while_saving_a_new_step_leaves_the_old_or_the_new_one(tmp_path, 
     assert version_of(checkpoint.newest_valid(tmp_path)) == expected
 
 
+@pytest.mark.catalogue(1)
 @pytest.mark.parametrize("point", ON_RANK_1)
 def test_a_kill_of_another_rank_leaves_the_old_one(tmp_path, point):
     assert survives(point, 1, tmp_path, save_version, step=2)
     assert version_of(checkpoint.newest_valid(tmp_path)) == 1
 
 
+@pytest.mark.catalogue(1, 30)
 @pytest.mark.parametrize("point", [*SAVING, *PUBLISHING, *REPLACING])
 def test_a_kill_while_replacing_the_only_checkpoint_leaves_the_old_or_the_new_one(tmp_path, point):
     assert survives(point, 0, tmp_path, save_version, step=1)
 
 
+@pytest.mark.catalogue(1, 30)
 @pytest.mark.parametrize("point", ["publish.aside", "discard.renamed"])
 def test_after_a_kill_the_next_run_goes_on_and_leaves_no_litter(tmp_path, point):
     assert survives(point, 0, tmp_path, save_version, step=1)
@@ -123,6 +127,7 @@ def test_after_a_kill_the_next_run_goes_on_and_leaves_no_litter(tmp_path, point)
     assert version_of(tmp_path / "step-00000001") == 3
 
 
+@pytest.mark.catalogue(1, 38)
 @pytest.mark.parametrize("hit", [1, 2])
 @pytest.mark.parametrize("point", ["discard.before", "discard.renamed", "discard.removed"])
 def test_a_kill_while_pruning_leaves_the_newest_and_nothing_half_removed_is_found(tmp_path, point, hit):
@@ -134,6 +139,7 @@ def test_a_kill_while_pruning_leaves_the_newest_and_nothing_half_removed_is_foun
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
+@pytest.mark.catalogue(5)
 @pytest.mark.parametrize("point", ["load.verified", "load.read"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_kill_while_loading_leaves_the_checkpoint_as_it_was(tmp_path, point, rank):
@@ -148,6 +154,7 @@ def test_a_kill_while_loading_leaves_the_checkpoint_as_it_was(tmp_path, point, r
     assert run_ranks(2, load_version, tmp_path / "step-00000001") == [1.0, 1.0]
 
 
+@pytest.mark.catalogue(1)
 @pytest.mark.parametrize(("bug", "point"), [(save_non_atomically, "discard.renamed"), (save_in_place, "save.shard")])
 def test_control_a_planted_bug_in_publishing_is_caught(tmp_path, bug, point):
     assert not survives(point, 0, tmp_path, bug, step=1)

@@ -60,6 +60,7 @@ def test_the_manifest_of_this_test_is_good_and_survives_the_way_there_and_back()
     assert decode(encode(manifest), "here") == manifest
 
 
+@pytest.mark.catalogue(31)
 @pytest.mark.parametrize(
     ("at", "value", "told"),
     [
@@ -92,12 +93,14 @@ def test_each_lie_is_told_by_field_value_and_expectation(at, value, told):
     assert told in str(caught.value)
 
 
+@pytest.mark.catalogue(31)
 def test_a_key_given_twice_is_refused():
     rest = b'"step":1,"step":2}'
     with pytest.raises(CheckpointError, match="a key occurs twice"):
         decode(b'{"checksum":"crc32:%08x",\n' % zlib.crc32(rest) + rest, "here")
 
 
+@pytest.mark.catalogue(31)
 @pytest.mark.parametrize("rest", [b"[" * 200000, b'"a":' + b"9" * 5000 + b"}", b'"a":NaN}', b'"a":"\xff"}', b""])
 def test_hostile_json_raises_our_error(rest):
     with pytest.raises(CheckpointError, match="not JSON that we wrote"):
@@ -111,6 +114,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.catalogue(31)
 @settings(max_examples=1000, deadline=None)
 @given(at=st.sampled_from(paths(GOOD)[1:]), value=JSON)
 def test_a_thousand_changed_manifests_are_read_soundly_or_refused(at, value):
@@ -123,6 +127,7 @@ def test_a_thousand_changed_manifests_are_read_soundly_or_refused(at, value):
         assert entry.bytes <= sum(shard.bytes for shard in manifest.shards.values())
 
 
+@pytest.mark.catalogue(31)
 @settings(max_examples=300, deadline=None)
 @given(data=st.binary(max_size=200))
 def test_any_bytes_are_refused(data):
@@ -139,6 +144,7 @@ def test_overlap_is_found_exactly_when_an_element_is_in_two_boxes(boxes):
     assert (overlapping_boxes(boxes) is not None) == bool((hits > 1).any())
 
 
+@pytest.mark.catalogue(31)
 def test_a_manifest_that_claims_more_than_its_files_hold_is_refused_before_memory_is_taken(tmp_path):
     folder = checkpoint.save(tmp_path, 1, {"w": torch.ones(4)}, {})
     content = json.loads((folder / "manifest.json").read_text())

@@ -77,6 +77,7 @@ def assert_equal(found: State, expected: State) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.catalogue(46, 47)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_loads_every_other_layout_bitwise(saved, layout):
     root, expected = saved

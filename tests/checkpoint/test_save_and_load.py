@@ -74,6 +74,7 @@ def test_a_shard_is_a_safetensors_file_that_others_read(tmp_path):
     assert json.loads((folder / "manifest.json").read_text())["step"] == 3
 
 
+@pytest.mark.catalogue(48)
 def test_names_shapes_and_dtypes_that_do_not_match_are_all_listed_and_nothing_changes(tmp_path):
     saved = {"kept": torch.ones(2), "gone": torch.ones(2), "shape": torch.ones(2, 3), "dtype": torch.ones(2)}
     folder = checkpoint.save(tmp_path, 1, saved, {})
@@ -132,6 +133,7 @@ def test_what_no_file_can_hold_is_refused_by_name(tmp_path, tensors, told):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.catalogue(30)
 def test_saving_a_step_again_replaces_it_and_leaves_nothing_else(tmp_path):
     checkpoint.save(tmp_path, 1, {"w": torch.zeros(2)}, {"life": 1})
     (tmp_path / "step-00000001" / "rank-00007.safetensors").write_bytes(b"from an earlier life")

@@ -50,6 +50,7 @@ def save_past_a_file_size_limit(rank: int, root: Path, asynchronous: bool) -> tu
     return told, time.monotonic() - start
 
 
+@pytest.mark.catalogue(25)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_disk_full_on_one_rank_fails_the_save_on_all_and_publishes_nothing(tmp_path, asynchronous):
     (first, seconds), (second, _) = run_ranks(2, save_past_a_file_size_limit, tmp_path, asynchronous)
@@ -75,6 +76,7 @@ def lose_the_folder(rank: int, root: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.catalogue(34)
 def test_a_folder_lost_during_the_run_is_an_error_on_every_rank(tmp_path):
     root = tmp_path / "checkpoints"
     for text in run_ranks(2, lose_the_folder, root):
@@ -82,6 +84,7 @@ def test_a_folder_lost_during_the_run_is_an_error_on_every_rank(tmp_path):
     assert steps(tmp_path / "moved") == [1]
 
 
+@pytest.mark.catalogue(34)
 @pytest.mark.parametrize("place", ["/proc/nowhere", "{file}/below"])
 def test_a_place_that_cannot_be_written_is_told_before_the_first_save(tmp_path, place):
     (tmp_path / "file").write_text("")
@@ -120,6 +123,7 @@ def change_while_saving(rank: int, root: Path) -> None:
         weights.fill_(3.0)
 
 
+@pytest.mark.catalogue(37)
 def test_a_save_in_the_background_keeps_the_numbers_of_its_step(tmp_path):
     run_ranks(2, change_while_saving, tmp_path)
     assert [value_at(tmp_path, step) for step in (1, 2)] == [1.0, 2.0]
@@ -151,6 +155,7 @@ def fail_in_background(rank: int, root: Path, then: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.catalogue(36)
 @pytest.mark.parametrize("then", ["save", "wait", "close"])
 def test_what_fails_in_the_background_is_raised_on_every_rank(tmp_path, then):
     for text in run_ranks(2, fail_in_background, tmp_path, then):
@@ -167,6 +172,7 @@ def save_many(rank: int, root: Path, last: int, options: dict) -> None:
             saving.save(step, {"w": torch.full((2, 2), float(step))}, {})
 
 
+@pytest.mark.catalogue(38)
 @pytest.mark.parametrize(
     ("options", "left"),
     [
@@ -182,6 +188,7 @@ def test_the_newest_and_every_nth_stay(tmp_path, options, left):
     assert steps(tmp_path) == left
 
 
+@pytest.mark.catalogue(38)
 def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
     save_many(0, tmp_path, 3, {"keep": 0})
     (tmp_path / "step-00000003" / "rank-00000.safetensors").unlink()
@@ -208,6 +215,7 @@ def go_on_after_damage(rank: int, root: Path) -> list[list[int]]:
     return left
 
 
+@pytest.mark.catalogue(38)
 def test_a_checkpoint_with_changed_bytes_takes_the_place_of_no_good_one(tmp_path):
     for step in (10, 11):
         checkpoint.save(tmp_path, step, {"w": torch.ones(2, 2)}, {})
@@ -234,6 +242,7 @@ def test_a_step_saved_again_is_read_back_again(tmp_path, monkeypatch):
     assert read == ["step-00000002"]
 
 
+@pytest.mark.catalogue(38)
 def test_nothing_is_removed_when_the_new_one_does_not_verify(tmp_path, monkeypatch):
     save_many(0, tmp_path, 2, {"keep": 0})
     write = saver.write_and_publish

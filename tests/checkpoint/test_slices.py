@@ -121,6 +121,7 @@ def saved(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.catalogue(46)
 @pytest.mark.parametrize("world", range(1, 5))
 def test_every_cut_loads_others_bitwise(saved, world):
     assert len(CUTS) == 19

@@ -48,6 +48,7 @@ def write(tmp_path, name, content):
     return path
 
 
+@pytest.mark.catalogue(55)
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -83,18 +84,21 @@ def test_a_bad_line_is_named_by_reason_line_and_byte_and_its_neighbours_are_read
     assert bad.where == f"{path}:2 (byte 19)"
 
 
+@pytest.mark.catalogue(55)
 def test_lines_end_at_newline_bytes_only(tmp_path):
     text = "a\u2028b\u2029c\x85d\x0be\x0cf\rg\r\nh"
     path = write(tmp_path, "x.jsonl", json.dumps({"text": text}, ensure_ascii=False).encode() + b"\r\n")
     assert read_all(path) == [text]
 
 
+@pytest.mark.catalogue(55)
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
 def test_a_byte_order_mark_at_the_start_is_dropped(tmp_path, name):
     content = b'{"text": "a"}' if name == "x.jsonl" else b"a"
     assert read_all(write(tmp_path, name, b"\xef\xbb\xbf" + content)) == ["a"]
 
 
+@pytest.mark.catalogue(55)
 def test_the_last_line_needs_no_newline_but_must_be_whole(tmp_path):
     assert read_all(write(tmp_path, "a.jsonl", b'{"text": "a"}')) == ["a"]
     (cut,) = read_all(write(tmp_path, "b.jsonl", b'{"text": "a"'))
@@ -105,6 +109,7 @@ def test_a_text_file_is_one_document_with_its_line_ends_kept(tmp_path):
     assert read_all(write(tmp_path, "x.txt", "a\r\nb\n\u2028é".encode())) == ["a\r\nb\n\u2028é"]
 
 
+@pytest.mark.catalogue(56)
 @pytest.mark.parametrize("size", [0, documents.PIECE_BYTES - 1, documents.PIECE_BYTES, 3 * documents.PIECE_BYTES + 7])
 def test_invalid_utf8_in_a_text_file_is_named_by_its_byte(tmp_path, size):
     (bad,) = read_all(write(tmp_path, "x.txt", b"a" * size + b"\xc3(" + b"b" * 9))
@@ -122,6 +127,7 @@ def test_long_text_comes_in_pieces_that_cut_no_character(tmp_path):
     assert read_all(write(tmp_path, "x.txt", text.encode())) == [text]
 
 
+@pytest.mark.catalogue(56)
 @pytest.mark.parametrize(("name", "reason"), [("x.txt", "empty"), ("x.jsonl", "empty_file")])
 def test_an_empty_file_is_bad(tmp_path, name, reason):
     (bad,) = read_all(write(tmp_path, name, b""))
@@ -159,6 +165,7 @@ def test_compressed_lines_are_read(tmp_path, suffix):
     assert read_all(write(tmp_path, f"x.jsonl.{suffix}", content)) == [f"document {number}" for number in range(3000)]
 
 
+@pytest.mark.catalogue(56)
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
 def test_a_truncated_compressed_file_is_bad(tmp_path, suffix, name):
@@ -167,12 +174,14 @@ def test_a_truncated_compressed_file_is_bad(tmp_path, suffix, name):
     assert (items[-1].reason, "middle of its compressed data" in str(items[-1])) == ("damaged_file", True)
 
 
+@pytest.mark.catalogue(56)
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_file_that_is_not_compressed_as_named_is_bad(tmp_path, suffix):
     (bad,) = read_all(write(tmp_path, f"x.jsonl.{suffix}", LINES))
     assert bad.reason == "damaged_file"
 
 
+@pytest.mark.catalogue(56)
 @pytest.mark.parametrize(("suffix", "kind"), [("gz", "gzip"), ("zst", "zstd")])
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt"])
 def test_a_compressed_file_without_its_suffix_is_bad(tmp_path, suffix, kind, name):
@@ -233,6 +242,7 @@ def test_a_missing_package_says_what_to_install(tmp_path, package, monkeypatch):
 LONG_TEXTS = ['quote " backslash \\ newline \n tab \t', "é漢😀\u2028", "\\\\\\", "\u0001", "x" * 5]
 
 
+@pytest.mark.catalogue(56)
 @pytest.mark.parametrize("ascii_only", [True, False])
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_a_line_too_long_for_memory_gives_the_same_text(tmp_path, monkeypatch, ascii_only, suffix):
@@ -289,6 +299,7 @@ def test_a_bad_line_too_long_for_memory_is_named_by_reason(tmp_path, monkeypatch
     assert found[-1] == "after"
 
 
+@pytest.mark.catalogue(56)
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.gz", "x.jsonl.zst"])
 def test_memory_stays_flat_for_a_long_document(tmp_path, name):
     text = os.urandom(14 << 20).hex().encode().replace(b"ab", b" \\n ")  # 28 MiB
@@ -317,6 +328,7 @@ def test_files_come_in_order_of_name_without_what_is_excluded(tmp_path):
     assert [file.name for file in find_files([tmp_path], glob="*.py", exclude=("skip",))] == ["a/c.py", "a/z.py", "b.py"]
 
 
+@pytest.mark.catalogue(58)
 @pytest.mark.parametrize(
     ("make", "expected"),
     [

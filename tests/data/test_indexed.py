@@ -87,17 +87,20 @@ def test_dtype_follows_megatrons_rule():
     assert [best_dtype(65499), best_dtype(65500)] == ["uint16", "int32"]
 
 
+@pytest.mark.catalogue(57)
 def test_ids_beyond_the_dtype_are_never_wrapped(tmp_path):
     with pytest.raises(OverflowError):
         ShardWriter(tmp_path / "x", "uint16").append([70000])
 
 
+@pytest.mark.catalogue(57)
 def test_an_id_past_the_vocabulary_is_named_with_its_place(tmp_path):
     write_shard(tmp_path / "x", [[1, 2], [3, 99, 4]])
     with pytest.raises(DataError, match=r"x\.bin, token 3 \(byte 6\): id 99 is not in 0 to 50"):
         Shard(tmp_path / "x").verify_ids(51)
 
 
+@pytest.mark.catalogue(57)
 def test_a_negative_id_is_refused(tmp_path):
     write_foreign(tmp_path / "x", [2], [0, 1], ids=[1, -5])
     with pytest.raises(DataError, match=r"token 1 .*id -5"):
@@ -108,6 +111,7 @@ def corrupt(content, at, replacement):
     return content[:at] + replacement + content[at + len(replacement) :]
 
 
+@pytest.mark.catalogue(57, 58)
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
@@ -137,6 +141,7 @@ def test_damage_is_named(tmp_path, damage, expected):
         Shard(tmp_path / "x")
 
 
+@pytest.mark.catalogue(58)
 def test_a_missing_half_is_named(tmp_path):
     write_shard(tmp_path / "x", [[1]])
     (tmp_path / "x.bin").unlink()

@@ -85,6 +85,7 @@ def test_sequences_equal_a_slow_walk_over_the_documents(tmp_path_factory, seed, 
         assert tuple(part.tolist() for part in found) == expected
 
 
+@pytest.mark.catalogue(45)
 def test_an_epoch_predicts_every_token_once(tmp_path):
     tokens = list(range(1, 962))
     it = loader(write_folder(tmp_path, [[tokens[:500]], [tokens[500:]]]), document_mask=False)
@@ -93,6 +94,7 @@ def test_an_epoch_predicts_every_token_once(tmp_path):
         assert sorted(read.targets.ravel().tolist()) == tokens[1:]
 
 
+@pytest.mark.catalogue(42, 45)
 @given(dp=st.sampled_from([1, 2, 4, 8]), micro=st.sampled_from([1, 2]), step=st.integers(0, 50))
 @FEW
 def test_any_split_of_a_step_over_ranks_and_micro_batches_reads_the_same_batch(tmp_path_factory, dp, micro, step):
@@ -163,23 +165,27 @@ def test_more_shards_than_file_descriptors_can_be_read(tmp_path):
     assert sorted(set(read.tokens.ravel().tolist())) == list(range(1, 300))
 
 
+@pytest.mark.catalogue(57)
 def test_an_id_past_the_models_vocabulary_names_shard_and_token(tmp_path):
     folder = write_folder(tmp_path, [[list(range(1, 20))], [[5] * 10 + [1500] + [5] * 10]])
     with pytest.raises(DataError, match=r"s1\.bin, token 10 \(byte 20\): id 1500 is not in 0 to 999"):
         loader(folder).read(range(4))
 
 
+@pytest.mark.catalogue(59)
 def test_a_tokenizer_larger_than_the_model_is_refused_at_once(tmp_path):
     with pytest.raises(DataError, match=r"ids up to 4999, the model 1000"):
         loader(write_folder(tmp_path, [[[1] * 20]], vocab_size=5000))
 
 
+@pytest.mark.catalogue(59)
 def test_sources_of_different_tokenizers_are_refused(tmp_path):
     folders = [write_folder(tmp_path / name, [[[1] * 20]], fingerprint=name) for name in ("a", "b")]
     with pytest.raises(DataError, match=r"b: was prepared with another tokenizer than .*a"):
         loader(*folders)
 
 
+@pytest.mark.catalogue(45)
 def test_a_source_shorter_than_one_sequence_is_refused(tmp_path):
     with pytest.raises(DataError, match="holds 8 tokens, a sequence needs 9"):
         loader(write_folder(tmp_path, [[[1] * 8]]))
@@ -205,6 +211,7 @@ def test_no_numbers_give_no_sequences(tmp_path):
     assert loader(write_folder(tmp_path, [[[1] * 20]])).read([]).tokens.shape == (0, 8)
 
 
+@pytest.mark.catalogue(58)
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
@@ -223,6 +230,7 @@ def test_a_damaged_folder_is_refused_at_the_start(tmp_path, damage, expected):
         loader(folder)
 
 
+@pytest.mark.catalogue(58)
 def test_a_path_that_is_nothing_says_how_to_make_one(tmp_path):
     with pytest.raises(DataError, match="data prepare"):
         loader(tmp_path / "nothing")
@@ -237,6 +245,7 @@ def test_a_foreign_prefix_is_read_without_a_manifest(tmp_path):
         assert read.document_ids[0].tolist() == [0] * 5 + [1] * 14
 
 
+@pytest.mark.catalogue(44)
 def test_the_fingerprint_follows_content_and_weight_but_not_the_path(tmp_path):
     same = [loader(write_folder(tmp_path / name, [[[1] * 20]])).fingerprint() for name in ("a", "b")]
     other = loader(write_folder(tmp_path / "c", [[[1] * 19 + [2]]])).fingerprint()

@@ -188,6 +188,7 @@ def add_bad_lines(source):
         file.write('{"text": ""}\n{"text": null}\n{broken\n\n')
 
 
+@pytest.mark.catalogue(55)
 def test_bad_documents_are_counted_by_reason_and_the_rest_is_kept(tmp_path, source, tokenizer):
     add_bad_lines(source)
     (source / "latin.txt").write_bytes("é".encode("latin-1"))
@@ -199,6 +200,7 @@ def test_bad_documents_are_counted_by_reason_and_the_rest_is_kept(tmp_path, sour
         assert texts_of(out) == lines()
 
 
+@pytest.mark.catalogue(55)
 def test_a_bad_document_ends_the_run_and_a_repair_goes_on_with_what_is_finished(tmp_path, source, tokenizer):
     for name in ("zz.jsonl",):
         (source / name).write_text('{"text": "x"}\n{broken\n')
@@ -242,6 +244,7 @@ def test_a_long_bad_document_is_taken_back(tmp_path, tokenizer, monkeypatch):
     verify_folder(tmp_path / "out")
 
 
+@pytest.mark.catalogue(56)
 def test_a_million_documents_of_one_character_are_counted_right(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n' * 100_000)
     made = prepare([tmp_path / "x.jsonl"], output=tmp_path / "out", recipe=Recipe(tokenizer=tokenizer), workers=1).manifest
@@ -265,6 +268,7 @@ def test_another_request_for_a_prepared_folder_is_refused(tmp_path, source, toke
         prepare([source], output=tmp_path / "out", recipe=Recipe(**change(source, wanted)), workers=1)
 
 
+@pytest.mark.catalogue(59)
 def test_another_tokenizer_for_a_prepared_folder_is_refused(tmp_path, source, tokenizer):
     prepare([source], output=tmp_path / "out", recipe=recipe(tokenizer), workers=1)
     train_tokenizer(["other words"], 260).save(str(tmp_path / "other.json"))
@@ -291,6 +295,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path, source, tokenizer, opt
         prepare([source], output=tmp_path / "out", recipe=recipe(tokenizer, **options), workers=1)
 
 
+@pytest.mark.catalogue(56)
 def test_no_documents_is_an_error_that_says_what_was_skipped(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_text("{\n")
     with pytest.raises(DataError, match=r"no document was left for it; 1 were skipped: \{'broken_json': 1\}"):
@@ -323,6 +328,7 @@ def test_two_preparations_of_one_folder_do_not_mix(tmp_path, source, tokenizer):
     assert len(refused) == 1
 
 
+@pytest.mark.catalogue(58)
 def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path, source, tokenizer):
     def change(progress):
         if progress.stage == "shards":

@@ -80,6 +80,7 @@ def endless(tmp_path) -> Run:
     return replace(run, checkpoint=Checkpoint(every_steps=10, keep=3, export=False))
 
 
+@pytest.mark.catalogue(4, 10)
 def test_a_killed_rank_is_started_again_and_a_stop_saves_and_nothing_differs_from_an_undisturbed_run(endless):
     with launched(endless) as process:
         wait_until(lambda: steps_logged(endless) >= 12, process)
@@ -121,6 +122,7 @@ def test_ranks_that_a_stop_ends_before_they_saved_are_told(tmp_path):
     assert local._stopped("stopped by SIGTERM", failure, saved) == replace(STOPPED, saved=True)
 
 
+@pytest.mark.catalogue(16)
 def test_ranks_whose_launcher_is_killed_stop_within_ten_seconds(endless):
     with launched(endless) as process:
         wait_until(lambda: steps_logged(endless) >= 2, process)
@@ -132,6 +134,7 @@ def test_ranks_whose_launcher_is_killed_stop_within_ten_seconds(endless):
     assert len(ranks) == 2 and alive == []
 
 
+@pytest.mark.catalogue(8, 9)
 @pytest.mark.parametrize(
     "endings, progress, attempts, ending",
     [

@@ -120,6 +120,7 @@ def test_a_planted_fault_is_seen(fault, cut):
     assert error_of(cut, "2", False, fault) > 1e-3
 
 
+@pytest.mark.catalogue(54)
 def test_the_same_run_twice_gives_the_same_bits():
     cut = CUTS["ep2 expert_tp2"]
     first, second = (run_ranks(cut.world, one_rank, cut, "4") for _ in range(2))

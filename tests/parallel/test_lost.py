@@ -64,6 +64,7 @@ def leave(hangs: bool) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.catalogue(24)
 @pytest.mark.parametrize(("model", "layout", "what"), [
     ("llama", Layout(tp=2), "a gather over tp"),
     ("llama", Layout(tp=2, sequence_parallel=False), "a sum over tp"),

@@ -169,6 +169,7 @@ def raised(rank: int, run: Callable[[Any], object]) -> str:
 TOKENS = torch.arange(12).view(2, 6)
 
 
+@pytest.mark.catalogue(57)
 @pytest.mark.parametrize(
     "tokens, targets, message",
     [

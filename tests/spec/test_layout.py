@@ -47,6 +47,7 @@ def test_the_state_is_cut_over_data_and_context_ranks_and_repeated_over_the_rest
     assert Layout(dp=8, cp=2).group("shard") == (1, 1)
 
 
+@pytest.mark.catalogue(61)
 @pytest.mark.parametrize(
     ("layout", "found", "remedy"),
     [
@@ -77,6 +78,7 @@ def test_every_schedule_has_a_number_of_virtual_stages_that_suits_it(schedule):
     assert Layout(pp=4, schedule=schedule, virtual_stages=stages).problems() == []
 
 
+@pytest.mark.catalogue(61)
 @pytest.mark.parametrize(
     ("model", "layout", "found", "remedy"),
     [

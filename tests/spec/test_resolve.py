@@ -139,6 +139,7 @@ def test_of_two_ways_to_give_the_batch_the_later_layer_counts_and_one_layer_may_
     assert "say the same thing twice" in problems(path, both)["batch.tokens_per_batch"].rule
 
 
+@pytest.mark.catalogue(60)
 def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path):
     path = write(tmp_path, "run.toml", """\
         stpes = 5
@@ -185,6 +186,7 @@ def test_an_unknown_key_is_answered_with_the_nearest_thing_that_works(key, answe
     assert answer in problems(None, TINY | {key: 1})[key].remedy
 
 
+@pytest.mark.catalogue(60)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -202,6 +204,7 @@ def test_a_value_of_the_wrong_type_is_refused(key, value):
     assert any(found.startswith(key) for found in problems(None, TINY | {key: value}))
 
 
+@pytest.mark.catalogue(60)
 def test_flags_given_twice_or_without_a_value_are_refused():
     found = problems(
         None, ["--model.preset", "tiny-llama", "--seed", "1", "--seed=2", "--steps", "--batch.sequence_length", "64"]
@@ -229,6 +232,7 @@ def test_files_that_extend_in_a_circle_or_are_missing_are_named(tmp_path):
     assert "there is no such file" in problems(tmp_path / "no.toml")[str(tmp_path / "no.toml")].rule
 
 
+@pytest.mark.catalogue(60)
 def test_broken_toml_is_named_with_its_line(tmp_path):
     path = write(tmp_path, "run.toml", "steps = 3\nsteps = 4\n")
     assert "is not TOML" in problems(path)[f"{path}:2"].rule

@@ -14,6 +14,7 @@ def problems(**given):
     return {problem.key: problem for problem in caught.value.problems}
 
 
+@pytest.mark.catalogue(61)
 def test_a_global_batch_that_ranks_cannot_share_is_refused_with_the_nearest_that_they_can():
     found = problems(layout__dp=4, layout__micro_batch_size=3, batch__sequences_per_batch=100)["batch.sequences_per_batch"]
     assert "= 12, is 100" in found.rule
@@ -87,6 +88,7 @@ def test_a_model_that_could_not_be_exported_at_the_end_is_refused_at_the_start_u
     assert resolve(None, TINY | {"model.qk_norm": True, "checkpoint.export": False}).run.model.qk_norm
 
 
+@pytest.mark.catalogue(60)
 def test_numbers_out_of_range_in_several_sections_are_all_told_at_once():
     found = problems(layout__dp=0, model__num_hidden_layers=10**30, steps=0, model__norm_eps="x")
     assert set(found) == {"layout.dp", "model.num_hidden_layers", "steps", "model.norm_eps"}

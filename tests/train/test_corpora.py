@@ -36,11 +36,13 @@ def refused(run: Run) -> str:
     return str(caught.value)
 
 
+@pytest.mark.catalogue(59)
 def test_a_held_out_corpus_of_another_tokenizer_is_refused_before_the_first_step(run, home):
     run = replace(run, data=replace(run.data, validation=(Source(str(home / "other")),)))
     assert f"{home / 'other'}: was prepared with another tokenizer than {home / 'text'}. Prepare all" in refused(run)
 
 
+@pytest.mark.catalogue(59)
 @pytest.mark.parametrize(
     "name, rule", [("missing.json", "missing.json is not there"), ("other.json", "is not the tokenizer that")]
 )

@@ -37,6 +37,7 @@ def test_what_cannot_fit_is_refused_unless_memory_is_to_be_ignored() -> None:
     assert expect_fits(RUN, 24 * GIB, anyway=True) == expect_fits(replace(RUN, compile=True), 24 * GIB)
 
 
+@pytest.mark.catalogue(15)
 def test_an_out_of_memory_compares_what_was_measured_planned_and_traced(tmp_path: Path) -> None:
     run = Run(preset("tiny-llama"), layout=Layout(dp=2, precision="bf16"), batch=Batch(128, 4), data=Data(document_mask=False))
     (tmp_path / "run.toml").write_text(to_toml(run))

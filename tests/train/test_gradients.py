@@ -79,6 +79,7 @@ def test_each_gradient_is_seen_once_a_backward_pass_before_it_is_added_to_others
         torch.testing.assert_close(gradient * 3, cast(torch.Tensor, decoder.get_parameter(name).grad))
 
 
+@pytest.mark.catalogue(50)
 def test_the_norm_of_large_gradients_is_exact_to_rounding():
     share = build_share(FAMILIES["llama"], Layout(), Ranks(0, 1, torch.device("cpu")), seed=0)
     parameter = torch.nn.Parameter(torch.empty(3_000_000))

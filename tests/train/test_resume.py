@@ -43,6 +43,7 @@ def test_the_small_run_ramps_and_reads_its_corpus_more_than_once(home):
     assert tokens == [4 * 11] * 4 + [8 * 11] * 8
 
 
+@pytest.mark.catalogue(40)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_stopped_before_any_step_goes_on_to_the_same_bits(home, layout):
     whole = small_run(home, name="whole", layout=layout)
@@ -59,6 +60,7 @@ def test_a_run_stopped_before_any_step_goes_on_to_the_same_bits(home, layout):
         assert same(state(run), state(whole)), stop
 
 
+@pytest.mark.catalogue(41)
 def test_a_run_stopped_three_times_goes_on_to_the_same_bits(home):
     layout = Layout(dp=2, zero_stage=3, micro_batch_size=1)
     whole, run = (small_run(home, name=name, layout=layout) for name in ("whole", "thrice"))
@@ -88,6 +90,7 @@ def test_a_run_killed_between_checkpoints_does_its_steps_again_and_each_stands_o
     assert curve(run) == curve(whole)
 
 
+@pytest.mark.catalogue(13, 46)
 def test_a_run_that_changes_its_layout_three_times_stays_the_same_to_rounding(home):
     fp64 = Layout(micro_batch_size=1, precision="fp64")
     whole = small_run(home, name="whole", layout=fp64)
@@ -115,6 +118,7 @@ def test_a_finished_run_started_again_changes_nothing(home):
     assert same(state(run), before) and curve(run) == files
 
 
+@pytest.mark.catalogue(43)
 def test_what_changed_since_the_checkpoint_is_said_line_by_line(home):
     run = small_run(home)
     train_here(run, before_step=stop_at(4))

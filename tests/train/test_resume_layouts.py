@@ -76,6 +76,7 @@ def run_of(home: Path, model: Model, layout: Layout, name: str, **changes: objec
     return small_run(home, model=replace(model, num_hidden_layers=4), layout=layout, name=name, **changes)
 
 
+@pytest.mark.catalogue(46)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_run_whose_layout_changes_again_and_again_stays_the_same_to_rounding(home, chain):
     model, layouts = CHAINS[chain]
@@ -98,6 +99,7 @@ SAME = {
 }
 
 
+@pytest.mark.catalogue(40, 54)
 @pytest.mark.parametrize("case", SAME)
 def test_a_run_stopped_on_any_axis_goes_on_to_the_same_bits(home, case):
     model, layout = SAME[case]
@@ -154,6 +156,7 @@ def everything_first(held, tensor):
     return Slice(tensor, held.weight.shape, (0,) * len(held.weight.shape))
 
 
+@pytest.mark.catalogue(46)
 def test_moments_saved_at_another_place_than_their_weights_are_seen_after_a_change_of_layout(home, monkeypatch):
     whole = run_of(home, MODEL, ONE, "whole", steps=3)
     train_here(whole)

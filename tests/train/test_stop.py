@@ -40,6 +40,7 @@ def checkpoints(run) -> list[Path]:
     return sorted((Path(run.folder) / run.name / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.catalogue(10, 12)
 @pytest.mark.parametrize(
     "rank, number", [(None, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT)], ids=["all", "rank 1", "Ctrl-C on rank 0"]
 )
@@ -70,6 +71,7 @@ def make_gradient_infinite(trainer: Trainer) -> None:
     projection.register_forward_hook(lambda module, inputs, output: output.register_hook(lambda g: g * float("inf")) and None)
 
 
+@pytest.mark.catalogue(39, 49)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_one(home, stage):
     run = small_run(
@@ -82,6 +84,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_one(home, stage
     assert checkpoints(run)[-1].name == "step-00000006"
 
 
+@pytest.mark.catalogue(49)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_that_is_not_finite_is_named_with_its_rank_and_where_it_began(home, stage):
     run = small_run(home, layout=replace(ZERO_2, zero_stage=stage))
@@ -102,6 +105,7 @@ def test_a_gradient_that_was_not_finite_once_points_at_the_machine(home):
         train_here(small_run(home), before_step=at_step(1, once))
 
 
+@pytest.mark.catalogue(49)
 def test_nothing_changes_when_a_number_is_not_finite(home):
     seen = {}
 
@@ -118,6 +122,7 @@ def test_nothing_changes_when_a_number_is_not_finite(home):
     assert {float(s["step"]) for s in trainer.optimizer.state.values()} == {3.0} and trainer.steps_done == 3
 
 
+@pytest.mark.catalogue(27)
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(home):
     whole = small_run(home, name="whole")
     train_here(whole)
@@ -144,6 +149,7 @@ def test_when_every_checkpoint_is_damaged_the_run_says_so_and_does_not_start_ove
     assert [step for step, *_ in curve(run)] == [0, 1, 2, 3]
 
 
+@pytest.mark.catalogue(43)
 @pytest.mark.parametrize(
     "change, key",
     [
@@ -162,6 +168,7 @@ def test_what_decides_a_run_cannot_change_on_the_way_unless_asked_for(home, chan
     assert train_here(change(run), allow_changes=True).steps_done == STEPS
 
 
+@pytest.mark.catalogue(43)
 @pytest.mark.parametrize("allow_changes", [False, True])
 @pytest.mark.parametrize(
     "change, remedy",
@@ -180,6 +187,7 @@ def test_the_batch_cannot_change_on_the_way_even_if_changes_are_allowed(home, ch
     assert remedy in str(caught.value) and "--allow-changes" not in str(caught.value)
 
 
+@pytest.mark.catalogue(44)
 def test_other_data_in_the_same_place_is_refused_and_the_same_data_elsewhere_is_not(home):
     run = small_run(home)
     train_here(run, before_step=stop_at(4))
@@ -192,6 +200,7 @@ def test_other_data_in_the_same_place_is_refused_and_the_same_data_elsewhere_is_
     assert train_here(moved).steps_done == STEPS
 
 
+@pytest.mark.catalogue(50)
 def test_a_batch_without_a_single_valid_target_has_loss_zero_and_hurts_nothing(home):
     run = small_run(home, layout=ZERO_2, log=replace(small_run(home).log, gradient_noise_scale=True))
 
@@ -211,6 +220,7 @@ def test_a_batch_without_a_single_valid_target_has_loss_zero_and_hurts_nothing(h
     assert all(tensor.isfinite().all() for tensor in state(run).values())
 
 
+@pytest.mark.catalogue(26)
 def test_a_full_disk_for_metrics_is_told_once_and_the_run_goes_on(home, capsys):
     run = small_run(home)
     (home / "small").mkdir()
@@ -227,6 +237,7 @@ def test_a_full_disk_for_metrics_is_told_once_and_the_run_goes_on(home, capsys):
     assert checkpoints(run)[-1].name == "step-00000012"
 
 
+@pytest.mark.catalogue(14)
 def test_two_processes_cannot_train_in_one_folder(home):
     run = small_run(home)
 
@@ -235,6 +246,7 @@ def test_two_processes_cannot_train_in_one_folder(home):
     assert seen[0]["error"] == "SpecError" and "another process is training in this folder" in seen[0]["text"]
 
 
+@pytest.mark.catalogue(6)
 def test_rank_0_alone_failing_ends_the_others(home):
     run = small_run(home, layout=ZERO_2)
     (home / "small").mkdir()

@@ -1,0 +1,127 @@
+"""The catalogue of faults as a table, from what tests say about themselves and from the last recorded run.
+
+    python -m pytest -m catalogue --record-catalogue     run the tests of the catalogue and note their results
+    python tests/catalogue/table.py                      write docs/faults.md
+
+Tests are found by reading their files, so that this takes a second and needs nothing that they need.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent
+PAGE = TESTS.parent / "docs" / "faults.md"
+RESULTS = HERE / "results.json"
+TITLES = {
+    "processes": "Processes and restart", "hangs": "Hangs, stragglers, network", "storage": "Storage",
+    "resume": "Resuming and the order of data", "numerics": "Numbers", "input": "Input and configuration",
+}  # fmt: skip
+
+HEAD = """# The catalogue of faults
+
+Written by `python tests/catalogue/table.py` from marks of the tests and what `pytest -m catalogue --record-catalogue`
+noted; a test holds this page to them. Nightly tests run with `ULTRASCALE_NIGHTLY=1`. [Reliability](reliability.md) explains."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault and what is promised."""
+
+    number: int
+    group: str
+    fault: str
+    promise: str
+
+
+@dataclass(frozen=True)
+class Cover:
+    """A test that covers rows."""
+
+    name: str
+    """`checkpoint/test_kill.py::test_...`, from the folder of tests."""
+    rows: tuple[int, ...]
+    nightly: bool
+
+
+def read_rows() -> list[Row]:
+    """The catalogue, in order."""
+    groups = tomllib.loads((HERE / "rows.toml").read_text())
+    return [Row(int(number), group, *texts) for group, rows in groups.items() for number, texts in rows.items()]
+
+
+def find_tests() -> list[Cover]:
+    """Every test that is marked with rows of the catalogue, itself or by its module."""
+    return [test for path in sorted(TESTS.rglob("test_*.py")) for test in _tests_of(path)]
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """What the last recorded run of each test came to."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def write_results(new: dict[str, dict[str, Any]]) -> None:
+    """Note `new` results beside the older ones of tests that are still there. One test a line."""
+    known = {test.name for test in find_tests()}
+    kept = {name: result for name, result in (read_results() | new).items() if name in known}
+    lines = [f"{json.dumps(name)}: {json.dumps(result)}" for name, result in sorted(kept.items())]
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def page(rows: list[Row], tests: list[Cover], results: dict[str, dict[str, Any]]) -> str:
+    """The text of docs/faults.md."""
+    covered = [row for row in rows if any(row.number in test.rows for test in tests)]
+    in_ci = [row for row in rows if any(row.number in test.rows and not test.nightly for test in tests)]
+    lines = [HEAD, "", f"{len(covered)} of {len(rows)} rows have a test, {len(in_ci)} in every run of CI, the others at night."]
+    for group, title in TITLES.items():
+        lines += ["", f"## {title}", "", "| # | fault | promised | tests | run | last result |", "|---|---|---|---|---|---|"]
+        lines += [_line(row, tests, results) for row in rows if row.group == group]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row, tests: list[Cover], results: dict[str, dict[str, Any]]) -> str:
+    own = [test for test in tests if row.number in test.rows]
+    names = "<br>".join(f"`{test.name}`" for test in own) or "none"
+    times = " and ".join(["CI"] * any(not test.nightly for test in own) + ["nightly"] * any(test.nightly for test in own))
+    return f"| {row.number} | {row.fault} | {row.promise} | {names} | {times} | {_last(own, results)} |"
+
+
+def _last(tests: list[Cover], results: dict[str, dict[str, Any]]) -> str:
+    known = [results[test.name] for test in tests if test.name in results]
+    if not known:
+        return "not recorded" if tests else ""
+    failed = [one for one in known if one["result"] != "passed"]
+    cases = sum(one["cases"] for one in known)
+    what = f"{len(failed)} of {len(known)} failed" if failed else f"passed, {cases} case{'s' * (cases > 1)}"
+    missing = len(tests) - len(known)
+    return f"{what}, {max(one['on'] for one in known)}" + (f"; {missing} not recorded" if missing else "")
+
+
+def _tests_of(path: Path) -> Iterator[Cover]:
+    tree = ast.parse(path.read_text(), filename=str(path))
+    shared = [mark for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+              for mark in (node.value.elts if isinstance(node.value, ast.List) else [node.value])]  # fmt: skip
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            marks = [*shared, *node.decorator_list]
+            called = [mark for mark in marks if isinstance(mark, ast.Call) and _is(mark, "catalogue")]
+            rows = tuple(ast.literal_eval(number) for mark in called for number in mark.args)
+            if rows:
+                nightly = any(_is(mark, "nightly") for mark in marks)
+                yield Cover(f"{path.relative_to(TESTS)}::{node.name}", rows, nightly)
+
+
+def _is(mark: Any, name: str) -> bool:
+    return ast.unparse(mark.func if isinstance(mark, ast.Call) else mark) == f"pytest.mark.{name}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(read_rows(), find_tests(), read_results()))
+    print(f"written: {PAGE}")

@@ -1,0 +1,33 @@
+"""The table of faults says what is tested, and no more."""
+
+from catalogue.table import PAGE, Cover, Row, find_tests, page, read_results, read_rows
+
+
+def test_the_table_in_the_documentation_is_current():
+    told = "run `python tests/catalogue/table.py`"
+    assert PAGE.read_text() == page(read_rows(), find_tests(), read_results()), told
+
+
+def test_there_are_62_rows_and_every_mark_is_one_of_them():
+    assert [row.number for row in read_rows()] == list(range(1, 63))
+    assert {number for test in find_tests() for number in test.rows} <= set(range(1, 63))
+
+
+def test_a_row_tells_its_tests_when_they_run_and_what_they_came_to():
+    rows = [Row(1, "storage", "a fault", "a promise"), Row(2, "storage", "another", "nothing")]
+    tests = [Cover("a.py::test_x", (1,), nightly=False), Cover("a.py::test_y", (1,), nightly=True)]
+    passed, failed = ({"result": result, "cases": 3, "on": "2026-01-02"} for result in ("passed", "failed"))
+    text = page(rows, tests, {"a.py::test_x": passed})
+    told = "CI and nightly | passed, 3 cases, 2026-01-02; 1 not recorded |"
+    assert f"| 1 | a fault | a promise | `a.py::test_x`<br>`a.py::test_y` | {told}" in text
+    assert "1 of 2 rows have a test, 1 in every run of CI" in text and "| 2 | another | nothing | none |  |  |" in text
+    assert "1 of 2 failed, 2026-01-02" in page(rows, tests, {"a.py::test_x": passed, "a.py::test_y": failed})
+
+
+def test_a_test_is_found_by_its_mark_or_that_of_its_module(tmp_path, monkeypatch):
+    monkeypatch.setattr("catalogue.table.TESTS", tmp_path)
+    text = "@pytest.mark.catalogue(3, 4)\n@pytest.mark.nightly\ndef test_a(): ...\ndef test_b(): ...\n"
+    (tmp_path / "test_one.py").write_text(text)
+    (tmp_path / "test_two.py").write_text("pytestmark = [pytest.mark.catalogue(5)]\ndef test_c(): ...\n")
+    found = [Cover("test_one.py::test_a", (3, 4), nightly=True), Cover("test_two.py::test_c", (5,), nightly=False)]
+    assert find_tests() == found
