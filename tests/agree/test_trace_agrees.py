@@ -77,7 +77,7 @@ def traced(draw: st.DrawFn) -> Traced:
         sequence_parallel=draw(st.booleans()),
         cp_method=draw(st.sampled_from(["ring", "all-gather", "all-to-all"])),
         recompute=draw(st.sampled_from(["none", "selective", "full", "every-k"])),
-        precision=draw(st.sampled_from(["bf16", "bf16", "fp32"])), micro_batch_size=draw(st.sampled_from([1, 2])),
+        precision=draw(st.sampled_from(["bf16", "fp16", "fp32"])), micro_batch_size=draw(st.sampled_from([1, 2])),
         layers_per_bucket=draw(st.sampled_from([1, 2])) if model is MODEL else 1, ep=ep,
         expert_tp=expert_tp,
     )  # fmt: skip

@@ -12,14 +12,12 @@ from ultrascale.spec.trainable import TRAINED_FAMILIES, expect_trainable, untrai
 @pytest.mark.parametrize(
     "layout",
     [
-        {"offload_activations": True}, {"offload_optimizer": True}, {"precision": "fp16"},
-        {"precision": "fp8"}, {"precision": "bf16", "reduce_dtype": "fp16"},
+        {"offload_activations": True}, {"offload_optimizer": True}, {"precision": "fp8"},
     ],
 )  # fmt: skip
 def test_layouts_that_are_only_planned_are_refused_for_each_field_by_name(layout):
     found = untrainable_layout(Layout(**layout))
-    refused = {key for key in layout if key not in ("schedule", "dp") and not (key == "precision" and "reduce_dtype" in layout)}
-    assert {problem.key for problem in found} == {f"layout.{key}" for key in refused}
+    assert {problem.key for problem in found} == {f"layout.{key}" for key in layout}
     assert all("so far" in p.rule and "ultrascale plan" in p.remedy for p in found)
 
 

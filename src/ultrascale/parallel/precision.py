@@ -26,7 +26,9 @@ from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.torch_private import copy_all
 from ultrascale.spec.layout import Precision
 
-TORCH_DTYPE: dict[Precision, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPE: dict[Precision, torch.dtype] = {
+    "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+}  # fmt: skip
 
 
 def apply_mixed_precision(decoder: Decoder, dtype: torch.dtype) -> None:

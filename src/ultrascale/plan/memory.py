@@ -67,7 +67,7 @@ def is_replayed(model: Model, layout: Layout) -> bool:
 
     `plan.footprint` knows the rest.
     """
-    rest = layout.offload_activations or layout.offload_optimizer or layout.precision in ("fp8", "fp16")
+    rest = layout.offload_activations or layout.offload_optimizer or layout.precision == "fp8"
     return not (model.num_nextn_predict_layers or rest or (layout.pp > 1 and layout.schedule == "dualpipe"))
 
 

@@ -19,7 +19,7 @@ from ultrascale.plan.compute import optimizer_seconds
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.data_traffic import data_parallel_seconds
 from ultrascale.plan.footprint import Footprint, stage_memory
-from ultrascale.plan.layouts import SCHEDULES, LayoutTable
+from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
 from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline_steady import long_step_seconds
 from ultrascale.plan.pipelined import (
@@ -292,12 +292,16 @@ def _hidden_by_pairs(workload: Workload, table: LayoutTable, parts: dict[str, Fl
 
 
 def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants: Constants) -> Floats:
-    """The update: reads the gradient, the master and both moments, writes the last three and the compute copy."""
+    """The update: reads the gradient, the master and both moments, writes the last three and the compute copy. In fp16
+    gradients are divided by the loss scale before."""
     stack = workload.stack
     dense, expert, cut, expert_cut = shards(table, stages)
     own, whole = dense / cut + expert / expert_cut, dense + expert
     per_parameter = stack.gradient_bytes + 2 * (stack.master_bytes + stack.moment_bytes) + stack.weight_bytes
-    num_bytes = (own * per_parameter + 2 * stack.gradient_bytes * np.where(table.zero_stage >= 2, own, whole)).max(axis=0)
+    unscaling = np.where(np.array(PRECISIONS)[table.precision] == "fp16", 2.0 * stack.gradient_bytes, 0.0) * own
+    num_bytes = (own * per_parameter + unscaling + 2 * stack.gradient_bytes * np.where(table.zero_stage >= 2, own, whole)).max(
+        axis=0
+    )
     accelerator = workload.cluster.accelerator
     seconds = optimizer_seconds(accelerator, num_bytes * constants.optimizer_passes)
     if stack.optimizer == "muon":

@@ -202,6 +202,9 @@ class Layout:
             yield Problem("layout.reduce_dtype", rule, "Leave it out.")
         if self.precision == "fp32" and self.reduce_dtype == "fp64":
             yield Problem("layout.reduce_dtype", "is wider than the gradients, fp32", "Leave it out.")
+        if self.reduce_dtype == "fp16" and self.precision != "fp16":
+            rule = f"sums of gradients in fp16 overflow without loss scaling, which precision = {self.precision} has not"
+            yield Problem("layout.reduce_dtype", rule, "Use bf16, or leave it out.")
         if self.reduce_dtype == "fp8":
             yield Problem("layout.reduce_dtype", "sums of gradients in fp8 lose most of them", "Use bf16, or leave it out.")
 

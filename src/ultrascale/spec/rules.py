@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from math import inf
+from math import frexp, inf
 from typing import Any
 
 from ultrascale.spec import layout, model
@@ -13,7 +13,7 @@ from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.families import export_problems
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.run import Run
+from ultrascale.spec.run import LossScale, Run
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 
 # key: lowest, highest value. None as a value is always allowed where the field allows it.
@@ -24,7 +24,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.min_learning_rate_ratio": (0, 1), "optimizer.weight_decay": (0, inf),
     "checkpoint.every_steps": (1, inf), "checkpoint.keep": (0, inf), "checkpoint.keep_every_steps": (1, inf),
     "evaluation.every_steps": (1, inf), "evaluation.sequences": (1, inf),
-    "log.every_steps": (1, inf), "log.memory_steps": (0, inf),
+    "loss_scale.growth_steps": (1, inf), "log.every_steps": (1, inf), "log.memory_steps": (0, inf),
 }  # fmt: skip
 _RANGES |= {f"layout.{key}": limits for key, limits in layout.RANGES.items()}
 _RANGES |= {f"model.{key}": limits for key, limits in model.RANGES.items()}
@@ -104,6 +104,8 @@ def run_notes(run: Run) -> list[str]:
     for key, axis in _READ_WITH.items():
         if getattr(own, axis) == 1 and getattr(own, key) != getattr(Layout, key):
             notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.{axis} = 1).")
+    if own.precision != "fp16" and run.loss_scale != LossScale():
+        notes.append(f"loss_scale has no effect: only fp16 scales the loss (layout.precision = {own.precision}).")
     if own.dp > 1 and own.zero_stage and own.shard_size == 1:
         notes.append(
             f"layout.zero_stage = {own.zero_stage} saves no memory: every rank keeps a whole copy (layout.dp_shard = 1)."
@@ -159,6 +161,17 @@ def _schedule(run: Run) -> Iterator[Problem]:
     elif optimizer.decay_steps is not None and optimizer.warmup_steps + optimizer.decay_steps > steps:
         rule = f"does not fit: warm-up {optimizer.warmup_steps} + decay {optimizer.decay_steps} is more than steps = {steps}"
         yield Problem("optimizer.decay_steps", rule, f"Use at most {steps - optimizer.warmup_steps}.")
+
+
+def _loss_scale(run: Run) -> Iterator[Problem]:
+    scale = run.loss_scale
+    limits = {"initial": (scale.lowest, 2.0**24), "growth_factor": (2.0, 2.0**8), "backoff_factor": (2.0**-8, 0.5),
+              "lowest": (2.0**-24, 2.0**24)}  # fmt: skip
+    for name, (low, high) in limits.items():
+        value = getattr(scale, name)
+        if not low <= value <= high or frexp(value)[0] != 0.5:
+            rule = f"must be a power of two from {low:g} to {high:g}, is {value:g}"
+            yield Problem(f"loss_scale.{name}", rule, f"{getattr(LossScale, name):g} is usual.")
 
 
 def _checkpoints(run: Run) -> Iterator[Problem]:
@@ -261,6 +274,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("batch.ramp",), _ramp),
     (("batch.sequence_length", "model"), _sequence_length),
     (("steps", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule"), _schedule),
+    (("loss_scale",), _loss_scale),
     (("checkpoint.every_steps", "checkpoint.keep_every_steps"), _checkpoints),
     (("layout.recompute", "layout.recompute_every"), _recompute_every),
     (("evaluation.every_steps", "data.validation"), _evaluation),

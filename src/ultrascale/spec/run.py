@@ -81,6 +81,21 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class LossScale:
+    """The factor on the loss in fp16, moved by overflows (`train.loss_scale`). Read only if layout.precision = "fp16"."""
+
+    initial: float = 65536.0
+    """At the first step. This and the two factors are powers of two, so that scaling rounds nothing."""
+    growth_steps: int = 2000
+    """Updates without an overflow after which the scale grows."""
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    """On the scale after an overflow, whose step updates nothing."""
+    lowest: float = 1.0
+    """An overflow that asks for less ends the run: its gradients are not small but wrong."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """What is kept on disk, and when."""
 
@@ -144,6 +159,7 @@ class Run:
     batch: Batch = field(default_factory=Batch)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    loss_scale: LossScale = field(default_factory=LossScale)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     evaluation: Evaluation = field(default_factory=Evaluation)
     log: Log = field(default_factory=Log)

@@ -16,7 +16,7 @@ _LAYOUT: dict[str, tuple[object, str]] = {
     "offload_activations": (False, "recompute = \"full\" or a smaller micro_batch_size saves activations"),
     "offload_optimizer": (False, "zero_stage = 1 cuts optimizer state over dp ranks"),
 }  # fmt: skip
-_PRECISIONS = ("fp64", "fp32", "bf16")
+_PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 _TWO_COPIES = "dualpipe"
 
 
@@ -33,7 +33,7 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
     for key in ("precision", "reduce_dtype"):
         if getattr(layout, key) not in (*_PRECISIONS, None):
             rule = f"the trainer runs {', '.join(_PRECISIONS)} only so far, is {getattr(layout, key)}"
-            found.append(Problem(f"layout.{key}", rule, _remedy("bf16 is as fast as fp16 and needs no loss scaling")))
+            found.append(Problem(f"layout.{key}", rule, _remedy("bf16")))
     return found
 
 

@@ -105,7 +105,9 @@ class Metrics:
 
 def console_line(run: Run, values: Row, steps_done: int) -> str:
     """`step 10 loss 7.1234 gnorm 0.98 lr 3.0e-04 mem 61.2GiB (77%) tok/s/gpu 12,345 mfu 41.2% eta 1h02m`."""
-    parts = [f"step {steps_done}/{run.steps}", f"loss {values['train/loss']:.4f}", f"gnorm {values['train/grad_norm']:.2f}"]
+    norm = values["train/grad_norm"]
+    told = f"skipped: overflow at loss scale {values['train/loss_scale']:g}" if norm is None else f"gnorm {norm:.2f}"
+    parts = [f"step {steps_done}/{run.steps}", f"loss {values['train/loss']:.4f}", told]
     parts.append(f"lr {values['train/lr']:.1e}")
     for key, value in values.items():
         if key.startswith("val/loss") and value is not None:

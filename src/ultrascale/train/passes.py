@@ -30,6 +30,8 @@ class Passes:
     """Told each action before it begins."""
     after_backward: Callable[[int], None] = lambda micro_batch: None
     """Told the micro-batch whose backward pass is done; not told in a pipeline."""
+    loss_scale: float = 1.0
+    """Losses are multiplied by it before their backward passes: the gradients that `train` leaves are so much larger."""
     pipeline: Pipeline | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -39,10 +41,10 @@ class Passes:
             self.pipeline = Pipeline(share.layout, share.stages, groups, device, lambda action: self.on_action(action))
 
     def train(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[Tensor]:
-        """Leave the gradients of (sum of losses) / `num_targets` in the parameters. Returns the losses, summed over valid
+        """Leave the gradients of (sum of losses) / `num_targets` x `loss_scale` in the parameters. Returns the losses, summed over valid
         targets, 0-d each; in a pipeline only on the rank of the last stage."""
         losses: list[Tensor] = []
-        scale = 1 / max(1, num_targets)
+        scale = self.loss_scale / max(1, num_targets)
         for stage in self.share.stages.values():
             scale_auxiliary_losses(stage, scale)
         if self.pipeline is not None:

@@ -70,12 +70,14 @@ class Performance:
         gradients, run = result.gradients, self.run
         values: Row = {
             "train/loss": gradients.loss,
-            "train/grad_norm": gradients.norm,
+            "train/grad_norm": None if gradients.overflowed else gradients.norm,
             "train/lr": result.learning_rate,
             "train/noise_scale_tokens": gradients.noise_scale_tokens,
             "progress/tokens": tokens_after(run.batch, gradients.step + 1),
             "progress/tokens_per_batch": gradients.num_sequences * run.batch.sequence_length,
         }
+        if gradients.loss_scale is not None:
+            values |= {"train/loss_scale": gradients.loss_scale, "train/skipped_steps": result.skipped_steps}
         if (balance := result.expert_balance) is not None:
             values |= {
                 "moe/load_max_over_mean": balance.worst,

@@ -57,6 +57,8 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
         "decides": decisive_parts(trainer.run),
         "data": trainer.loader.fingerprint(),
         "noise_scale": noise.state() if noise is not None else None,
+        "skipped_steps": trainer.skipped_steps,
+        "loss_scale": None if trainer.loss_scale is None else trainer.loss_scale.state(),
     }
 
 
@@ -70,7 +72,10 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False) 
     _expect_same_run(trainer, facts, checkpoint, allow_changes=allow_changes)
     load(checkpoint, tensors_of(trainer))
     trainer.steps_done = facts["steps_done"]
-    set_steps_done(trainer.optimizer, trainer.steps_done)
+    trainer.skipped_steps = facts.get("skipped_steps", 0)
+    set_steps_done(trainer.optimizer, trainer.steps_done - trainer.skipped_steps)
+    if trainer.loss_scale is not None and facts.get("loss_scale") is not None:
+        trainer.loss_scale.load_state(facts["loss_scale"])
     if trainer.noise_scale is not None and facts["noise_scale"] is not None:
         trainer.noise_scale.load_state(facts["noise_scale"])
 

@@ -3,7 +3,7 @@
 1. read this rank's sequences of the step, and count its valid targets
 2. agree with the other ranks on the count and on whether to stop
 3. play the actions of `schedules.accumulate`: forward, backward, forward, backward, ...
-4. gradient norm, and stop before the update if it is not finite
+4. gradient norm, and stop before the update if it is not finite; in fp16 go on without it (`train.loss_scale`)
 5. clip, update, forget the gradients
 """
 
@@ -25,7 +25,7 @@ from ultrascale.parallel.share import Share
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.progress import StepSpan, step_span
 from ultrascale.spec.run import Run
-from ultrascale.train.expert_balance import ExpertBalance, balance_experts
+from ultrascale.train.expert_balance import ExpertBalance, balance_experts, forget_load
 from ultrascale.train.gradients import (
     NonFiniteError,
     clip_gradients,
@@ -34,6 +34,7 @@ from ultrascale.train.gradients import (
 )
 from ultrascale.train.heap import keep_freed_memory, return_free_memory
 from ultrascale.train.learning_rate import learning_rate
+from ultrascale.train.loss_scale import DynamicScale, unscale
 from ultrascale.train.micro_batches import MicroBatch, ReadsSequences, micro_batch, sequence_numbers
 from ultrascale.train.noise_scale import NoiseScale
 from ultrascale.train.optimizer import build_optimizer, create_state, set_learning_rate
@@ -54,6 +55,13 @@ class Gradients:
     """Valid targets of the global batch."""
     data_seconds: float
     noise_scale_tokens: float | None
+    loss_scale: float | None = None
+    """By which the loss was multiplied; None: by nothing. `norm` is of the gradient without it."""
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the step must not update anything: its scaled gradient was too large for fp16."""
+        return not isfinite(self.norm)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,9 @@ class StepResult:
     gradients: Gradients
     learning_rate: float
     expert_balance: ExpertBalance | None = None
-    """Of models with experts."""
+    """Of models with experts, in a step that updated."""
+    skipped_steps: int = 0
+    """Of the run so far: their gradients overflowed, and they updated nothing."""
 
 
 class StopRequested(Exception):
@@ -83,7 +93,11 @@ class Trainer:
     passes: Passes = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
     noise_scale: NoiseScale | None = field(init=False, default=None)
+    loss_scale: DynamicScale | None = field(init=False, default=None)
+    """Of fp16."""
     steps_done: int = field(init=False, default=0)
+    skipped_steps: int = field(init=False, default=0)
+    """Of these, the ones that updated nothing."""
     stop_requested: bool = field(init=False, default=False)
     """Set by a signal handler; all ranks act on it before the next step."""
     on_phase: Callable[[str, int], None] = field(init=False, default_factory=lambda: lambda phase, step: None)
@@ -110,6 +124,8 @@ class Trainer:
         self.passes = Passes(self.share, self._tell_phase)
         if run.log.gradient_noise_scale:
             self.noise_scale = NoiseScale()
+        if run.layout.precision == "fp16":
+            self.loss_scale = DynamicScale(run.loss_scale)
 
     @property
     def decoder(self) -> Decoder:
@@ -133,9 +149,15 @@ class Trainer:
         return result
 
     def apply(self, gradients: Gradients) -> StepResult:
-        """The rest of a step whose `gradients` were computed: update the weights, and move the biases of experts."""
+        """The rest of a step whose `gradients` were computed: update the weights, and move the biases of experts. If they
+        overflowed, neither."""
+        if self.loss_scale is not None:
+            self.loss_scale.after_step(overflowed=gradients.overflowed)
+        if gradients.overflowed:
+            return StepResult(gradients, self._skip(), skipped_steps=self.skipped_steps)
         rate = self.update(gradients.norm)
-        return StepResult(gradients, rate, balance_experts(self.share, self.ranks, gradients.num_targets))
+        balance = balance_experts(self.share, self.ranks, gradients.num_targets)
+        return StepResult(gradients, rate, balance, self.skipped_steps)
 
     def compute_gradients(self) -> Gradients:
         """Everything of the next step up to and including the norm of its gradient, which is left in the parameters."""
@@ -144,14 +166,18 @@ class Trainer:
         micro_batches = [self.to_device(s) for s in self.read_micro_batches(span)]
         data_seconds = time.perf_counter() - started
         num_targets = self._agree_on_targets(micro_batches)
+        scale = self.passes.loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         with ExitStack() as watching:
             if self.noise_scale is not None:
                 watching.enter_context(watched_gradients(self.share.stages.values(), self.noise_scale.see))
             own = self._forward_backward(micro_batches, num_targets)
         self.share.finish_gradients()
+        if self.loss_scale is not None:
+            unscale(self.share.parameters(), scale)
         norm = float(self.share.gradient_norm())
         loss_sum, *small = self.ranks.sum(own.clone()).tolist()
-        if not (isfinite(loss_sum) and isfinite(norm)):
+        may_skip = self.loss_scale is not None and not self.loss_scale.is_lowest
+        if not (isfinite(loss_sum) and (isfinite(norm) or may_skip)):
             raise self._not_finite(span, micro_batches, num_targets)
         return Gradients(
             step=self.steps_done,
@@ -161,6 +187,7 @@ class Trainer:
             num_targets=num_targets,
             data_seconds=data_seconds,
             noise_scale_tokens=self._update_noise_scale(*small, norm=norm, num_targets=num_targets),
+            loss_scale=None if self.loss_scale is None else scale,
         )
 
     def update(self, norm: float) -> float:
@@ -170,10 +197,21 @@ class Trainer:
         rate = learning_rate(self.run.optimizer, self.steps_done, self.run.steps)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
+        self._end_step()
+        return rate
+
+    def _skip(self) -> float:
+        """Go on without an update. The step counts: its sequences were read, and its learning rate, returned, is used up."""
+        forget_load(self.share)
+        self.skipped_steps += 1
+        rate = learning_rate(self.run.optimizer, self.steps_done, self.run.steps)
+        self._end_step()
+        return rate
+
+    def _end_step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.on_phase("between", self.steps_done)
         self.steps_done += 1
-        return rate
 
     def read_micro_batches(self, span: StepSpan) -> list[Sequences]:
         """This rank's sequences of a step."""
@@ -209,7 +247,8 @@ class Trainer:
             if self.noise_scale is not None:
                 square, targets = self.noise_scale.take_small_square(), micro_batches[micro_batch].num_targets
                 if targets:
-                    small.add_(torch.tensor([1, 1 / targets, square * (num_targets / targets) ** 2], dtype=torch.float64))
+                    factor = num_targets / targets / self.passes.loss_scale
+                    small.add_(torch.tensor([1, 1 / targets, square * factor**2], dtype=torch.float64))
 
         self.passes.after_backward = take_small
         losses = self.passes.train(micro_batches, num_targets)
@@ -225,7 +264,7 @@ class Trainer:
     def _update_noise_scale(
         self, count: float, inverse_targets: float, squares: float, *, norm: float, num_targets: int
     ) -> float | None:
-        if self.noise_scale is None or count == 0:
+        if self.noise_scale is None or count == 0 or not isfinite(norm):
             return None
         return self.noise_scale.update(
             small_square=squares / count, small_tokens=count / inverse_targets, big_square=norm**2, big_tokens=num_targets
@@ -255,5 +294,12 @@ class Trainer:
         numbers = span.numbers
         return NonFiniteError(
             f"step {self.steps_done}, sequences {numbers[0]} to {numbers[-1]}: not finite: {where}. Nothing was updated and "
-            "nothing saved. Lower optimizer.learning_rate, or look at the data with `ultrascale data inspect`."
+            f"nothing saved. {self._lowest_scale()}Lower optimizer.learning_rate, or look at the data with "
+            "`ultrascale data inspect`."
         )
+
+    def _lowest_scale(self) -> str:
+        """What to add of fp16, whose scale did not help."""
+        if self.loss_scale is None:
+            return ""
+        return f'fp16 at loss scale {self.loss_scale.value:g}: layout.precision = "bf16" has the range of fp32. '
