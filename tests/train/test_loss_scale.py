@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.hooks import RemovableHandle
 from train.small_runs import MODEL, at_step, rows, same, small_run, state, stop_at, train_here, train_in_turn, train_ranks
 from train.test_resume_layouts import EXPERTS
 
 from ultrascale.check.prove import Case, prove_all
 from ultrascale.check.small import provable
-from ultrascale.parallel.share import Share, local
+from ultrascale.parallel.share import Share, local, local_gradient
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
@@ -97,7 +99,7 @@ def test_an_overflow_on_the_last_rank_is_skipped_by_all_and_changes_no_bit(home,
     model, layout = OVERFLOWS[case]
     run = small_run(home, model=model, layout=layout, steps=4, loss_scale=LossScale(initial=1024.0))
     kept: list[list[torch.Tensor]] = []
-    hooks: list = []
+    hooks: list[RemovableHandle] = []
 
     def overflow(trainer: Trainer) -> None:
         if trainer.steps_done == 3:
@@ -110,7 +112,7 @@ def test_an_overflow_on_the_last_rank_is_skipped_by_all_and_changes_no_bit(home,
             _, block = list(list(trainer.share.stages.values())[-1].blocks())[-1]
             hooks.append(block.register_forward_hook(lambda module, inputs, output: poison(output)))
 
-    def poison(output: torch.Tensor) -> None:
+    def poison(output: Any) -> None:
         """One element of what flows back through the last block, of one micro-batch, is too large."""
 
         def overflow_once(gradient: torch.Tensor) -> torch.Tensor:
@@ -162,7 +164,8 @@ def test_a_run_that_changes_its_layout_keeps_its_scale_and_the_count_of_updates(
 
 def test_gradients_that_overflow_at_the_lowest_scale_end_the_run(home):
     def explode(trainer: Trainer) -> None:
-        trainer.share.finish_gradients = lambda: local(trainer.share.held[0].parameter.grad).fill_(torch.inf)
+        parameter = trainer.share.held[0].parameter
+        trainer.share.finish_gradients = lambda: local_gradient(parameter).fill_(torch.inf)  # pyright: ignore
 
     run = small_run(home, layout=FP16, loss_scale=LossScale(initial=2.0))
     (outcome,) = train_ranks(run, before_step=at_step(2, explode))
@@ -176,8 +179,8 @@ def test_the_noise_scale_is_that_of_gradients_without_the_loss_scale(home):
         run = small_run(home, name=name, layout=FP16, steps=3, loss_scale=LossScale(initial=scale))
         run = replace(run, layout=replace(FP16, micro_batch_size=2), log=replace(run.log, gradient_noise_scale=True))
         seen = []
-        train_here(run, before_step=lambda trainer, seen=seen: seen.append(trainer.noise_scale.state()))
-        found.append(seen[-1])
+        train_here(run, before_step=lambda trainer, seen=seen: seen.append(trainer.noise_scale))
+        found.append(seen[-1].state())
     assert found[0]["signal"] == pytest.approx(found[1]["signal"], rel=0.05)
     assert found[0]["noise"] == pytest.approx(found[1]["noise"], rel=0.05)
 

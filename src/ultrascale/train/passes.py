@@ -41,8 +41,8 @@ class Passes:
             self.pipeline = Pipeline(share.layout, share.stages, groups, device, lambda action: self.on_action(action))
 
     def train(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[Tensor]:
-        """Leave the gradients of (sum of losses) / `num_targets` x `loss_scale` in the parameters. Returns the losses, summed over valid
-        targets, 0-d each; in a pipeline only on the rank of the last stage."""
+        """Leave the gradients of (sum of losses) / `num_targets` x `loss_scale` in the parameters. Returns the losses, summed
+        over valid targets, 0-d each; in a pipeline only on the rank of the last stage."""
         losses: list[Tensor] = []
         scale = self.loss_scale / max(1, num_targets)
         for stage in self.share.stages.values():
