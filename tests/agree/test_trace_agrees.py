@@ -185,3 +185,13 @@ def test_what_the_ranks_of_a_ring_send_together_is_planned(cp: int) -> None:
     traced_bytes = [traffic_of(trace_rank(run, rank), 1)[way].num_bytes for rank in range(cp)]
     planned = [planned_rank(run, rank, "cuda") for rank in range(cp)]
     assert sum(traced_bytes) == sum(one.traffic[way].num_bytes for one in planned if one is not None)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("tp, sequence_parallel", [(1, True), (2, True), (2, False)])
+def test_a_vocabulary_that_is_worked_through_slab_by_slab_is_planned(tp, sequence_parallel, recompute) -> None:
+    model = replace(MODEL, vocab_size=128_256, max_position_embeddings=8192, num_hidden_layers=2)
+    layout = Layout(tp=tp, sequence_parallel=sequence_parallel, precision="bf16", recompute=recompute)
+    run = Run(model, layout=layout, batch=Batch(8192, 2), data=Data(document_mask=False))
+    _, wrong = compared(Traced(run, 0))
+    assert not wrong

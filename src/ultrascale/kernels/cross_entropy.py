@@ -14,6 +14,8 @@ The alternative, keeping dlogits in place of the logits, costs N x V until the b
 
 With `compiled`, what lies between the matrix products is one compiled pass over a chunk, in place: in bf16 on CPU the whole
 loss then takes two thirds of the time. In fp32 on CPU it is no faster, and the passes stay as they are.
+
+In 16 bits on CUDA, where the logits would take several chunks, `kernels.cross_entropy_columns` does it with less memory.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ultrascale.kernels.cross_entropy_columns import IGNORED, sweep_columns
 from ultrascale.kernels.device_kind import is_cuda, kind_of
-from ultrascale.spec.work import chunk_rows
+from ultrascale.spec.work import chunk_rows, slab_columns
 
-IGNORED = -100
-"""The target of a position that predicts nothing."""
+__all__ = ["IGNORED", "linear_cross_entropy"]
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, compiled: bool = False) -> Tensor:
@@ -51,7 +53,15 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, com
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradients: bool, fused: bool) -> Tensor:
-        if not (with_gradients and any(ctx.needs_input_grad)):
+        with_gradients = with_gradients and any(ctx.needs_input_grad)
+        columns = slab_columns(hidden.shape[0], weight.shape[0], hidden.itemsize, kind_of(hidden))
+        if columns is not None:
+            is_inside = (targets == IGNORED) | ((targets >= 0) & (targets < len(weight)))
+            torch._assert_async(is_inside.all())  # pyright: ignore[reportPrivateImportUsage]
+            found = sweep_columns(hidden, weight, targets, columns, with_gradients=with_gradients, compiled=fused)
+            ctx.save_for_backward(found.grad_hidden, found.grad_weight)
+            return found.loss
+        if not with_gradients:
             return _sweep(hidden, weight, targets, None, None)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device)

@@ -4,9 +4,11 @@
     loss       logits [rows, V/tp] of a chunk on each rank; three numbers a row are gathered (the maximum, the sum of
                exponentials below it, the target's logit where it is here), and every rank has the same loss
 
-As in `kernels.cross_entropy` a chunk goes all the way to its gradients in the forward pass, and dh, summed over ranks, and dW
-wait for the backward pass. Per rank and step: hidden gathered once and dh summed once, N D (tp-1)/tp elements each, and one
-message of 3 numbers a row for each chunk. The alternative, gathering the logits, would send V/D times as much.
+In 16 bits on CUDA a large vocabulary is worked through slab by slab, and the numbers of all rows are gathered at once
+(`kernels.cross_entropy_columns`). Elsewhere, as in `kernels.cross_entropy`, a chunk goes all the way to its gradients in the
+forward pass. dh, summed over ranks, and dW wait for the backward pass. Per rank and step: hidden gathered once and dh summed
+once, N D (tp-1)/tp elements each, and one message of 3 numbers a row for each chunk. The alternative, gathering the logits,
+would send V/D times as much.
 
 An id outside the vocabulary belongs to no rank: without a check it would be a row of zeros, or a loss without its target.
 """
@@ -14,21 +16,21 @@ An id outside the vocabulary belongs to no rank: without a check it would be a r
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ultrascale.kernels.cross_entropy import IGNORED
+from ultrascale.kernels.cross_entropy_columns import IGNORED, sweep_columns
 from ultrascale.kernels.device_kind import is_cuda, kind_of
 from ultrascale.parallel.tensor_ops import Cut
 from ultrascale.parallel.tensor_traffic import gather_parts, gather_rows, sum_parts, sum_whole
 from ultrascale.parallel.torch_private import assert_on_device
 from ultrascale.spec.places import even_part
-from ultrascale.spec.work import chunk_rows
+from ultrascale.spec.work import chunk_rows, slab_columns
 
 
 def look_up(tokens: Tensor, weight: Tensor, *, vocab_size: int, cut: Cut) -> Tensor:
@@ -55,9 +57,18 @@ def vocabulary_cross_entropy(
     _expect_inside(targets.masked_fill(targets == IGNORED, 0), vocab_size, "a target")
     first = even_part(vocab_size, cut.group.size(), cut.group.rank())[0]
     # Chunks are of one size on all ranks, whose parts of the vocabulary need not be.
-    rows = chunk_rows(targets.numel(), even_part(vocab_size, cut.group.size(), 0)[1], kind_of(hidden))
+    largest = even_part(vocab_size, cut.group.size(), 0)[1]
+    rows = chunk_rows(targets.numel(), largest, kind_of(hidden))
+    columns = slab_columns(targets.numel(), largest, hidden.itemsize, kind_of(hidden))
     fused = compiled and torch.is_grad_enabled() and (is_cuda(hidden) or hidden.dtype != _wide(hidden))
-    return _Loss.apply(hidden, weight, targets, first, rows, cut, fused)  # pyright: ignore[reportReturnType]
+    return _Loss.apply(hidden, weight, targets, first, Chunk(rows, columns), cut, fused)  # pyright: ignore[reportReturnType]
+
+
+class Chunk(NamedTuple):
+    """Logits that exist at a time: those of so many rows, or, if given, so many columns of all rows."""
+
+    rows: int
+    columns: int | None
 
 
 def _expect_inside(ids: Tensor, vocab_size: int, what: str) -> None:
@@ -72,14 +83,23 @@ def _expect_inside(ids: Tensor, vocab_size: int, what: str) -> None:
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, chunk: int, cut: Cut, fused: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, chunk: Chunk, cut: Cut, fused: bool
     ) -> Tensor:
         whole = gather_parts(hidden, cut.length, cut.group)() if cut.length else hidden.contiguous()
-        rows, targets = whole.flatten(0, 1), targets.flatten()
-        if not any(ctx.needs_input_grad):
-            return _sweep(rows, weight, targets, first, chunk, cut.group, fused, None, None)
-        grad_hidden, grad_weight = torch.empty_like(whole), torch.zeros_like(weight, dtype=_wide(weight))
-        loss = _sweep(rows, weight, targets, first, chunk, cut.group, fused, grad_hidden.flatten(0, 1), grad_weight)
+        rows, targets, with_gradients = whole.flatten(0, 1), targets.flatten(), any(ctx.needs_input_grad)
+        if chunk.columns is not None:
+            loss, grad_hidden, grad_weight = sweep_columns(
+                rows, weight, targets, chunk.columns, with_gradients=with_gradients, first=first,
+                join=partial(gather_rows, group=cut.group), compiled=fused,
+            )  # fmt: skip
+        elif with_gradients:
+            grad_hidden, grad_weight = torch.empty_like(rows), torch.zeros_like(weight, dtype=_wide(weight))
+            loss = _sweep(rows, weight, targets, first, chunk.rows, cut.group, fused, grad_hidden, grad_weight)
+        else:
+            return _sweep(rows, weight, targets, first, chunk.rows, cut.group, fused, None, None)
+        if grad_hidden is None or grad_weight is None:
+            return loss
+        grad_hidden = grad_hidden.view_as(whole)
         summed = sum_parts(grad_hidden, cut.group) if cut.length else sum_whole(grad_hidden, cut.group)
         narrow = grad_weight.to(weight.dtype)
         ctx.save_for_backward(summed(), narrow)

@@ -186,7 +186,7 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
         if op.product is not None:
             m, n, k, copies = op.product
             forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies)
-            product += forward
+            product += forward * op.forward_products
             grouped += forward if op.name.startswith("mlp.experts.") else 0.0
             inputs += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient")
             weights += matmul_seconds(

@@ -86,6 +86,8 @@ class Op:
     scratch_bytes: int = 0
     backward_scratch_bytes: int = 0
     product: Product | None = None
+    forward_products: int = 1
+    """Times the forward product is made."""
     scores: Scores | None = None
     moved_bytes: int = 0
     backward_moved_bytes: int = 0

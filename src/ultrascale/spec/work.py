@@ -24,11 +24,15 @@ from ultrascale.spec.ops import Activation, Collective, Op, Product, Scores, Sha
 CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**29}
 """Bytes of fp32 logits that exist at a time in `kernels.cross_entropy`; other devices than the CPU are taken for CUDA."""
 MIN_CHUNK_ROWS = 128
+SLAB_BYTES = 2**28
+"""The same of a slab of the vocabulary (`kernels.cross_entropy_columns`)."""
+SLAB_COLUMNS_MULTIPLE = 128
+"""Tiles of matrix products on CUDA are this wide."""
 INDEX_BYTES = 8
 
 __all__ = [
     "Activation", "Collective", "Op", "Product", "Scores", "Shape", "attended_share", "block_work", "chunk_rows",
-    "embedding_work", "head_work", "mask_elements", "mask_name", "prediction_work", "shared_work", "work",
+    "embedding_work", "head_work", "mask_elements", "mask_name", "prediction_work", "shared_work", "slab_columns", "work",
 ]  # fmt: skip
 
 
@@ -167,6 +171,7 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
 
     It does the backward pass of the head in its forward pass, a chunk of rows at a time, and keeps the two gradients, that of
     `hidden` already summed over tp. Of each row of a chunk three numbers are gathered: maximum, sum of exponentials, target.
+    Slab by slab (`kernels.cross_entropy_columns`) logits are made twice, and all rows' numbers are gathered at once.
     """
     n, d, a, w = shape.num_tokens, model.hidden_size, shape.itemsize, shape.wide_itemsize
     v = cut(model.vocab_size, shape.tp)
@@ -174,13 +179,14 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
         Activation("head_hidden_gradient", shape.outer_tokens * d * a, False),
         Activation("head_weight_gradient", v * d * a, False),
     )
-    room = (_loss_room if shape.tp == 1 else _cut_loss_room)(shape, d, v)
+    by_slabs = slab_columns(n, v, a, shape.device) is not None
+    room = _slab_loss_room(shape, d, v) if by_slabs else (_loss_room if shape.tp == 1 else _cut_loss_room)(shape, d, v)
     # Per logit: written, read into its wide copy, log-softmax, exponential, gradient, two products read it.
     moved = n * v * (2 * a + 6 * w)
     return Op(
         "loss", "loss", (read,), (Activation("loss", w), *kept), tuple(k.name for k in kept), (f"{head}.weight",),
-        flops=6 * n * v * d, hands_on_saved=True, scratch_bytes=room, product=Product(n, v, d), moved_bytes=moved,
-        collectives=_chunked_traffic(shape, d, v),
+        flops=(8 if by_slabs else 6) * n * v * d, hands_on_saved=True, scratch_bytes=room, product=Product(n, v, d),
+        forward_products=2 if by_slabs else 1, moved_bytes=moved, collectives=_chunked_traffic(shape, d, v),
     )  # fmt: skip
 
 
@@ -188,7 +194,8 @@ def _chunked_traffic(shape: Shape, d: int, v: int) -> tuple[Collective, ...]:
     if shape.tp == 1:
         return ()
     n, rows = shape.num_tokens, chunk_rows(shape.num_tokens, v, shape.device)
-    sizes = [rows] * (n // rows) + ([n % rows] if n % rows else [])
+    by_slabs = slab_columns(n, v, shape.itemsize, shape.device) is not None
+    sizes = [n] if by_slabs else [rows] * (n // rows) + ([n % rows] if n % rows else [])
     joined = [Collective("all_gather", "tp", shape.tp * size * 3 * shape.wide_itemsize, "forward") for size in sizes]
     kind = "reduce_scatter" if shape.cuts_sequence else "all_reduce"
     return *joined, Collective(kind, "tp", n * d * shape.itemsize, "forward")
@@ -214,6 +221,20 @@ def _cut_loss_room(shape: Shape, d: int, v: int) -> int:
     summed = n * d * a + exchanged_bytes(shape, n * d * a) + v * d * (w - a)
     own = shape.outer_tokens * d * a if shape.cuts_sequence else 0  # what was gathered: the decoder's own hold on it
     return own + max(in_chunks, summed)
+
+
+def _slab_loss_room(shape: Shape, d: int, v: int) -> int:
+    """The same where the loss goes through the vocabulary slab by slab, on one rank or over tp."""
+    a, w, n = shape.itemsize, shape.wide_itemsize, shape.num_tokens
+    columns = slab_columns(n, v, a, shape.device)
+    assert columns is not None
+    # Of all rows: the gradient of hidden is summed in fp32, each slab's part of it is narrow before it is added.
+    in_slabs = n * columns * (a + w) + n * d * (w + a) - shape.outer_tokens * d * a
+    if shape.tp == 1:
+        return in_slabs
+    summed = n * d * a + exchanged_bytes(shape, n * d * a)
+    own = shape.outer_tokens * d * a if shape.cuts_sequence else 0  # what was gathered: the decoder's own hold on it
+    return own + max(in_slabs, summed)
 
 
 def _loss(shape: Shape, read: str, elements: int) -> Op:
@@ -246,6 +267,18 @@ def work(model: Model, shape: Shape) -> list[tuple[int | None, Op]]:
     blocks = [(layer, op) for layer in range(model.num_hidden_layers) for op in block_work(model, layer, shape)]
     before = [(None, op) for op in (*embedding_work(model, shape), *shared_work(model, shape))]
     return [*before, *blocks, *((None, op) for op in head_work(model, shape))]
+
+
+def slab_columns(num_rows: int, vocab_size: int, itemsize: int, device: str) -> int | None:
+    """Columns of logits the loss makes at a time where it goes through the vocabulary slab by slab; None: it goes row by row.
+
+    Slabs are for activations narrower than fp32 on CUDA whose logits take several chunks of rows: see
+    `kernels.cross_entropy_columns`. `vocab_size`: of this rank.
+    """
+    if device == "cpu" or itemsize >= 4 or chunk_rows(num_rows, vocab_size, device) >= num_rows:
+        return None
+    columns = SLAB_BYTES // (4 * num_rows) // SLAB_COLUMNS_MULTIPLE * SLAB_COLUMNS_MULTIPLE
+    return min(vocab_size, max(SLAB_COLUMNS_MULTIPLE, columns))
 
 
 def chunk_rows(num_rows: int, vocab_size: int, device: str) -> int:
