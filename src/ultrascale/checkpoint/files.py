@@ -15,7 +15,7 @@ import stat
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -35,6 +35,7 @@ from ultrascale.checkpoint.manifest import (
     checksum_text,
     decode,
 )
+from ultrascale.checkpoint.patience import patiently
 from ultrascale.failpoints import failpoint
 
 BLOCK_BYTES = 4 << 20
@@ -62,33 +63,48 @@ class Piece:
 def write_shard(folder: Path, file: str, pieces: list[Piece], *, save_id: str, step: int) -> tuple[Shard, list[int]]:
     """Write `pieces` (any device) to `folder/file` and fsync it; its length and checksum, and where each piece begins in it.
 
-    Raises OSError as the disk does.
+    Written anew after an error that may pass. Raises OSError as the disk does, FileExistsError if somebody else has this file.
     """
     # Widest dtype first keeps every tensor aligned, as safetensors' own readers want it.
     order = sorted(range(len(pieces)), key=lambda i: -pieces[i].tensor.dtype.itemsize)
     header, data_begins = _header([pieces[i] for i in order], {"save_id": save_id, "step": str(step), "file": file})
     begins = dict(zip(order, (len(header) + begin for begin in data_begins), strict=True))
-    crc, size = 0, 0
-    fd = os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-    try:
-        with ThreadPoolExecutor(1) as pool:
+
+    def write() -> tuple[int, int]:
+        crc, size = 0, 0
+        with _created(folder / file) as fd, ThreadPoolExecutor(1) as pool:
             for data in chain([memoryview(header)], (view_bytes(pieces[i].tensor) for i in order)):
                 checksum = pool.submit(zlib.crc32, data, crc)
                 _write_blocks(fd, data)
                 crc, size = checksum.result(), size + len(data)
                 failpoint("save.block")
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        return crc, size
+
+    crc, size = patiently(write)
     return Shard(size, checksum_text(crc)), [begins[i] for i in range(len(pieces))]
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Create `path` with `data` and fsync it. Raises OSError, also when it exists."""
+    """Create `path` with `data` and fsync it, anew after an error that may pass. Raises OSError, also when it exists."""
+
+    def write() -> None:
+        with _created(path) as fd:
+            _write_blocks(fd, memoryview(data))
+
+    patiently(write)
+
+
+@contextmanager
+def _created(path: Path) -> Iterator[int]:
+    """A descriptor of the new file `path`, fsynced in the end. If that fails there is no file."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        _write_blocks(fd, memoryview(data))
+        yield fd
         os.fsync(fd)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(path)
+        raise
     finally:
         os.close(fd)
 
@@ -130,13 +146,17 @@ def opened(folder: Path, file: str) -> Iterator[int]:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint, checked in full. Raises CheckpointError."""
+    return decode(patiently(lambda: _manifest_bytes(folder)), str(folder / MANIFEST_NAME))
+
+
+def _manifest_bytes(folder: Path) -> bytes:
     with opened(folder, MANIFEST_NAME) as fd:
         size = os.fstat(fd).st_size
         if size > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{folder / MANIFEST_NAME}: {size} bytes, expected at most {MAX_MANIFEST_BYTES}.")
         data = bytearray(size)
         _read_exactly(fd, memoryview(data), 0, folder / MANIFEST_NAME)
-    return decode(bytes(data), str(folder / MANIFEST_NAME))
+    return bytes(data)
 
 
 def verify_size(folder: Path, file: str, shard: Shard) -> None:
@@ -147,6 +167,10 @@ def verify_size(folder: Path, file: str, shard: Shard) -> None:
 
 def verify_shard(folder: Path, file: str, shard: Shard, save_id: str) -> None:
     """Read the whole file. Raises CheckpointError unless length, save and checksum are those of the manifest."""
+    patiently(lambda: _verify_shard(folder, file, shard, save_id))
+
+
+def _verify_shard(folder: Path, file: str, shard: Shard, save_id: str) -> None:
     path = folder / file
     with opened(folder, file) as fd:
         _expect_size(fd, path, shard)

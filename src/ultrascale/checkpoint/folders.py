@@ -1,8 +1,9 @@
 """Folders of checkpoints: how one appears, is replaced and goes away, so that a kill at any instant leaves whole ones only.
 
-    step-00000120                 a checkpoint: complete since the moment it has this name .step-00000120.tmp-1f2e3d4c   being
-    written .step-00000120.old-1f2e3d4c   whole, moved aside while a new save of the same step takes its name; still counts as a
-    checkpoint .step-00000120.del-1f2e3d4c   being deleted
+    step-00000120                 a checkpoint: complete since the moment it has this name
+    .step-00000120.tmp-1f2e3d4c   being written
+    .step-00000120.old-1f2e3d4c   whole, moved aside while a new save of the same step takes its name; still a checkpoint
+    .step-00000120.del-1f2e3d4c   being deleted
 
 Publishing: files and manifest are fsynced, then the temporary folder, then it is renamed, then the root is fsynced.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.files import sync_folder, write_file
+from ultrascale.checkpoint.patience import rename
 from ultrascale.failpoints import failpoint
 
 _CHECKPOINT = re.compile(r"step-(\d{8,18})|\.step-(\d{8,18})\.old-[0-9a-f]{8}")
@@ -58,9 +60,9 @@ def publish(temporary: Path, final: Path) -> None:
     sync_folder(temporary)
     failpoint("publish.before")
     if os.path.lexists(final):
-        os.rename(final, final.parent / f".{final.name}.old-{uuid.uuid4().hex[:8]}")
+        rename(final, final.parent / f".{final.name}.old-{uuid.uuid4().hex[:8]}")
         failpoint("publish.aside")
-    os.rename(temporary, final)
+    rename(temporary, final)
     failpoint("publish.renamed")
     sync_folder(final.parent)
     failpoint("publish.synced")
@@ -73,7 +75,7 @@ def discard(folder: Path) -> None:
     step_name = folder.name.lstrip(".").split(".")[0]
     doomed = folder.parent / f".{step_name}.del-{uuid.uuid4().hex[:8]}"
     failpoint("discard.before")
-    os.rename(folder, doomed)
+    rename(folder, doomed)
     failpoint("discard.renamed")
     _remove(doomed)
     failpoint("discard.removed")
@@ -90,6 +92,15 @@ def sweep(root: Path) -> list[str]:
     return sorted(leftovers)
 
 
+def make_folder(folder: Path) -> None:
+    """Make `folder` and those above it that are missing, so that a power cut cannot take the names away. Raises OSError."""
+    missing = [folder, *folder.parents]
+    missing = missing[: next((depth for depth, one in enumerate(missing) if one.is_dir()), 0)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in reversed(missing):
+        sync_folder(one.parent)
+
+
 def check_writable(root: Path) -> None:
     """Make `root` and prove that a checkpoint could be published there: write, fsync, rename, remove.
 
@@ -97,7 +108,7 @@ def check_writable(root: Path) -> None:
     """
     probe = root / f".write-test-{uuid.uuid4().hex}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         probe.mkdir()
         write_file(probe / "before", b"ultrascale" * 400)
         os.rename(probe / "before", probe / "after")

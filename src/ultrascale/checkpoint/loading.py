@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from ultrascale.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.files import Piece, opened, read_box, read_manifest, verify_shard
 from ultrascale.checkpoint.folders import Candidate, candidates, step_folder
-from ultrascale.checkpoint.manifest import Entry, Manifest
+from ultrascale.checkpoint.manifest import Chunk, Entry, Manifest
+from ultrascale.checkpoint.patience import patiently
 from ultrascale.checkpoint.slices import Slice, Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
 
@@ -234,12 +236,16 @@ def _read_into(folder: Path, manifest: Manifest, pieces: list[Piece]) -> None:
                 jobs.append((entry.chunks[item.storage_index.index], entry, item, piece.tensor))
     jobs.sort(key=lambda job: (job[0].file, job[0].begin))
     for file, group in groupby(jobs, key=lambda job: job[0].file):
-        with opened(folder, file) as fd:
-            for chunk, entry, item, tensor in group:
-                box = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
-                read_box(fd, entry, chunk, tuple(item.storage_offsets), tensor[box], path=folder / file)
+        patiently(partial(_read_boxes, folder, file, list(group)))
     # Bytes are read past autograd, but whoever keeps copies of parameters must see that they have changed.
     increment_version([piece.tensor for piece in pieces])
+
+
+def _read_boxes(folder: Path, file: str, jobs: list[tuple[Chunk, Entry, Any, torch.Tensor]]) -> None:
+    with opened(folder, file) as fd:
+        for chunk, entry, item, tensor in jobs:
+            box = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
+            read_box(fd, entry, chunk, tuple(item.storage_offsets), tensor[box], path=folder / file)
 
 
 def _describe(entry: Entry) -> TensorStorageMetadata:

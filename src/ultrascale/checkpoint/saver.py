@@ -55,13 +55,14 @@ class Saver:
         self.swept: list[str] = self._ranks.on_rank_0("removing leftovers", lambda: sweep(self.root))
         """Names of unfinished saves and deletions of earlier runs that were removed."""
 
-    def save(self, step: int, tensors: Tensors, metadata: dict[str, Any]) -> Path:
+    def save(self, step: int, tensors: Tensors, metadata: dict[str, Any], *, finite: bool = False) -> Path:
         """Save as `checkpoint.save` does; where the checkpoint is, or will be once `wait` returns.
 
         Raises CheckpointError on every rank, for this save or for the pending one; in the latter case this one was not begun.
+        With `finite` also if any rank holds a NaN or an infinity, so that no good checkpoint is removed for one that is lost.
         """
         self.wait()
-        plan = plan_save(self.root, step, tensors, metadata, ranks=self._ranks)
+        plan = plan_save(self.root, step, tensors, metadata, ranks=self._ranks, finite=finite)
         if self._thread is None:
             return self._write(plan)
         copied = self._ranks.agree(f"copying step {step} to host memory", lambda: copy_to_host(plan))

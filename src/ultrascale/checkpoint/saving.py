@@ -22,7 +22,8 @@ from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.dtypes import DTYPE_NAMES
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.files import Piece, verify_size, write_file, write_shard
-from ultrascale.checkpoint.folders import publish, step_folder, temporary_folder
+from ultrascale.checkpoint.finite import expect_finite
+from ultrascale.checkpoint.folders import make_folder, publish, step_folder, temporary_folder
 from ultrascale.checkpoint.manifest import (
     MANIFEST_NAME,
     Chunk,
@@ -33,6 +34,7 @@ from ultrascale.checkpoint.manifest import (
     encode,
     metadata_text,
 )
+from ultrascale.checkpoint.patience import patiently
 from ultrascale.checkpoint.slices import Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
 
@@ -83,8 +85,9 @@ def plan_save(
     *,
     ranks: Coordinator,
     compare_copies: bool = False,
+    finite: bool = False,
 ) -> Plan:
-    """Decide which rank writes what. Collective. Raises CheckpointError."""
+    """Decide which rank writes what. Collective. Raises CheckpointError, with `finite` also for numbers that are not."""
     doing = f"saving step {step} to {root}"
 
     def list_boxes() -> tuple[list[Piece], list[Offer]]:
@@ -92,6 +95,8 @@ def plan_save(
             raise CheckpointError(f"step: {step!r} cannot be one; expected an integer from 0 to 10^18.")
         metadata_text(metadata)
         pieces = pieces_of(slices_of(tensors))
+        if finite:
+            expect_finite(pieces)
         return pieces, [offer_of(piece, with_digest=compare_copies) for piece in pieces]
 
     pieces, own = ranks.agree(doing, list_boxes)
@@ -132,8 +137,8 @@ def _share_out(gathered: list[list[list[Any]]]) -> dict[str, Any]:
 
 def _make_temporary(plan: Plan) -> None:
     failpoint("save.start")
-    plan.root.mkdir(parents=True, exist_ok=True)
-    plan.temporary.mkdir()
+    make_folder(plan.root)
+    patiently(plan.temporary.mkdir)
     failpoint("save.folder")
 
 

@@ -180,7 +180,7 @@ class Session:
     def save(self) -> None:
         """Save the state as it is now."""
         started = time.perf_counter()
-        self.saver.save(self.trainer.steps_done, tensors_of(self.trainer), facts_of(self.trainer))
+        self.saver.save(self.trainer.steps_done, tensors_of(self.trainer), facts_of(self.trainer), finite=True)
         self.save_seconds = time.perf_counter() - started
         self.saved_at = self.trainer.steps_done
 
