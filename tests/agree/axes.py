@@ -61,7 +61,7 @@ class RankStep:
         return [
             micro_batch(
                 sequences_of(case, at.dp * case.num_micro_batches + number), packed=case.documents, layout=case.layout, at=at,
-                device=CPU,
+                device=CPU, dropout_seed=0 if case.model.dropout else None,
             )
             for number in range(case.num_micro_batches)
         ]  # fmt: skip
@@ -78,7 +78,7 @@ def sequences_of(case: Case, seed: int) -> Sequences:
     tokens = np.random.default_rng(seed).integers(0, case.model.vocab_size, (rows, length))
     ids = np.broadcast_to(np.arange(length) >= length // 2, (rows, length)).astype(np.int64)
     positions = np.broadcast_to(np.arange(length) % (length // 2), (rows, length)).copy()
-    return Sequences(tokens, tokens.copy(), positions, ids)
+    return Sequences(tokens, tokens.copy(), positions, ids, np.arange(rows))
 
 
 LIKE_STEPS = 3

@@ -56,6 +56,14 @@ def test_every_rank_peaks_at_the_planned_bytes(layout: Layout, documents: bool) 
     assert max(map(abs, found)) < LIMIT_PERCENT, found
 
 
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2, micro_batch_size=4), Layout(cp=2, micro_batch_size=4, precision="bf16")], ids=str
+)
+def test_ranks_that_drop_elements_peak_at_the_planned_bytes(layout: Layout) -> None:
+    plain, dropping = (differences(Case(replace(MODEL, dropout=rate), layout)) for rate in (0.0, 0.1))
+    assert dropping == pytest.approx(plain, abs=0.01)
+
+
 @pytest.mark.parametrize("cut", [Layout(dp=2, ep=2), Layout(tp=2, ep=2), Layout(tp=2, expert_tp=2)], ids=str)
 def test_experts_over_ranks_peak_at_the_planned_bytes_but_for_uneven_choices(cut: Layout) -> None:
     found = differences(Case(EXPERTS, replace(cut, micro_batch_size=8, zero_stage=1)))

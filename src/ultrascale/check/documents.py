@@ -18,8 +18,10 @@ class RandomDocuments:
 
     def read(self, numbers: Iterable[int]) -> Sequences:
         """The sequences with these global numbers, each array [N, S] int64."""
-        rows = [self._sequence(number) for number in numbers]
-        return Sequences(*(np.stack(column) for column in zip(*rows, strict=True)))
+        numbers = np.fromiter(numbers, np.int64)
+        rows = [self._sequence(number) for number in numbers.tolist()]
+        tokens, targets, positions, document_ids = (np.stack(column) for column in zip(*rows, strict=True))
+        return Sequences(tokens, targets, positions, document_ids, numbers)
 
     def fingerprint(self) -> str:
         """What decides the sequences."""

@@ -1,7 +1,8 @@
 """Planted faults: the classic ways to be wrong, each of which the proof must see. A proof that cannot fail proves nothing.
 
-They are in `faults_step` (batch, loss, norm, update), `faults_data`, `faults_tensor`, `faults_context`, `faults_pipeline` and
-`faults_experts`; each names the peer that had it, if one is known. All are planted into a finished trainer, in memory.
+They are in `faults_step` (batch, loss, norm, update), `faults_dropout`, `faults_data`, `faults_tensor`, `faults_context`,
+`faults_pipeline` and `faults_experts`; each names the peer that had it, if one is known. All are planted into a finished
+trainer, in memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 
-from ultrascale.check import faults_context, faults_data, faults_experts, faults_pipeline, faults_step, faults_tensor
+from ultrascale.check import (
+    faults_context,
+    faults_data,
+    faults_dropout,
+    faults_experts,
+    faults_pipeline,
+    faults_step,
+    faults_tensor,
+)
 from ultrascale.check.case import Case
 from ultrascale.check.fault import FAULTS
 from ultrascale.check.small import made_small, provable
@@ -21,7 +30,7 @@ from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Optimizer, Run
 from ultrascale.train.trainer import Trainer
 
-MODULES = (faults_step, faults_data, faults_tensor, faults_context, faults_pipeline, faults_experts)
+MODULES = (faults_step, faults_dropout, faults_data, faults_tensor, faults_context, faults_pipeline, faults_experts)
 CLASSIC = ("missing-reduce", "mean-of-means", "counted-twice", "shifted-batch")
 """Those that any run of several data-parallel ranks can have."""
 SHARP = Optimizer(learning_rate=1e-2, clip_grad_norm=0.1, warmup_steps=1)

@@ -52,7 +52,7 @@ def _order(trainer: Trainer) -> Iterator[None]:
     def shifted(*arrays: Any, **options: Any) -> LocalBatch:
         batch = cut_batch(*arrays, **options)
         tokens, targets, positions = (np.roll(array, 1, axis=1) for array in batch[:3])
-        return LocalBatch(tokens, targets, positions, batch.document_ids)
+        return batch._replace(tokens=tokens, targets=targets, positions=positions)
 
     with patch.object(micro_batches, "cut_batch", shifted):
         yield

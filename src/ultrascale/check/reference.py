@@ -11,6 +11,7 @@ from math import sqrt
 
 import torch
 
+from ultrascale.kernels.dropout import token_keys
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import moe_layers, take_load, update_expert_bias
 from ultrascale.models.initialise import initialise
@@ -88,6 +89,7 @@ class Reference:
         self.decoder.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64)
         size, packed = self.rows_together(), self.run.data.document_mask
+        keys = token_keys(batch.numbers, batch.tokens.shape[1], self.run.seed)
         for first in range(0, len(batch.tokens), size):
             rows = slice(first, first + size)
             loss = self.decoder(
@@ -95,6 +97,7 @@ class Reference:
                 targets=torch.from_numpy(batch.targets[rows]),
                 positions=torch.from_numpy(batch.positions[rows]) if packed else None,
                 document_ids=torch.from_numpy(batch.document_ids[rows]) if packed else None,
+                dropout_keys=torch.from_numpy(keys[rows]),
             )
             loss.backward()
             loss_sum += loss.detach()

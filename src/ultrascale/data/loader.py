@@ -39,6 +39,8 @@ class Sequences:
     """Within the sequence, or within the document when documents are kept apart."""
     document_ids: Integers
     """0, 1, 2, ... within a sequence; all 0 when documents are not kept apart."""
+    numbers: Integers
+    """The global number of each sequence, [N]."""
 
 
 class Loader:
@@ -90,6 +92,7 @@ class Loader:
 
         Raises DataError, with shard and offset, if an id is not in the vocabulary; ValueError for a negative number.
         """
+        numbers = np.fromiter(numbers, np.int64)
         source, inside = self.locate(numbers)
         s = self.sequence_length
         tokens = np.empty((len(source), s + 1), np.int64)
@@ -97,7 +100,7 @@ class Loader:
         for row, (place, sequence) in enumerate(zip(source.tolist(), inside.tolist(), strict=True)):
             self.corpora[place].read_into(tokens[row], starts[row], sequence * s)
         self._check_ids(tokens, source, inside)
-        return _sequences(tokens, starts, self.document_mask)
+        return _sequences(tokens, starts, numbers, self.document_mask)
 
     def fingerprint(self) -> str:
         """Of the sources' content and weights, so that a resumed run on other data can be refused. Paths do not enter."""
@@ -113,19 +116,19 @@ class Loader:
                 corpus.shard(index).check_ids(first, last, self.vocab_size)
 
 
-def _sequences(tokens: Integers, starts: npt.NDArray[np.bool_], document_mask: bool) -> Sequences:
+def _sequences(tokens: Integers, starts: npt.NDArray[np.bool_], numbers: Integers, document_mask: bool) -> Sequences:
     """Targets, positions and document ids from tokens and document starts, both [N, S+1]."""
     n, s = tokens.shape[0], tokens.shape[1] - 1
     places = np.broadcast_to(np.arange(s), (n, s))
     inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # copies: one row's slices are contiguous and would overlap
     if not document_mask:
-        return Sequences(inputs, targets, np.ascontiguousarray(places), np.zeros((n, s), np.int64))
+        return Sequences(inputs, targets, np.ascontiguousarray(places), np.zeros((n, s), np.int64), numbers)
     targets[starts[:, 1:]] = IGNORED
     begins = starts[:, :-1]
     begins[:, 0] = True  # a document cut by the sequence's start begins anew there
     document_ids = np.cumsum(begins, axis=1, dtype=np.int64) - 1
     first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-    return Sequences(inputs, targets, places - first, document_ids)
+    return Sequences(inputs, targets, places - first, document_ids, numbers)
 
 
 def _count_sequences(corpus: Corpus, sequence_length: int) -> int:

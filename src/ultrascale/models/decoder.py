@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.attention import attention_mask
 from ultrascale.kernels.cross_entropy import IGNORED, linear_cross_entropy
+from ultrascale.kernels.dropout import dropout
 from ultrascale.kernels.rotary import Angles, rotary_angles
 from ultrascale.models.attention import Attention, KeyValues, LatentAttention
 from ultrascale.models.experts import MoE
@@ -63,6 +64,20 @@ def following(targets: Tensor) -> Tensor:
     return later.masked_fill(targets == IGNORED, IGNORED)
 
 
+class Drops(NamedTuple):
+    """What is dropped in training."""
+
+    rate: float
+    keys: Tensor
+    """[B, S] int64, of the positions that the residual stream has here (`kernels.dropout.token_keys`)."""
+    site: int = 0
+    """The first of a block's two sites, or the embedding's."""
+
+    def of(self, layer: int) -> Drops:
+        """Of a block."""
+        return self._replace(site=1 + 2 * layer)
+
+
 class Block(nn.Module):
     """One decoder block: each half reads a normed copy of the residual stream and adds to it."""
 
@@ -73,10 +88,18 @@ class Block(nn.Module):
         self.post_attention_layernorm = build_norm(model)
         self.mlp = MoE(model) if model.is_moe(layer) else build_mlp(model, model.intermediate_size)
 
-    def forward(self, hidden: Tensor, angles: Angles | None, mask: Any, earlier: KeyValues | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        angles: Angles | None,
+        mask: Any,
+        earlier: KeyValues | None = None,
+        drops: Drops | None = None,
+    ) -> Tensor:
         """[B, S, D] to [B, S, D]; `angles` None: no rotary positions; `mask`: what the decoder's `make_mask` made."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, mask, earlier)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        attended = self.self_attn(self.input_layernorm(hidden), angles, mask, earlier)
+        hidden = hidden + _dropped(attended, drops, 0)
+        return hidden + _dropped(self.mlp(self.post_attention_layernorm(hidden)), drops, 1)
 
 
 class SharedHead(nn.Module):
@@ -97,11 +120,13 @@ class PredictionBlock(Block):
         self.eh_proj = nn.Linear(2 * model.hidden_size, model.hidden_size, bias=False)
         self.shared_head = SharedHead(model)
 
-    def forward(self, hidden: Tensor, angles: Angles | None, mask: Any, coming: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden: Tensor, angles: Angles | None, mask: Any, coming: Tensor | None = None, drops: Drops | None = None
+    ) -> Tensor:
         """[B, S, D] of what was made and `coming`, embeddings of the tokens to come, to [B, S, D]."""
         assert coming is not None
         joined = self.eh_proj(torch.cat((self.enorm(coming), self.hnorm(hidden)), dim=-1))
-        return super().forward(joined, angles, mask)
+        return super().forward(joined, angles, mask, None, drops)
 
 
 class View(NamedTuple):
@@ -110,10 +135,15 @@ class View(NamedTuple):
     spec: Model
     angles: Angles | None
     masks: dict[int | None, Any]
+    drops: Drops | None = None
 
     def of(self, layer: int) -> tuple[Angles | None, Any]:
         """The angles and the mask of a block."""
         return self.angles if self.spec.uses_rotary(layer) else None, self.masks[self.spec.window(layer)]
+
+    def drops_of(self, layer: int) -> Drops | None:
+        """What is dropped in a block."""
+        return None if self.drops is None else self.drops.of(layer)
 
 
 class Decoder(nn.Module):
@@ -158,14 +188,16 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
         """The loss summed over targets != -100 (0-d, fp32 or fp64), or without targets the logits [B, S, V]; of a stage that is
         not the last, what the next one takes.
 
         inputs: tokens [B, S] int64, or [B, S, D] from the stage before; targets [B, S] int64; positions [S] or [B, S], by
-        default counted from the cached tokens on; document_ids [B, S] int: a token sees only its own document. With a cache,
-        tokens follow the cached ones, whose keys and values are kept.
+        default counted from the cached tokens on; document_ids [B, S] int: a token sees only its own document;
+        dropout_keys [B, S] int64 (`kernels.dropout.token_keys`), read if the model drops anything: without them it drops
+        nothing. With a cache, tokens follow the cached ones, whose keys and values are kept.
         Raises ValueError if document ids and a cache are given together.
         """
         if document_ids is not None and cache is not None:
@@ -173,8 +205,9 @@ class Decoder(nn.Module):
         start = 0 if cache is None else cache.length
         if positions is None:
             positions = torch.arange(start, start + inputs.shape[1], device=inputs.device)
-        hidden = self._embed(inputs, positions) if self.is_first else inputs
-        view = self._view(hidden, positions, document_ids, cache)
+        drops = self._drops(dropout_keys)
+        hidden = _dropped(self._embed(inputs, positions), drops, 0) if self.is_first else inputs
+        view = self._view(hidden, positions, document_ids, cache)._replace(drops=drops)
         hidden = self._blocks(hidden, view, cache)
         if not self.is_last:
             return hidden
@@ -201,6 +234,11 @@ class Decoder(nn.Module):
             hidden = hidden + self.own_share(self.embed_positions(positions).expand(len(tokens), -1, -1))
         return hidden
 
+    def _drops(self, keys: Tensor | None) -> Drops | None:
+        if keys is None or not self.spec.dropout:
+            return None
+        return Drops(self.spec.dropout, self.own_share(keys))
+
     def _view(self, hidden: Tensor, positions: Tensor, document_ids: Tensor | None, cache: Cache | None) -> View:
         spec, length = self.spec, positions.shape[-1]
         num_keys = length if cache is None else cache.length + length
@@ -217,7 +255,7 @@ class Decoder(nn.Module):
         for number, block in self.blocks():
             if number < self.spec.num_hidden_layers:
                 earlier = None if cache is None else cache.layers[number]
-                hidden = block(hidden, *view.of(number), earlier)
+                hidden = block(hidden, *view.of(number), earlier, view.drops_of(number))
         return hidden
 
     def _predict(self, hidden: Tensor, view: View, targets: Tensor) -> Tensor:
@@ -228,9 +266,14 @@ class Decoder(nn.Module):
         for number in range(first, first + count):
             block = cast(PredictionBlock, self.layers[str(number)])
             coming = self.look_up(targets.clamp(min=0), self.embed_tokens.weight)
-            hidden, targets = block(hidden, *view.of(number), coming), self.following(targets)
+            hidden = block(hidden, *view.of(number), coming, view.drops_of(number))
+            targets = self.following(targets)
             losses.append(self.loss(block.shared_head.norm(hidden), self.head_weight, targets))
         return torch.stack(losses).sum() * (self.spec.mtp_loss_coef / count)
+
+
+def _dropped(x: Tensor, drops: Drops | None, half: int) -> Tensor:
+    return x if drops is None else dropout(x, drops.rate, drops.keys, drops.site + half)
 
 
 class _JoinBackward(torch.autograd.Function):

@@ -59,6 +59,8 @@ class LocalBatch(NamedTuple):
     """Of the tokens in their documents, for rotary angles: never their slots."""
     document_ids: Integers | None
     """Of the whole sequences, [B, S]."""
+    slots: Integers
+    """Where in its sequence each token is."""
 
 
 class AllMasks(NamedTuple):
@@ -101,7 +103,7 @@ def cut_batch(
     if positions is None or document_ids is None:
         positions = np.broadcast_to(np.arange(length), tokens.shape)
     tokens, targets, positions = (np.take_along_axis(array, slots, axis=1) for array in (tokens, targets, positions))
-    return LocalBatch(tokens, targets, positions, document_ids)
+    return LocalBatch(tokens, targets, positions, document_ids, slots)
 
 
 def own_positions(rows: Rows, layout: Layout, cp_rank: int) -> Integers:

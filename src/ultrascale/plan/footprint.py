@@ -146,4 +146,5 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
 def _batch_bytes(workload: Workload, table: LayoutTable) -> Floats:
     """Tokens and targets of a rank's whole step, and with documents their positions and numbers."""
     per_rank = workload.sequences_per_batch // table.dp * (workload.sequence_length // table.cp)
-    return (per_rank * INDEX_BYTES * (4 if workload.documents else 2)).astype(np.float64)
+    arrays = (4 if workload.documents else 2) + bool(workload.model.dropout)  # keys of what is dropped
+    return (per_rank * INDEX_BYTES * arrays).astype(np.float64)

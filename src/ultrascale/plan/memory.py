@@ -95,7 +95,7 @@ def plan_memory(
     ledger, at = Ledger(keeps_timeline=keeps_timeline), Coordinates.of(layout, rank)
     parts = stage_parts(model, layout, sequence_length, at)
     stages = {number: StageReplay(ledger, model, layout, shape, part, at) for number, part in parts.items()}
-    ledger.take("other", "batch", count * _batch_bytes(layout, shape))
+    ledger.take("other", "batch", count * _batch_bytes(model, layout, shape))
     shards = [stage.shards for stage in stages.values()]
     moments = 2 * sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
     between = ledger.now()
@@ -162,13 +162,14 @@ def stage_parts(model: Model, layout: Layout, sequence_length: int, at: Coordina
     return {number: Part(cut[number], number == 0, number == last) for number in held}
 
 
-def _batch_bytes(layout: Layout, shape: Shape) -> int:
-    """Of one micro-batch: tokens, targets, positions wherever the trainer gives them, and documents of the whole sequences."""
+def _batch_bytes(model: Model, layout: Layout, shape: Shape) -> int:
+    """Of one micro-batch: tokens, targets, positions wherever the trainer gives them, documents of the whole sequences, keys of
+    dropout."""
     token = shape.micro_batch_size * INDEX_BYTES
     local, whole = token * shape.local_length, token * shape.sequence_length
     given = shape.documents or layout.cp > 1
     alike = 0 if given or layout.world_size == layout.dp else shape.local_length * INDEX_BYTES  # one row for all sequences
-    return 2 * local + (local if given else alike) + (whole if shape.documents else 0)
+    return (3 if model.dropout else 2) * local + (local if given else alike) + (whole if shape.documents else 0)
 
 
 def _play_step(

@@ -206,7 +206,7 @@ def _gpt2_config(model: Model) -> dict[str, Any]:
     fields = {short: getattr(model, plain) for plain, short in _GPT2_NAMES.items()}
     return fields | {
         "n_inner": model.intermediate_size, "layer_norm_epsilon": model.norm_eps, "activation_function": "gelu_new",
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "resid_pdrop": model.dropout, "embd_pdrop": model.dropout, "attn_pdrop": 0.0,
     }  # fmt: skip
 
 

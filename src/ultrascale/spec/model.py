@@ -125,6 +125,10 @@ class Model:
     equal ones the later. None: nothing is dropped."""
     num_nextn_predict_layers: int = 0
     """Multi-token prediction: further blocks that predict the tokens after the next (DeepSeek-V3, section 2.2)."""
+    dropout: float = 0.0
+    """Share of the elements of the embedding, and of what each half of a block adds, that are zero in training (GPT-2's
+    `embd_pdrop` and `resid_pdrop`). Attention weights are never dropped: fused kernels draw bits of their own, which no other
+    layout could repeat."""
     mtp_loss_coef: float = 0.3
     """Weight of the mean of their losses (DeepSeek-V3: 0.3, then 0.1 for the last third)."""
     q_lora_rank: int | None = None
@@ -217,6 +221,9 @@ class Model:
         expect(norm_holds, "qk_norm_whole", "has no effect without qk_norm", "Leave it out, or set both.")
         gate_holds = self.gated_mlp or self.hidden_act not in ("silu", "swigluoai")
         expect(gate_holds, "hidden_act", "must be gelu_pytorch_tanh or relu2 without a gate", "Leave it out.")
+        expect(
+            0 <= self.dropout < 1, "dropout", "must be at least 0 and below 1", "0.1 is GPT-2's; pretraining leaves it at 0."
+        )
         expect(self.mtp_loss_coef >= 0, "mtp_loss_coef", "must be at least 0", "0.3 is usual.")
         for key, usual in (("norm_eps", "1e-5"), ("rope_theta", "10000"), ("initializer_range", "0.02")):
             expect(getattr(self, key) > 0, key, "must be above 0", f"{usual} is usual.")

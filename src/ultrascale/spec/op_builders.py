@@ -16,6 +16,8 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
 
 FP8_BYTES = 1
+HASHED_BYTES, HASH_PASSES = 4, 20
+"""Of the words that decide what is dropped, and how often memory is read or written for one (`kernels.dropout`)."""
 SUM_OF_A_PAIR = 2
 """Ranks that add each other's whole tensors over gloo, where more use its all-reduce."""
 
@@ -183,11 +185,25 @@ def add(shape: Shape, name: str, left: str, right: str, make: str, width: int, n
 
 
 def dropout(shape: Shape, name: str, read: str, make: str, width: int, num_tokens: int) -> Op:
-    """Keeps a mask of one byte an element."""
+    """Keeps a mask of one byte an element if the stack does; ours (`kernels.dropout`) makes its bits again."""
     elements = num_tokens * width
+    if not shape.kernels.dropout:
+        return _hashed_dropout(shape, name, read, make, width, num_tokens)
     kept = Activation(f"{make}_kept", elements, False)
     moved = elements * (2 * shape.itemsize + 1)
     return Op(
         name, "elementwise", (read,), (Activation(make, elements * shape.itemsize), kept), (kept.name,),
+        moved_bytes=moved, backward_moved_bytes=moved,
+    )  # fmt: skip
+
+
+def _hashed_dropout(shape: Shape, name: str, read: str, make: str, width: int, num_tokens: int) -> Op:
+    elements, a = num_tokens * width, shape.itemsize
+    made = elements * a
+    # Bits and a scratch copy of them, with the words of rows and columns; then the result and what is dropped of it.
+    room = max(2 * elements * HASHED_BYTES + (num_tokens + width) * HASHED_BYTES, made + elements) - made
+    moved = elements * (2 * a if shape.kernels.compiled else 3 * a + HASHED_BYTES * HASH_PASSES)
+    return Op(
+        name, "elementwise", (read,), (Activation(make, made),), scratch_bytes=room, backward_scratch_bytes=room,
         moved_bytes=moved, backward_moved_bytes=moved,
     )  # fmt: skip

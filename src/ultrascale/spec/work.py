@@ -59,7 +59,8 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     n, d, a = shape.num_tokens, model.hidden_size, shape.itemsize
     whole = n * d * a
     learned = model.position_embedding != "rotary"
-    name = "token" if learned else "hidden"
+    result = "embedded" if model.dropout else "hidden"
+    name = "token" if learned else result
     partial = f"{name}_partial" if shape.cuts_sequence else name
     sums = () if shape.tp == 1 or shape.cuts_sequence else (Collective("all_reduce", "tp", whole, "forward"),)
     # Of a part of the vocabulary: which row each token is here, and whether it is elsewhere.
@@ -74,10 +75,14 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
         ops.append(
             Op("embed_scatter", "exchange", (partial,), (Activation(name, shape.outer_tokens * d * a),), collectives=traffic)
         )
-    return (*ops, *_positions(model, shape)) if learned else tuple(ops)
+    if learned:
+        ops += _positions(model, shape, result)
+    if model.dropout:
+        ops.append(dropout(shape, "embedding_dropout", result, "hidden", d, shape.outer_tokens))
+    return tuple(ops)
 
 
-def _positions(model: Model, shape: Shape) -> tuple[Op, ...]:
+def _positions(model: Model, shape: Shape, result: str) -> tuple[Op, ...]:
     """Learned positions, added to the tokens."""
     m, d, a = shape.outer_tokens, model.hidden_size, shape.itemsize
     given = shape.documents or shape.cp > 1
@@ -88,7 +93,7 @@ def _positions(model: Model, shape: Shape) -> tuple[Op, ...]:
     return (
         Op("embed_positions", "embedding", (), (position, *indices), tuple(i.name for i in indices),
            ("embed_positions.weight",), moved_bytes=2 * position.num_bytes, backward_moved_bytes=2 * position.num_bytes),
-        add(shape, "add_positions", "token", "position", "hidden", d, m),
+        add(shape, "add_positions", "token", "position", result, d, m),
     )  # fmt: skip
 
 
@@ -96,9 +101,10 @@ def _positions(model: Model, shape: Shape) -> tuple[Op, ...]:
 def block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     """One decoder block, from `hidden` to `hidden_out`, both [M, D]. Equal for layers that are equal."""
     m, d = shape.outer_tokens, model.hidden_size
-    attended, fed = ("attention_dropped", "mlp_dropped") if shape.kernels.dropout else ("attention_out", "mlp_out")
+    drops_any = bool(shape.kernels.dropout or model.dropout)
+    attended, fed = ("attention_dropped", "mlp_dropped") if drops_any else ("attention_out", "mlp_out")
     drops = [
-        (dropout(shape, f"{name}_dropout", f"{name}_out", f"{name}_dropped", d, m),) if shape.kernels.dropout else ()
+        (dropout(shape, f"{name}_dropout", f"{name}_out", f"{name}_dropped", d, m),) if drops_any else ()
         for name in ("attention", "mlp")
     ]
     return (
@@ -122,7 +128,7 @@ def prediction_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     gather, source = column_source(shape, joined.name, 2 * d)
     project = linear(shape, "eh_proj", source, "columns", 2 * d, cut(d, shape.tp), collectives=source.collectives)
     return (
-        *embedding_work(model, shape),
+        *embedding_work(replace(model, dropout=0.0), shape),
         norm(model, shape, "enorm", "coming", "coming_in", d, d, m),
         norm(model, shape, "hnorm", "hidden", "hidden_in", d, d, m),
         Op("join", "elementwise", ("coming_in", "hidden_in"), (joined,), moved_bytes=2 * joined.num_bytes,

@@ -46,7 +46,9 @@ class EmptySequences:
         half = max(1, self.length // 2)
         ids = np.broadcast_to(np.minimum(np.arange(self.length) // half, 1), shape).astype(np.int64)
         positions = np.broadcast_to(np.arange(self.length) - np.minimum(np.arange(self.length) // half, 1) * half, shape)
-        return Sequences(np.zeros(shape, np.int64), np.zeros(shape, np.int64), positions.astype(np.int64), ids)
+        return Sequences(
+            np.zeros(shape, np.int64), np.zeros(shape, np.int64), positions.astype(np.int64), ids, np.asarray(numbers)
+        )
 
     def fingerprint(self) -> str:
         return "empty"

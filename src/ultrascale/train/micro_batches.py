@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ultrascale.data.loader import Sequences
+from ultrascale.kernels.dropout import token_keys
 from ultrascale.parallel.context import cut_batch
 from ultrascale.parallel.context_masks import Documents
 from ultrascale.spec.layout import Layout
@@ -43,6 +44,8 @@ class MicroBatch:
     """[B, length of whole sequences]; with cp on the CPU, and the order that they are cut in. None: one stream."""
     num_targets: int
     """Targets that count."""
+    dropout_keys: torch.Tensor | None = None
+    """[B, S] (`kernels.dropout.token_keys`), read in training only; None: the model drops nothing."""
 
 
 def sequence_numbers(span: StepSpan, layout: Layout, at: Coordinates) -> list[range]:
@@ -53,16 +56,29 @@ def sequence_numbers(span: StepSpan, layout: Layout, at: Coordinates) -> list[ra
     return [range(start, start + size) for start in starts]
 
 
-def micro_batch(sequences: Sequences, *, packed: bool, layout: Layout, at: Coordinates, device: torch.device) -> MicroBatch:
-    """What the rank at `at` sees of `sequences`, on `device`; without documents when they are one stream (not `packed`)."""
+def micro_batch(
+    sequences: Sequences,
+    *,
+    packed: bool,
+    layout: Layout,
+    at: Coordinates,
+    device: torch.device,
+    dropout_seed: int | None = None,
+) -> MicroBatch:
+    """What the rank at `at` sees of `sequences`, on `device`; without documents when they are one stream (not `packed`).
+
+    `dropout_seed`: with it and a token's place in the data it is decided what is dropped; None: nothing is.
+    """
 
     def moved(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     targets, ids = sequences.targets, sequences.document_ids if packed else None
+    keys = None if dropout_seed is None else token_keys(sequences.numbers, targets.shape[1], dropout_seed)
     if layout.cp > 1:
         local = cut_batch(sequences.tokens, targets, sequences.positions, ids, layout=layout, cp_rank=at.cp)
         tokens, targets, positions = local.tokens, local.targets, moved(local.positions)
+        keys = None if keys is None else np.take_along_axis(keys, local.slots, axis=1)
         if ids is None and sequences.tokens.shape[1] % layout.cp:
             ids = np.zeros_like(sequences.tokens)  # one document: only ids tell how long sequences are of uneven parts
     elif packed:
@@ -80,6 +96,7 @@ def micro_batch(sequences: Sequences, *, packed: bool, layout: Layout, at: Coord
         positions=positions,
         document_ids=documents,
         num_targets=int((targets >= 0).sum()),
+        dropout_keys=None if keys is None else moved(keys),
     )
 
 

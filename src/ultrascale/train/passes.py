@@ -78,7 +78,10 @@ class Passes:
         """Of the last stage the loss summed over the valid targets of `batch`, 0-d; of others what they hand on. `given`: what
         the stage before handed on."""
         decoder, inputs = self.share.stages[stage], batch.tokens if given is None else given
-        return decoder(inputs, targets=batch.targets, positions=batch.positions, document_ids=batch.document_ids)
+        keys = batch.dropout_keys if torch.is_grad_enabled() else None
+        return decoder(
+            inputs, targets=batch.targets, positions=batch.positions, document_ids=batch.document_ids, dropout_keys=keys
+        )
 
     def _through(
         self, run: Callable[..., None], micro_batches: Sequence[MicroBatch], losses: list[Tensor], scale: float

@@ -225,6 +225,7 @@ class Trainer:
             layout=self.run.layout,
             at=self.share.mesh.at,
             device=self.ranks.device,
+            dropout_seed=self.run.seed if self.run.model.dropout else None,
         )
 
     def _tell_phase(self, action: Action) -> None:

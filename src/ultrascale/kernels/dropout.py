@@ -1,0 +1,83 @@
+"""Dropout whose bits depend on nothing but the token (Hinton et al. 2012; Vaswani et al. 2017, section 5.4).
+
+Whether an element is dropped is a pure function of (seed, number of its sequence, place in it, where in the model, channel), so
+every layout drops the same elements, a resumed run goes on with them, and recomputation drops them again. Nothing is kept for
+the backward pass but the tokens' keys, which the whole model shares: bits are made again, a hash of 32-bit words in place of
+a stream of random numbers. Few multiplications are enough (Wellons 2018, "Prospecting for hash functions": lowbias32).
+
+    key of a token    64 bits, from seed, sequence and place: made once per micro-batch (`token_keys`)
+    row of a site     32 bits, from the key and the site's number
+    element           the row plus the channel's word, mixed; dropped if below rate * 2^32
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: steps of it lie far apart (Steele et al. 2014, SplitMix, as are the two multipliers)."""
+_SPLIT_1, _SPLIT_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_ODD_64 = 0x2545F4914F6CDD1D
+_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32))
+"""lowbias32's shifts and factors, as signed words. Its last shift changes the low half only, which decides nothing here."""
+
+
+def token_keys(numbers: NDArray[np.int64], length: int, seed: int) -> NDArray[np.int64]:
+    """[N, length]: the key of each token of the sequences with these global numbers [N]."""
+    places = np.arange(length, dtype=np.uint64)
+    rows = _split_mix(numbers.astype(np.uint64) ^ _split_mix(np.uint64(seed % 2**64)))
+    return _split_mix(rows[:, None] ^ places).view(np.int64)
+
+
+def dropout(x: Tensor, rate: float, keys: Tensor, site: int) -> Tensor:
+    """x [B, S, D] with a share `rate` (0 to 1) of its elements zero and the others divided by 1 - rate, in the dtype of x.
+
+    `keys` [B, S] int64 (`token_keys`); `site`: number of this place in the model.
+    """
+    if torch.compiler.is_compiling():  # the compiler makes bits again in the backward pass by itself
+        return (x * (1 / (1 - rate))).masked_fill(dropped(keys, site, x.shape[-1], rate), 0)
+    return _Dropout.apply(x, rate, keys, site)  # pyright: ignore[reportReturnType]
+
+
+def dropped(keys: Tensor, site: int, width: int, rate: float) -> Tensor:
+    """Which elements of [B, S, width] are dropped, bool."""
+    row = ((keys + site) * _ODD_64).bitwise_right_shift(32).to(torch.int32)  # [B, S]
+    column = torch.arange(width, device=keys.device, dtype=torch.int32) * (_GOLDEN >> 33)
+    bits = row.unsqueeze(-1) + column
+    scratch = torch.empty_like(bits)
+    for shift, factor in _ROUNDS:
+        torch.bitwise_right_shift(bits, shift, out=scratch)
+        scratch.bitwise_and_(2 ** (32 - shift) - 1)  # torch repeats the sign
+        bits.bitwise_xor_(scratch).mul_(factor)
+    del scratch
+    return bits < round(rate * 2**32) - 2**31
+
+
+def _split_mix(x: Any) -> Any:
+    """SplitMix64's finaliser of uint64 numbers, modulo 2^64."""
+    with np.errstate(over="ignore"):
+        x = x + np.uint64(_GOLDEN)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_SPLIT_1)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_SPLIT_2)
+        return x ^ (x >> np.uint64(31))
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rate: float, keys: Tensor, site: int) -> Tensor:
+        ctx.rate, ctx.keys, ctx.site = rate, keys, site
+        return _drop(x, rate, keys, site)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _drop(grads[0], ctx.rate, ctx.keys, ctx.site), None, None, None
+
+
+def _drop(x: Tensor, rate: float, keys: Tensor, site: int) -> Tensor:
+    hidden = dropped(keys, site, x.shape[-1], rate)
+    return (x * (1 / (1 - rate))).masked_fill_(hidden, 0)
