@@ -91,7 +91,7 @@ def test_compiled_passes_give_the_same_loss_and_gradients():
 
 
 def test_slabs_are_for_large_vocabularies_in_16_bits_on_cuda_and_bounded():
-    assert slab_columns(TOKENS, VOCAB, 2, "cuda") == 8192
+    assert slab_columns(TOKENS, VOCAB, 2, "cuda") == 4096
     assert slab_columns(TOKENS, VOCAB, 2, "cpu") is None
     assert slab_columns(TOKENS, VOCAB, 4, "cuda") is None
     assert chunk_rows(TOKENS, 8192, "cuda") == TOKENS and slab_columns(TOKENS, 8192, 2, "cuda") is None
@@ -130,14 +130,14 @@ def test_head_and_loss_take_less_than_15_percent_of_the_unfused_form(hidden_size
 
 
 def test_real_steps_hold_what_the_meta_device_says():
-    """On the CPU, whose additions of bf16 to fp32 make a copy of the product first."""
+    """A slab, a wide copy of it and its softmax; three sums."""
     tokens, vocab, d, columns = 512, 16_384, 32, 1024
     hidden, weight, targets = inputs(torch.bfloat16, rows=tokens, vocab=vocab)
     hidden, weight = torch.zeros(tokens, d, dtype=torch.bfloat16), torch.zeros(vocab, d, dtype=torch.bfloat16)
     with LiveMemory(nn.Module()) as memory:
         found = sweep_columns(hidden, weight, targets, columns, with_gradients=True)
     given = sum(tensor.numel() * tensor.itemsize for tensor in (hidden, weight, targets))
-    slab = tokens * columns * (2 + 4)
+    slab = tokens * columns * (2 + 4 + 4)
     sums = tokens * d * (4 + 2) + vocab * d * 2
     assert found.loss.item() == pytest.approx((targets != -100).sum().item() * math.log(vocab), rel=1e-6)
     assert memory.peak.total - given == pytest.approx(slab + sums, rel=0.03)

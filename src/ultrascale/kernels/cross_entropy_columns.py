@@ -1,6 +1,6 @@
 """Cross-entropy of hidden W^T, a slab of the vocabulary at a time: for large vocabularies in 16 bits on CUDA.
 
-    first     every slab's logits [N, C] are made, and folded into each row's log of the sum of exponentials
+    first     every slab's logits [N, C] are made, and each row's log of the sum of exponentials is added up over slabs
     second    they are made again, become the gradient g, and dW[slab] = g^T h    dh += g W[slab]
 
 Why not a chunk of rows at a time, as `kernels.cross_entropy` does elsewhere: there every chunk adds to the whole of dW, which
@@ -9,7 +9,7 @@ is fp32 until the last has (4 V D bytes, read and written again for each) with a
 up is dh, N D instead of V D.
 
 Memory: dh and dW in their own dtype, dh once more in fp32, and one slab. Cost: a fourth matrix product, 2 N V D FLOPs.
-With a vocabulary cut over ranks each folds its own slabs, and three numbers a row are gathered, once.
+With a vocabulary cut over ranks each goes through its own slabs, and two numbers a row are gathered, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IGNORED = -100
 """The target of a position that predicts nothing."""
 
 Join = Callable[[Tensor], Tensor]
-"""[N, 3] of a rank (maximum, sum of exponentials below it, the target's logit or 0) to those of all ranks, [ranks, N, 3]."""
+"""[N, 2] of a rank (log of the sum of exponentials, the target's logit or 0) to those of all ranks, [ranks, N, 2]."""
 
 
 class Swept(NamedTuple):
@@ -54,50 +54,35 @@ def sweep_columns(
     over a slab's logits are.
     """
     wanted = targets.unsqueeze(1)
-    own = _fold(hidden, weight, wanted - first, columns, compiled)  # [N, 3]
-    maxima, sums, target_logits = (own.unsqueeze(0) if join is None else join(own)).unsqueeze(-2).unbind(-1)  # [ranks, N, 1]
-    highest = maxima.amax(0)
-    normalizer = highest + (sums * torch.exp(maxima - highest)).sum(0).log()
-    is_valid = wanted != IGNORED
+    of_slabs, target_logit = _first(hidden, weight, wanted - first, columns, compiled)
+    own = torch.cat((torch.logsumexp(of_slabs, 0), target_logit), dim=1)  # [N, 2]
+    normalizers, target_logits = (own.unsqueeze(0) if join is None else join(own)).unsqueeze(-2).unbind(-1)  # [ranks, N, 1]
+    normalizer, is_valid = torch.logsumexp(normalizers, 0), wanted != IGNORED
     loss = ((normalizer - target_logits.sum(0)) * is_valid).sum()
     if not with_gradients:
         return Swept(loss, None, None)
     # Of a row that does not count all exponentials become 0, and so does its gradient.
     silent = normalizer.masked_fill(~is_valid, torch.inf)
-    wide, grad_weight = _gradients(hidden, weight, wanted - first, silent, columns, compiled)
+    wide, grad_weight = _second(hidden, weight, wanted - first, silent, of_slabs, columns, compiled)
     return Swept(loss, wide.to(hidden.dtype), grad_weight)
 
 
-class _Room:
-    """Memory for one slab of logits, taken once, and its wide copy unless compiled passes need none."""
-
-    def __init__(self, hidden: Tensor, columns: int, *, compiled: bool):
-        self.narrow = hidden.new_empty(len(hidden) * columns)
-        self.wide = self.narrow
-        if hidden.dtype != _wide(hidden) and not compiled:
-            self.wide = torch.empty_like(self.narrow, dtype=_wide(hidden))
-
-    def logits(self, hidden: Tensor, slab: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, C] of hidden [N, D] and a slab of the weight [C, D]: as they come, and their wide copy (or the same)."""
-        count = len(hidden) * len(slab)
-        narrow = torch.mm(hidden, slab.t(), out=self.narrow[:count].view(len(hidden), len(slab)))
-        if self.wide is self.narrow:
-            return narrow, narrow
-        return narrow, self.wide[:count].view_as(narrow).copy_(narrow)
+def _logits(hidden: Tensor, slab: Tensor, room: Tensor) -> Tensor:
+    """[N, C] of hidden [N, D] and a slab of the weight [C, D], in memory that was taken once."""
+    return torch.mm(hidden, slab.t(), out=room[: len(hidden) * len(slab)].view(len(hidden), len(slab)))
 
 
-def _fold(hidden: Tensor, weight: Tensor, local: Tensor, columns: int, compiled: bool) -> Tensor:
-    """[N, 3] in at least fp32: maximum, sum of exponentials below it, and the target's logit where it is here, else 0."""
-    room, dtype = _Room(hidden, columns, compiled=compiled), _wide(hidden)
-    highest = hidden.new_full((len(hidden), 1), -torch.inf, dtype=dtype)
-    total, target_logit = torch.zeros_like(highest), torch.zeros_like(highest)
-    fold = _compiled(_fold_slab) if compiled else _fold_slab_in_place
+def _first(hidden: Tensor, weight: Tensor, local: Tensor, columns: int, compiled: bool) -> tuple[Tensor, Tensor]:
+    """In at least fp32: of each slab the log of the sum of exponentials [slabs, N, 1], and the target's logit where it is in
+    this part of the vocabulary, else 0, [N, 1]. `local` [N, 1]: targets counted from its first row."""
+    room, found = hidden.new_empty(len(hidden) * columns), []
+    target_logit = hidden.new_zeros(len(hidden), 1, dtype=_wide(hidden))
+    normalizer = _compiled(_normalizer) if compiled else _normalizer_by_softmax
     for start in range(0, len(weight), columns):
-        slab = weight[start : start + columns]
-        logits, wide = room.logits(hidden, slab)
+        logits = _logits(hidden, weight[start : start + columns], room)
         target_logit += _target_logits(logits, local - start)
-        highest, total = fold(wide, highest, total)
-    return torch.cat((highest, total, target_logit), dim=1)
+        found.append(normalizer(logits))
+    return torch.stack(found), target_logit
 
 
 def _target_logits(logits: Tensor, local: Tensor) -> Tensor:
@@ -106,19 +91,19 @@ def _target_logits(logits: Tensor, local: Tensor) -> Tensor:
     return logits.gather(1, local.masked_fill(~is_here, 0)).to(_wide(logits)).masked_fill_(~is_here, 0)
 
 
-def _gradients(
-    hidden: Tensor, weight: Tensor, local: Tensor, normalizer: Tensor, columns: int, compiled: bool
+def _second(
+    hidden: Tensor, weight: Tensor, local: Tensor, normalizer: Tensor, of_slabs: Tensor, columns: int, compiled: bool
 ) -> tuple[Tensor, Tensor]:
     """dh [N, D] in at least fp32, and dW [V, D]."""
-    room = _Room(hidden, columns, compiled=compiled)
+    room = hidden.new_empty(len(hidden) * columns)
     grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden))
     grad_weight = torch.empty_like(weight)
     product = torch.empty_like(hidden) if hidden.dtype != grad_hidden.dtype else None
-    to_gradient = _compiled(_to_gradient) if compiled else _to_gradient_in_place
-    for start in range(0, len(weight), columns):
+    to_gradient = _compiled(_to_gradient) if compiled else _to_gradient_by_softmax
+    for number, start in enumerate(range(0, len(weight), columns)):
         slab = weight[start : start + columns]
-        logits, wide = room.logits(hidden, slab)
-        to_gradient(logits, wide, local - start, normalizer)
+        logits = _logits(hidden, slab, room)
+        to_gradient(logits, local - start, normalizer, of_slabs[number])
         torch.mm(logits.t(), hidden, out=grad_weight[start : start + columns])
         if product is None:
             grad_hidden.addmm_(logits, slab)
@@ -127,32 +112,32 @@ def _gradients(
     return grad_hidden, grad_weight
 
 
-def _fold_slab(logits: Tensor, highest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximum and sum of exponentials below it, [N, 1] each, of what came before and of one slab more."""
-    wide = logits.to(highest.dtype)
-    new = torch.maximum(highest, wide.amax(1, keepdim=True))
-    return new, total * torch.exp(highest - new) + torch.exp(wide - new).sum(1, keepdim=True)
+def _normalizer(logits: Tensor) -> Tensor:
+    """Log of the sum of exponentials of each row, [N, 1] in at least fp32."""
+    return torch.logsumexp(logits.to(_wide(logits)), dim=1, keepdim=True)
 
 
-def _fold_slab_in_place(wide: Tensor, highest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """The same without room of its own: `wide` becomes exponentials."""
-    new = torch.maximum(highest, wide.amax(1, keepdim=True))
-    return new, total * torch.exp(highest - new) + wide.sub_(new).exp_().sum(1, keepdim=True)
+def _normalizer_by_softmax(logits: Tensor) -> Tensor:
+    """The same with one kernel of torch's between a wide copy and its result, of which any column tells the row's sum."""
+    normalized = torch.log_softmax(logits, dim=1, dtype=_wide(logits))
+    return logits[:, :1].to(normalized.dtype) - normalized[:, :1]
 
 
-def _to_gradient(logits: Tensor, wide: Tensor, local: Tensor, normalizer: Tensor) -> None:
+def _to_gradient(logits: Tensor, local: Tensor, normalizer: Tensor, of_slab: Tensor) -> None:
     """`logits` [N, C] become probabilities, less one at the target."""
-    is_target = torch.arange(logits.shape[1], device=logits.device) == local
-    logits.copy_(torch.exp(wide.to(normalizer.dtype) - normalizer) - (is_target & normalizer.isfinite()).to(normalizer.dtype))
+    is_target = (torch.arange(logits.shape[1], device=logits.device) == local) & normalizer.isfinite()
+    logits.copy_(torch.exp(logits.to(normalizer.dtype) - normalizer) - is_target.to(normalizer.dtype))
 
 
-def _to_gradient_in_place(logits: Tensor, wide: Tensor, local: Tensor, normalizer: Tensor) -> None:
-    """The same without room of its own: `wide` becomes the gradient first."""
+def _to_gradient_by_softmax(logits: Tensor, local: Tensor, normalizer: Tensor, of_slab: Tensor) -> None:
+    """The same by one kernel of torch's, among the slab's columns, and the slab's weight among all."""
+    share = torch.exp(of_slab - normalizer)  # [N, 1]
+    probabilities = torch.softmax(logits, dim=1, dtype=share.dtype)
+    torch.mul(probabilities, share, out=logits)
     is_here = (local >= 0) & (local < logits.shape[1])
-    wide.sub_(normalizer).exp_()
-    wide.scatter_add_(1, local.masked_fill(~is_here, 0), -is_here.to(wide.dtype))
-    if wide.dtype != logits.dtype:
-        logits.copy_(wide)
+    index = local.masked_fill(~is_here, 0)
+    at_target = probabilities.gather(1, index).mul_(share).sub_(1).to(logits.dtype)
+    logits.scatter_(1, index, torch.where(is_here, at_target, logits.gather(1, index)))
 
 
 @cache

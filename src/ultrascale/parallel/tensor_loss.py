@@ -4,7 +4,7 @@
     loss       logits [rows, V/tp] of a chunk on each rank; three numbers a row are gathered (the maximum, the sum of
                exponentials below it, the target's logit where it is here), and every rank has the same loss
 
-In 16 bits on CUDA a large vocabulary is worked through slab by slab, and the numbers of all rows are gathered at once
+In 16 bits on CUDA a large vocabulary is worked through slab by slab, and two numbers of all rows are gathered at once
 (`kernels.cross_entropy_columns`). Elsewhere, as in `kernels.cross_entropy`, a chunk goes all the way to its gradients in the
 forward pass. dh, summed over ranks, and dW wait for the backward pass. Per rank and step: hidden gathered once and dh summed
 once, N D (tp-1)/tp elements each, and one message of 3 numbers a row for each chunk. The alternative, gathering the logits,

@@ -24,7 +24,7 @@ from ultrascale.spec.ops import Activation, Collective, Op, Product, Scores, Sha
 CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**29}
 """Bytes of fp32 logits that exist at a time in `kernels.cross_entropy`; other devices than the CPU are taken for CUDA."""
 MIN_CHUNK_ROWS = 128
-SLAB_BYTES = 2**28
+SLAB_BYTES = 2**27
 """The same of a slab of the vocabulary (`kernels.cross_entropy_columns`)."""
 SLAB_COLUMNS_MULTIPLE = 128
 """Tiles of matrix products on CUDA are this wide."""
@@ -177,7 +177,7 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
 
     It does the backward pass of the head in its forward pass, a chunk of rows at a time, and keeps the two gradients, that of
     `hidden` already summed over tp. Of each row of a chunk three numbers are gathered: maximum, sum of exponentials, target.
-    Slab by slab (`kernels.cross_entropy_columns`) logits are made twice, and all rows' numbers are gathered at once.
+    Slab by slab (`kernels.cross_entropy_columns`) logits are made twice, and two numbers of all rows are gathered at once.
     """
     n, d, a, w = shape.num_tokens, model.hidden_size, shape.itemsize, shape.wide_itemsize
     v = cut(model.vocab_size, shape.tp)
@@ -187,8 +187,13 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
     )
     by_slabs = slab_columns(n, v, a, shape.device) is not None
     room = _slab_loss_room(shape, d, v) if by_slabs else (_loss_room if shape.tp == 1 else _cut_loss_room)(shape, d, v)
-    # Per logit: written, read into its wide copy, log-softmax, exponential, gradient, two products read it.
-    moved = n * v * (2 * a + 6 * w)
+    if by_slabs:
+        # Per logit: written and copied twice, log-softmax and softmax, scaled into place, two products read it.
+        moved, sums, parts = n * v * (7 * a + 7 * w), n * d, -(-v // (slab_columns(n, v, a, shape.device) or v))
+    else:
+        # Per logit: written, read into its wide copy, log-softmax, exponential, gradient, two products read it.
+        moved, sums, parts = n * v * (2 * a + 6 * w), v * d, -(-n // chunk_rows(n, v, shape.device))
+    moved += parts * sums * 2 * (w + (a if a < w else 0))  # read, and written, with a narrow product between
     return Op(
         "loss", "loss", (read,), (Activation("loss", w), *kept), tuple(k.name for k in kept), (f"{head}.weight",),
         flops=(8 if by_slabs else 6) * n * v * d, hands_on_saved=True, scratch_bytes=room, product=Product(n, v, d),
@@ -202,7 +207,8 @@ def _chunked_traffic(shape: Shape, d: int, v: int) -> tuple[Collective, ...]:
     n, rows = shape.num_tokens, chunk_rows(shape.num_tokens, v, shape.device)
     by_slabs = slab_columns(n, v, shape.itemsize, shape.device) is not None
     sizes = [n] if by_slabs else [rows] * (n // rows) + ([n % rows] if n % rows else [])
-    joined = [Collective("all_gather", "tp", shape.tp * size * 3 * shape.wide_itemsize, "forward") for size in sizes]
+    each = 2 if by_slabs else 3
+    joined = [Collective("all_gather", "tp", shape.tp * size * each * shape.wide_itemsize, "forward") for size in sizes]
     kind = "reduce_scatter" if shape.cuts_sequence else "all_reduce"
     return *joined, Collective(kind, "tp", n * d * shape.itemsize, "forward")
 
@@ -234,8 +240,8 @@ def _slab_loss_room(shape: Shape, d: int, v: int) -> int:
     a, w, n = shape.itemsize, shape.wide_itemsize, shape.num_tokens
     columns = slab_columns(n, v, a, shape.device)
     assert columns is not None
-    # Of all rows: the gradient of hidden is summed in fp32, each slab's part of it is narrow before it is added.
-    in_slabs = n * columns * (a + w) + n * d * (w + a) - shape.outer_tokens * d * a
+    # A slab, its wide copy and the softmax of that. The gradient of hidden is summed in fp32, in narrow parts, one a slab.
+    in_slabs = n * columns * (a + 2 * w) + n * d * (w + a) - shape.outer_tokens * d * a
     if shape.tp == 1:
         return in_slabs
     summed = n * d * a + exchanged_bytes(shape, n * d * a)
