@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,6 +29,10 @@ KILLED = Ending("rank 1 was ended by SIGKILL", by_signal=True)
 WRONG = Ending("rank 0 failed", exit_code=2, explained=True)
 STOPPED = Ending("stopped by SIGTERM", stopped=True)
 GOOD = Ending("")
+
+
+def at(ending: Ending, step: int) -> Ending:
+    return replace(ending, step=step)
 
 
 @contextmanager
@@ -64,7 +69,12 @@ def steps_logged(run: Run) -> int:
 
 def events(run: Run) -> list[str]:
     path = Path(run.folder) / run.name / "events.jsonl"
-    return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [row["event"] for row in event_rows(run)] if path.exists() else []
+
+
+def event_rows(run: Run) -> list[dict[str, Any]]:
+    path = Path(run.folder) / run.name / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -89,12 +99,16 @@ def test_a_killed_rank_is_started_again_and_a_stop_saves_and_nothing_differs_fro
             c.laddr.ip for rank in [*ranks, psutil.Process(process.pid)] for c in rank.net_connections() if c.status == "LISTEN"
         }
         ranks[1].kill()
-        wait_until(lambda: events(endless) == ["start", "start"] and steps_logged(endless) >= 15, process)
+        wait_until(lambda: events(endless).count("stepped") == 2 and steps_logged(endless) >= 15, process)
         process.terminate()
         told, code = process.communicate(timeout=60)[0], process.returncode
     assert code == 0, told
     assert "rank 1 was ended by SIGKILL; starting again from the newest checkpoint (3 restarts left)" in told
     assert "Traceback" not in told and "death signal" not in told
+    assert events(endless) == ["start", "stepped", "failure", "start", "stepped", "stop"]
+    failure = event_rows(endless)[2]
+    assert (failure["rank"], failure["cause"]) == (1, "rank 1 was ended by SIGKILL") and failure["step"] >= 12
+    assert "restart 1: rank 1 was ended by SIGKILL; step " in told and "1 restarts, " in told
     assert listening <= {"127.0.0.1", "::1"}
     stopped_at = len(curve(endless))
     whole = replace(endless, name="undisturbed")
@@ -140,20 +154,35 @@ def test_ranks_whose_launcher_is_killed_stop_within_ten_seconds(endless):
     [
         ([GOOD], [], 1, GOOD),
         ([KILLED, FAILED, GOOD], ["10", "20"], 3, GOOD),
-        ([KILLED] * 9, ["10"] * 9, 4, KILLED),
-        ([FAILED] * 9, ["10"] * 9, 2, FAILED),
-        ([FAILED] * 9, ["10", "20", "30", "40"], 4, FAILED),
-        ([FAILED, KILLED, FAILED, FAILED], ["10"] * 9, 4, FAILED),
+        ([at(KILLED, step) for step in range(11, 20)], ["10"] * 9, 4, at(KILLED, 14)),
+        ([at(FAILED, 17)] * 9, ["10"] * 9, 3, at(FAILED, 17)),
+        ([at(KILLED, 17)] * 9, ["10"] * 9, 3, at(KILLED, 17)),
+        ([*[at(FAILED, step) for step in range(9)], GOOD], list("123456789"), 10, GOOD),
+        ([FAILED] * 9, ["10"] * 9, 3, FAILED),
         ([WRONG] * 9, [], 1, WRONG),
         ([KILLED, STOPPED], ["10"], 2, STOPPED),
     ],
-    ids=["good", "gets on", "keeps being killed", "poison step", "slow progress", "mixed", "wrong", "stopped"],
+    ids=["good", "gets on", "budget", "poison step", "poison that kills", "progress", "start", "wrong", "stopped"],
 )
 def test_a_run_is_started_again_only_where_that_may_help(monkeypatch, endings, progress, attempts, ending):
     left, reports = list(endings), list(progress)
     monkeypatch.setattr(local, "_launch_once", lambda *arguments: left.pop(0))
     found = launch_local(Path("run.toml"), 2, say=lambda text: None, progress=lambda: reports.pop(0))
-    assert (found, len(endings) - len(left)) == (ending, attempts)
+    assert (found.rank, found.step, found.exit_code, len(endings) - len(left)) == (
+        ending.rank, ending.step, ending.exit_code, attempts,
+    )  # fmt: skip
+    assert found.reason.startswith(ending.reason)
+
+
+@pytest.mark.catalogue(8)
+def test_a_step_that_fails_again_and_again_is_named_as_the_reason_to_stop(monkeypatch):
+    monkeypatch.setattr(local, "_launch_once", lambda *arguments: at(FAILED, 17))
+    recorded: list[dict[str, Any]] = []
+    found = launch_local(Path("run.toml"), 2, say=lambda text: None, record=recorded.append)
+    assert (
+        found.reason == "rank 1 failed with exit code 1. Step 17 has now failed 3 times in a row: once more would be no better"
+    )
+    assert [(row["event"], row["step"], row["rank"]) for row in recorded] == [("failure", 17, None)] * 3
 
 
 def test_a_rank_that_ended_by_a_signal_is_told_before_those_that_missed_it(tmp_path):
@@ -169,4 +198,7 @@ def test_a_rank_that_ended_by_a_signal_is_told_before_those_that_missed_it(tmp_p
     class Error:
         failures = {0: Failure(1), 1: Failure(-9)}  # noqa: RUF012
 
-    assert local._failed(Error(), tmp_path / "failure.json") == KILLED
+    assert local._failed(Error(), tmp_path / "failure.json", tmp_path) == replace(KILLED, rank=1)
+    told = {"rank": 0, "lost_contact": False, "text": "ValueError: no"}
+    (tmp_path / "0.cause").write_text(json.dumps(told))
+    assert local._failed(Error(), tmp_path / "failure.json", tmp_path).reason == "rank 0 failed: ValueError: no"

@@ -11,7 +11,7 @@ import pytest
 from tidy.sources import MODULES, PACKAGE, ROOT, parsed, short
 
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer, RampStage, Run, Source
+from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, Optimizer, RampStage, Run, Source
 
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 WRITES = {"dumps"}
@@ -97,7 +97,10 @@ def attributes_read() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("section", [Run, Layout, Batch, RampStage, Source, Data, Optimizer, Checkpoint, Evaluation, Log])
+SECTIONS = (Run, Layout, Batch, RampStage, Source, Data, Optimizer, Checkpoint, Evaluation, Log, Faults)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
 def test_every_setting_is_obeyed_somewhere(section):
     read = attributes_read()
     assert [field.name for field in fields(section) if field.name not in read] == []

@@ -39,7 +39,7 @@ def train(
     Args:
         run: The run's TOML file, or the folder of a run.
         processes: Start this many processes here. What tp, cp and pp leave of them shares the batch (layout.dp).
-        max_restarts: Start the processes again this often when one of them dies.
+        max_restarts: Start the processes again this often without a new checkpoint in between when one of them dies.
         allow_changes: Go on from a checkpoint although model, data or seed have changed.
         ignore_memory: Start on GPUs although the plan says that a rank needs more memory than they have.
         json: At the end print one JSON object.
@@ -83,6 +83,7 @@ def _own_place(path: str, rest: list[str]) -> list[str]:
 def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: bool) -> int:
     from ultrascale.cli.main import say
     from ultrascale.launch.local import launch_local
+    from ultrascale.launch.restarts import read_account, summary
 
     folder = RunFolder.of(run)
     folder.write_text("requested.toml", to_toml(run))
@@ -93,7 +94,12 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: boo
         max_restarts=max_restarts,
         say=say,
         progress=lambda: max((path.name for path in folder.checkpoints.glob("step-*")), default="none"),
+        record=lambda event: folder.append("events.jsonl", json_module.dumps(event)),
+        keep=folder.path,
     )
+    for line in summary(read_account(folder.path / "events.jsonl")):
+        print(line, flush=True)
+        folder.append("log.txt", line)
     if not ending.reason or ending.saved:
         return 0
     if not ending.explained:

@@ -12,13 +12,24 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from ultrascale.heartbeat import read
+from ultrascale.launch.restarts import Budget
+from ultrascale.launch.watchdog import HANG_FILE, disagreement
+
+WORKER = "ultrascale.train.worker"
 STOP_SECONDS = "120"
 """Time the ranks get to save after SIGTERM or Ctrl-C before they are killed; torch's own is 30."""
 QUIET = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api")
@@ -41,6 +52,10 @@ class Ending:
     """Stopped in order: the ranks have said that everything is saved."""
     explained: bool = False
     """A rank has said what is wrong, and it would be wrong again."""
+    rank: int | None = None
+    """The one that failed first, or hung."""
+    step: int | None = None
+    """Steps done when it failed; None before any was begun."""
 
 
 def launch_local(
@@ -51,33 +66,52 @@ def launch_local(
     max_restarts: int = 3,
     say: Callable[[str], None] = print,
     progress: Callable[[], str] = lambda: "",
+    record: Callable[[dict[str, Any]], None] = lambda event: None,
+    keep: Path | None = None,
+    worker: str = WORKER,
 ) -> Ending:
     """Train the resolved run in `run_file` on `num_processes` processes of this machine, again after each crash.
 
-    After a crash `progress` is asked how far the run is: the same answer after two failures that were not signals says that the
-    third would be no better.
+    `max_restarts`: without a new checkpoint in between, which `progress` names. `record` is given each failure as a row of the
+    run's events. What the ranks of a hang left is copied into a folder of its own under `keep`. `worker`: the module that is
+    one rank.
     """
-    before = None
-    for restarts_left in range(max_restarts, -1, -1):
+    budget = Budget(max_restarts)
+    while True:
         with tempfile.TemporaryDirectory(prefix="ultrascale-launch-") as folder:
-            ending = _launch_once(run_file, num_processes, worker_arguments, Path(folder))
-        if not ending.reason or ending.stopped or ending.explained or not restarts_left:
-            break
-        now = progress()
-        if now == before and not ending.by_signal:
-            break
-        before = None if ending.by_signal else now
-        say(f"{ending.reason}; starting again from the newest checkpoint ({restarts_left} restarts left)")
-    return ending
+            ending = _launch_once(run_file, num_processes, worker_arguments, Path(folder), worker)
+            if keep is not None and (Path(folder) / HANG_FILE).exists():
+                _keep_hang(Path(folder), keep)
+        if not ending.reason or ending.stopped:
+            return ending
+        told = {"rank": ending.rank, "node": platform.node(), "step": ending.step, "cause": ending.reason}
+        record({"time": time.time(), "event": "failure", **told})
+        if ending.explained:
+            return ending
+        if refusal := budget.refusal(ending.step, progress()):
+            return replace(ending, reason=f"{ending.reason}. {refusal}")
+        say(f"{ending.reason}; starting again from the newest checkpoint ({budget.left + 1} restarts left)")
 
 
-def _launch_once(run_file: Path, num_processes: int, worker_arguments: tuple[str, ...], folder: Path) -> Ending:
+def _keep_hang(folder: Path, keep: Path) -> None:
+    """Stacks, flight recorders and the verdict: the folder they are in goes with the attempt."""
+    target = keep / f"hang-{time.strftime('%Y%m%d-%H%M%S')}"
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in (HANG_FILE, "*.stack", "*.trace.json"):
+        for file in folder.glob(pattern):
+            shutil.copy(file, target)
+
+
+def _launch_once(
+    run_file: Path, num_processes: int, worker_arguments: tuple[str, ...], folder: Path, worker: str = WORKER
+) -> Ending:
     """`folder` is empty and for this attempt alone."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _prepare_environment(num_processes)
+    os.environ["ULTRASCALE_SIGNS_OF_LIFE"] = str(folder)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # we tell the same in one line
     config = LaunchConfig(
@@ -87,12 +121,19 @@ def _launch_once(run_file: Path, num_processes: int, worker_arguments: tuple[str
     failure, saved = folder / "failure.json", folder / "saved"
     arguments = ("--rendezvous", f"file://{folder}/store", "--failure", str(failure), "--saved", str(saved))
     arguments = (*arguments, "--launcher", str(os.getpid()))
+    watchdog = subprocess.Popen(
+        [sys.executable, "-m", "ultrascale.launch.watchdog", str(folder), "--parent", str(os.getpid())],
+        stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)("-m", "ultrascale.train.worker", str(run_file), *arguments, *worker_arguments)
+        elastic_launch(config, sys.executable)("-m", worker, str(run_file), *arguments, *worker_arguments)
     except ChildFailedError as error:
-        return _failed(error, failure)
+        return _failed(error, failure, folder)
     except (SignalException, KeyboardInterrupt) as error:
         return _stopped(f"stopped by {error or 'Ctrl-C'}", failure, saved)
+    finally:
+        watchdog.terminate()
+        watchdog.wait()
     return Ending("")
 
 
@@ -106,20 +147,35 @@ def _stopped(reason: str, failure: Path, saved: Path) -> Ending:
     return Ending(reason, stopped=True, saved=True)
 
 
-def _failed(error: object, failure: Path) -> Ending:
-    """The ending when ranks failed: one that a signal ended comes first, since the others fail for want of it."""
-    ranks = sorted(getattr(error, "failures").items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))  # noqa: B009
-    rank, first = ranks[0]
+def _failed(error: object, failure: Path, folder: Path) -> Ending:
+    """The ending when ranks failed: a hang comes first, then one that a signal ended, then one that died of itself and not for
+    want of another."""
+    beats = {beat.rank: beat for beat in read(folder)}
+    step = max((beat.steps_done for beat in beats.values() if beat.started_at >= 0), default=None)
     if failure.exists():
         told = json.loads(failure.read_text())
-        return Ending(f"rank {told['rank']} failed", exit_code=told["exit_code"], explained=True)
+        return Ending(f"rank {told['rank']} failed", told["exit_code"], explained=True, rank=told["rank"], step=step)
+    if (folder / HANG_FILE).exists():
+        hang = json.loads((folder / HANG_FILE).read_text())
+        return Ending(f"hang: {hang['reason']}", by_signal=True, rank=min(hang["culprits"], default=None), step=step)
+    causes = [json.loads(path.read_text()) for path in folder.glob("*.cause")]
+    ranks = sorted(getattr(error, "failures").items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))  # noqa: B009
+    rank, first = ranks[0]
+    own = next((cause for cause in causes if not cause["lost_contact"]), None)
+    if own is not None:
+        return Ending(f"rank {own['rank']} failed: {own['text']}", rank=own["rank"], step=step)
+    odd = disagreement([*beats.values()])
+    if odd is not None and first.exitcode in (1, -signal.SIGABRT):  # gloo raises or aborts where messages do not fit
+        return Ending(f"the ranks do not agree: {odd[1]}", by_signal=True, rank=min(odd[0]), step=step)
     if first.exitcode < 0:
-        return Ending(f"rank {rank} was ended by {first.signal_name()}", by_signal=True)
-    return Ending(f"rank {rank} failed with exit code {first.exitcode}")
+        return Ending(f"rank {rank} was ended by {first.signal_name()}", by_signal=True, rank=rank, step=step)
+    why = f": {causes[0]['text']}" if causes else ""
+    return Ending(f"rank {rank} failed with exit code {first.exitcode}{why}", rank=rank, step=step)
 
 
 def _prepare_environment(num_processes: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the agent would open a port that nobody needs
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")  # collectives that torch's flight recorder remembers
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
+
+from ultrascale import heartbeat
+
+_MEANINGS = {
+    ("Timed out", "timeout", "Timeout"): "it did not come in time (collective_timeout_seconds)",
+    ("reset by peer", "closed by peer", "Broken pipe", "Connection closed"): "it has ended",
+    ("refused", "connectFullMesh", "No route", "unreachable"): "it cannot be reached",
+    ("Message truncated", "preamble", "op.nbytes"): "it sent a message of another size",
+}
+"""Parts of gloo's and NCCL's messages."""
 
 
 class LostRankError(RuntimeError):
@@ -13,13 +24,22 @@ class LostRankError(RuntimeError):
 
 
 @contextmanager
-def waiting(what: str, group: dist.ProcessGroup | None = None, peers: Sequence[int] | None = None) -> Iterator[None]:
-    """Let what is awaited inside fail with the ranks' numbers in the run and `what` it was.
+def waiting(
+    what: str,
+    group: dist.ProcessGroup | None = None,
+    peers: Sequence[int] | None = None,
+    *,
+    tensor: torch.Tensor | None = None,
+) -> Iterator[None]:
+    """Let what is awaited inside fail with the ranks' numbers in the run and `what` it was; meanwhile this rank's sign of life
+    says that it waits.
 
-    `peers`: the ranks of `group` (None: all of the run) that it comes from; None: all others. Raises LostRankError.
+    `peers`: the ranks of `group` (None: all of the run) that it comes from; None: all others, and then all of them must come to
+    it in the same order and with the same shape of `tensor`. Raises LostRankError.
     """
     try:
-        yield
+        with heartbeat.waits(what, collective=_named(what, group, tensor) if peers is None else None):
+            yield
     except LostRankError:
         raise
     except RuntimeError as error:
@@ -28,5 +48,22 @@ def waiting(what: str, group: dist.ProcessGroup | None = None, peers: Sequence[i
         ranks = dist.get_process_group_ranks(group)
         whom = [rank for rank in ranks if rank != dist.get_rank()] if peers is None else [ranks[peer] for peer in peers]
         names = f"rank{'s' * (len(whom) > 1)} {', '.join(map(str, whom))}"
-        reason = str(error).strip().splitlines()[0]
-        raise LostRankError(f"rank {dist.get_rank()} waited for {names} in {what}: {reason}") from error
+        raise LostRankError(f"rank {dist.get_rank()} waited for {names} in {what}: {why(error)}") from error
+
+
+def why(error: BaseException) -> str:
+    """What gloo or NCCL means by its words, in ours; theirs stand in the traceback (ULTRASCALE_TRACEBACK=1)."""
+    text = str(error)
+    for words, meaning in _MEANINGS.items():
+        if any(word in text for word in words):
+            return meaning
+    return "the connection failed"
+
+
+def _named(what: str, group: dist.ProcessGroup | None, tensor: torch.Tensor | None) -> tuple[str, str]:
+    """The group and the collective as every rank of the group must name it."""
+    if not dist.is_initialized():
+        return "", what
+    ranks = dist.get_process_group_ranks(group)
+    shape = "" if tensor is None else f" of {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"ranks {ranks[0]} to {ranks[-1]} ({len(ranks)})", f"{what}{shape}"

@@ -50,7 +50,7 @@ class Ranks:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a CPU tensor over all ranks, on every rank."""
         if self.host_group is not None:
-            with waiting("a sum over all ranks", self.host_group):
+            with waiting("a sum over all ranks", self.host_group, tensor=values):
                 dist.all_reduce(values, group=self.host_group)
         return values
 
@@ -65,13 +65,14 @@ class Ranks:
         if self.host_group is None:
             return [text]
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.host_group)
-        longest = max(1, *(int(length) for length in lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: data.numel()] = data
-        parts = [torch.zeros_like(padded) for _ in range(self.world)]
-        dist.all_gather(parts, padded, group=self.host_group)
+        with waiting("a gather of words from all ranks", self.host_group):
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+            dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.host_group)
+            longest = max(1, *(int(length) for length in lengths))
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: data.numel()] = data
+            parts = [torch.zeros_like(padded) for _ in range(self.world)]
+            dist.all_gather(parts, padded, group=self.host_group)
         return [bytes(p[: int(n)].tolist()).decode() for p, n in zip(parts, lengths, strict=True)]
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrascale import heartbeat
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.schedules.messages import Message
@@ -115,7 +116,8 @@ class Mailbox:
     def _wait(self, work: dist.Work | None, what: str) -> None:
         try:
             if work is not None:
-                work.wait()
+                with heartbeat.waits(f"pipeline rank {self.rank} {what}"):
+                    work.wait()
         except RuntimeError as error:
             raise self._lost(what, error) from error
 

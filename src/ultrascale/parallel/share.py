@@ -95,7 +95,7 @@ class Share:
         pieces = [piece for gradient in own for piece in gradient.flatten().split(NORM_PIECE)]
         squares = norms_of(pieces or [nothing]).double().square().sum()
         if self.layout.world_size > 1:
-            with waiting("the norm of the gradient"):
+            with waiting("the norm of the gradient", tensor=squares):
                 dist.all_reduce(squares)
         return squares.sqrt()
 
@@ -158,7 +158,7 @@ def _sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         by_dtype[tensor.dtype].append(tensor)
     for some in by_dtype.values():
         flat = torch.cat([tensor.flatten() for tensor in some])
-        with waiting("the sum of copies along tp", group):
+        with waiting("the sum of copies along tp", group, tensor=flat):
             dist.all_reduce(flat, group=group)
         for tensor, part in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
             tensor.copy_(part.view_as(tensor))

@@ -114,3 +114,10 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
 def assert_on_device(holds: Tensor) -> None:
     """Trip a device assertion where a 0-d boolean is false, without waiting for it."""
     torch._assert_async(holds)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def flight_record() -> str | None:
+    """What torch's flight recorder knows of the last collectives of this process, as JSON; None where torch has none for the
+    backend or it is off (TORCH_FR_BUFFER_SIZE)."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    return None if dump is None else dump(True, False).decode(errors="replace")

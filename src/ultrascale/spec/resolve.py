@@ -22,7 +22,7 @@ from ultrascale.spec.model import Model, RopeScaling
 from ultrascale.spec.model_presets import PRESETS, preset
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rules import range_problem, run_problems
-from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Log, LossScale, Optimizer, RampStage, Run
+from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, LossScale, Optimizer, RampStage, Run
 from ultrascale.spec.run_toml import to_toml
 from ultrascale.spec.schema import BAD, At, convert, leaves
 from ultrascale.spec.units import UnitError, parse_tokens
@@ -31,7 +31,7 @@ __all__ = ["Resolved", "resolve", "run_from_toml", "sequences_for_tokens", "to_t
 
 _SECTIONS = {
     "layout": Layout, "batch": Batch, "data": Data, "optimizer": Optimizer, "loss_scale": LossScale, "checkpoint": Checkpoint,
-    "evaluation": Evaluation, "log": Log,
+    "evaluation": Evaluation, "log": Log, "faults": Faults,
 }  # fmt: skip
 # A batch given as about 4M tokens may be moved this far to a size that divides among the ranks.
 _BATCH_TOLERANCE = 0.1

@@ -35,7 +35,7 @@ _READ_WITH = {
 }  # fmt: skip
 SPLITTING_SCHEDULES = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 """With I and W in the place of some backward passes."""
-_ABOVE_ZERO = ("collective_timeout_seconds", "optimizer.eps", "optimizer.clip_grad_norm")
+_ABOVE_ZERO = ("collective_timeout_seconds", "optimizer.eps", "optimizer.clip_grad_norm", "faults.hang_seconds")
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -137,6 +137,15 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Faults:
+    """What is done about faults."""
+
+    hang_seconds: float | None = 90.0
+    """A rank that gives no sign of life for so long hangs: it is named with its stack, and killed. A part of a step that is
+    slow by nature may take ten times the longest one so far. Less than a stop has to save in (120 s). None: nobody looks."""
+
+
+@dataclass(frozen=True)
 class Run:
     """One training run."""
 
@@ -163,3 +172,4 @@ class Run:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     evaluation: Evaluation = field(default_factory=Evaluation)
     log: Log = field(default_factory=Log)
+    faults: Faults = field(default_factory=Faults)

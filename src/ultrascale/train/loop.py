@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ultrascale import heartbeat
 from ultrascale.checkpoint import Saver, check_writable
 from ultrascale.data.loader import Loader
 from ultrascale.measure.machine import this_gpu
@@ -37,7 +38,11 @@ from ultrascale.train.performance import Performance
 from ultrascale.train.resume import changes_since, facts_of, restore_newest, tensors_of
 from ultrascale.train.run_folder import RunFolder, environment
 from ultrascale.train.signals import on_stop_signal
+from ultrascale.train.signs_of_life import watched
 from ultrascale.train.trainer import StepResult, StopRequested, Trainer
+
+SLOW_DISK_SECONDS = 3600.0
+"""A checkpoint may take so long before the watchdog takes it for a hang; `checkpoint` waits as long for other ranks."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
         ) as ranks,
         ExitStack() as leaving,
     ):
+        leaving.enter_context(watched(run, ranks))
         expect_same_run(run, ranks)
         fits = None
         if ranks.device.type == "cuda":
@@ -116,6 +122,8 @@ class Session:
     save_seconds: float | None = None
     """Training waited so long for the last save. A step's row is written before its save, so that no kill can lose it; the next
     row tells."""
+    has_stepped: bool = False
+    """Whether a step is done since the start."""
 
     @classmethod
     def start(cls, run: Run, ranks: Ranks, *, allow_changes: bool) -> Session:
@@ -156,6 +164,7 @@ class Session:
     def steps(self) -> Outcome:
         """Step until the run is done or a signal came."""
         last_loss = None
+        heartbeat.steps_done(self.trainer.steps_done)
         with self.performance.watching(self.trainer):
             while self.trainer.steps_done < self.run.steps:
                 started = time.perf_counter()
@@ -163,13 +172,18 @@ class Session:
                     result = self.trainer.train_step()
                 except StopRequested:
                     return Outcome(self.trainer.steps_done, True, last_loss)
+                heartbeat.steps_done(self.trainer.steps_done)
                 last_loss = result.gradients.loss
+                if not self.has_stepped:
+                    self.has_stepped = True
+                    self.metrics.event("stepped", step=self.trainer.steps_done)
                 values = self.performance.after_step(result, time.perf_counter() - started)
                 self._after_step(result, values)
         return Outcome(self.trainer.steps_done, False, last_loss)
 
     def finish(self, outcome: Outcome) -> None:
         """Keep what there is, and export it if the run is complete."""
+        heartbeat.beat("saving the last checkpoint", extra_seconds=SLOW_DISK_SECONDS)
         if self.saved_at != self.trainer.steps_done:
             self.save()
         self.saver.close()
@@ -180,7 +194,9 @@ class Session:
     def save(self) -> None:
         """Save the state as it is now."""
         started = time.perf_counter()
+        heartbeat.beat("saving a checkpoint", extra_seconds=SLOW_DISK_SECONDS)
         self.saver.save(self.trainer.steps_done, tensors_of(self.trainer), facts_of(self.trainer), finite=True)
+        heartbeat.beat("between steps")
         self.save_seconds = time.perf_counter() - started
         self.saved_at = self.trainer.steps_done
 

@@ -17,6 +17,7 @@ from math import isfinite
 
 import torch
 
+from ultrascale import heartbeat
 from ultrascale.data.loader import Sequences
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.apply import build_share
@@ -163,6 +164,7 @@ class Trainer:
         """Everything of the next step up to and including the norm of its gradient, which is left in the parameters."""
         span = step_span(self.run.batch, self.steps_done)
         started = time.perf_counter()
+        heartbeat.beat("reading data")
         micro_batches = [self.to_device(s) for s in self.read_micro_batches(span)]
         data_seconds = time.perf_counter() - started
         num_targets = self._agree_on_targets(micro_batches)
@@ -192,6 +194,7 @@ class Trainer:
 
     def update(self, norm: float) -> float:
         """Clip by the gradient's `norm`, update the weights, forget the gradients. Returns the learning rate used."""
+        heartbeat.beat("optimizer")
         self.on_phase("optimizer", self.steps_done)
         clip_gradients(self.share.parameters(), norm, self.run.optimizer.clip_grad_norm)
         rate = learning_rate(self.run.optimizer, self.steps_done, self.run.steps)
@@ -229,7 +232,9 @@ class Trainer:
         )
 
     def _tell_phase(self, action: Action) -> None:
-        self.on_phase("forward" if action.kind is Kind.FORWARD else "backward", self.steps_done)
+        phase = "forward" if action.kind is Kind.FORWARD else "backward"
+        heartbeat.beat(phase)
+        self.on_phase(phase, self.steps_done)
 
     def _agree_on_targets(self, micro_batches: list[MicroBatch]) -> int:
         at = self.share.mesh.at

@@ -17,6 +17,7 @@ from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
 from ultrascale.train.loop import train
+from ultrascale.train.signs_of_life import FOLDER_VARIABLE
 
 
 def main() -> int:
@@ -58,6 +59,7 @@ def train_or_explain(
         train(run, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory)
         return 0
     except Exception as error:
+        _tell_cause(error)
         has_lost_contact = _has_lost_contact(error)
         meant_for_people = type(error).__module__.split(".")[0] == "ultrascale"
         if not (meant_for_people or has_lost_contact) or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
@@ -75,6 +77,15 @@ def train_or_explain(
 def _has_lost_contact(error: Exception) -> bool:
     """Whether a collective broke because another rank is gone; gloo says so in words only."""
     return isinstance(error, dist.DistError | LostRankError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _tell_cause(error: Exception) -> None:
+    """Leave what this rank died of where the launcher reads it."""
+    folder, rank = os.environ.get(FOLDER_VARIABLE), int(os.environ.get("RANK", "0"))
+    if folder is not None:
+        text = (str(error).strip().splitlines() or [""])[0]
+        cause = {"rank": rank, "lost_contact": _has_lost_contact(error), "text": f"{type(error).__name__}: {text}"}
+        _tell_launcher(Path(folder) / f"{rank}.cause", cause)
 
 
 def _tell_launcher(path: Path, facts: dict[str, object]) -> None:

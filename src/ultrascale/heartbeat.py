@@ -1,0 +1,205 @@
+"""Signs of life of one rank, in a file that it shares with whoever watches it.
+
+A rank writes into memory mapped from a file: what it does now, of which step, since when, and the last collectives it came to.
+Another process reads them at any time, also when this one is stopped, holds the interpreter's lock or is dead: the file
+outlives it. A beat costs some microseconds and no system call. Without a file everything here does nothing.
+
+Times are of the machine's monotonic clock, which its processes share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+_HEAD = struct.Struct("<QdqqqIBdQH")
+"""Beats, time, steps done, steps done at the start (-1: not yet known), nanoseconds waited, pid, waiting, allowance, waits,
+length of the text."""
+_TEXT = 240
+_ENTRY = struct.Struct("<QH")
+_ENTRY_BYTES = 256
+_BAR = " | "
+RING = 64
+"""Collectives remembered."""
+_RING_AT = 512
+FILE_BYTES = _RING_AT + RING * _ENTRY_BYTES
+SUFFIX = ".beat"
+
+
+class Collective(NamedTuple):
+    """One that a rank came to."""
+
+    group: str
+    number: int
+    """In its group, from zero: all ranks of the group must come to the same one."""
+    what: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank's file says."""
+
+    rank: int
+    pid: int
+    beats: int
+    time: float
+    """Of the last beat."""
+    steps_done: int
+    started_at: int
+    """Steps done when this process had found its checkpoint; -1 before."""
+    doing: str
+    waiting: bool
+    """Whether it waits for other ranks."""
+    allowance: float
+    """Seconds after which the next beat is overdue."""
+    collectives: tuple[Collective, ...]
+    """The last ones it came to, in order."""
+
+    @property
+    def overdue(self) -> float:
+        """Seconds since the next beat should have come; negative while there is time."""
+        return time.monotonic() - self.time - self.allowance
+
+
+class Heart:
+    """The writing end."""
+
+    def __init__(self, folder: Path, rank: int, *, hang_seconds: float):
+        self.hang_seconds = hang_seconds
+        self.longest = 0.0
+        """The longest gap between two beats of steps so far: slow machines and large models are no hangs."""
+        self.steps_done, self.started_at = 0, -1
+        self._beats = self._waits = 0
+        self._numbers: Counter[str] = Counter()
+        self._last = time.monotonic()
+        self._extra = 0.0
+        path = folder / f"{rank}{SUFFIX}"
+        with open(path, "w+b") as file:
+            file.truncate(FILE_BYTES)
+            self._memory = mmap.mmap(file.fileno(), FILE_BYTES)
+        self.beat("start", extra_seconds=0.0)
+
+    def beat(self, doing: str, *, waiting: bool = False, extra_seconds: float | None = None) -> None:
+        """Say what this rank does from now on. `extra_seconds`: how much longer than a part of a step it may take."""
+        now = time.monotonic()
+        if self._extra == 0.0 and self.steps_done > self.started_at >= 0:
+            self.longest = max(self.longest, now - self._last)
+        is_starting = self.started_at < 0 or self.steps_done == self.started_at
+        self._last, self._extra = now, max(extra_seconds or 0.0, START_SECONDS if is_starting else 0.0)
+        self._beats += 1
+        text = doing.encode()[:_TEXT]
+        allowance = max(self.hang_seconds, MOST_TIMES_LONGEST * self.longest) + self._extra
+        _HEAD.pack_into(
+            self._memory, 0, self._beats, now, self.steps_done, self.started_at, int(_waited * 1e9), os.getpid(), waiting,
+            allowance, self._waits, len(text),
+        )  # fmt: skip
+        self._memory[_HEAD.size : _HEAD.size + len(text)] = text
+
+    def note_collective(self, group: str, what: str) -> None:
+        """Remember a collective of the ranks `group` that this rank has come to."""
+        text = f"{group}{_BAR}{self._numbers[group]}{_BAR}{what}".encode()[: _ENTRY_BYTES - _ENTRY.size]
+        self._numbers[group] += 1
+        at = _RING_AT + self._waits % RING * _ENTRY_BYTES
+        _ENTRY.pack_into(self._memory, at, self._waits, len(text))
+        self._memory[at + _ENTRY.size : at + _ENTRY.size + len(text)] = text
+        self._waits += 1
+
+
+START_SECONDS = 600.0
+"""What comes before the end of the first step may take so much longer: loading, planning, compilation."""
+MOST_TIMES_LONGEST = 10
+"""A part of a step may take so many times the longest one so far."""
+_heart: Heart | None = None
+_waited = 0.0
+_depth = 0
+
+
+def start(folder: Path, rank: int, *, hang_seconds: float) -> None:
+    """From now on this process gives signs of life in `folder`, as rank `rank`."""
+    global _heart
+    _heart = Heart(folder, rank, hang_seconds=hang_seconds)
+
+
+def stop() -> None:
+    """Give no more signs, as when the run is over and what follows takes its own time."""
+    global _heart
+    if _heart is not None:
+        _heart.beat("done", extra_seconds=float("inf"))
+    _heart = None
+
+
+def beat(doing: str, *, extra_seconds: float | None = None) -> None:
+    """Say what this rank does from now on."""
+    if _heart is not None:
+        _heart.beat(doing, extra_seconds=extra_seconds)
+
+
+def steps_done(steps: int) -> None:
+    """Say how far this rank is. The first call of a process says where it started."""
+    if _heart is not None:
+        _heart.steps_done = steps
+        if _heart.started_at < 0:
+            _heart.started_at = steps
+        _heart.beat("between steps")
+
+
+@contextmanager
+def waits(what: str, *, collective: tuple[str, str] | None = None) -> Iterator[None]:
+    """While inside, this rank waits for others; the time is counted. `collective`: its group and what it is, as all ranks of
+    the group must name it."""
+    global _waited, _depth
+    started = time.monotonic()
+    if _heart is not None:
+        if collective is not None:
+            _heart.note_collective(*collective)
+        _heart.beat(what, waiting=True)
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+        if not _depth:
+            _waited += time.monotonic() - started
+    if _heart is not None:  # after an error it is still known what it waited for
+        _heart.beat(f"after {what}")
+
+
+def waited_seconds() -> float:
+    """How long this process has waited for others so far."""
+    return _waited
+
+
+def read(folder: Path) -> list[Beat]:
+    """What the ranks' files in `folder` say now, in order of rank."""
+    found = [_read(path) for path in folder.glob(f"*{SUFFIX}")]
+    return sorted((one for one in found if one is not None), key=lambda one: one.rank)
+
+
+def _read(path: Path) -> Beat | None:
+    data = path.read_bytes()
+    if len(data) != FILE_BYTES:
+        return None
+    beats, when, done, started_at, _, pid, waiting, allowance, waits_, length = _HEAD.unpack_from(data)
+    if not beats:
+        return None
+    doing = data[_HEAD.size : _HEAD.size + length].decode(errors="replace")
+    return Beat(
+        int(path.stem), pid, beats, when, done, started_at, doing, bool(waiting), allowance, tuple(_collectives(data, waits_))
+    )
+
+
+def _collectives(data: bytes, count: int) -> Iterator[Collective]:
+    for number in range(max(0, count - RING), count):
+        at = _RING_AT + number % RING * _ENTRY_BYTES
+        found, length = _ENTRY.unpack_from(data, at)
+        parts = data[at + _ENTRY.size : at + _ENTRY.size + length].decode(errors="replace").split(_BAR, 2)
+        if found == number and len(parts) == 3 and parts[1].isdigit():  # else it is just being written over
+            yield Collective(parts[0], int(parts[1]), parts[2])

@@ -1,0 +1,191 @@
+"""The watchdog of a node: a process of its own that reads the ranks' signs of life, and knows when they have stopped.
+
+    python -m ultrascale.launch.watchdog FOLDER --parent PID
+
+It shares nothing with the ranks but their files (`ultrascale.heartbeat`), so that a rank which is stopped, spins, or holds the
+interpreter's lock cannot hold it up. When a rank is overdue it has every rank write down its stack (faulthandler does that in
+C, without the lock) and torch's flight recorder, says in `hang.json` which rank, which collective and which line, and kills
+the culprits: the others then lose contact at once, and whoever started them starts them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter, defaultdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ultrascale.heartbeat import Beat, read
+
+LOOK_SECONDS = 0.25
+DUMP_SECONDS = 1.5
+"""For stacks and traces to be written."""
+STACK_SIGNAL = signal.SIGUSR2
+MOST_TOLD = 8
+HANG_FILE, DUMP_MARK = "hang.json", "dump"
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+_PASSED_OVER = ("parallel/lost.py", "ultrascale/heartbeat.py", "parallel/mesh.py", "launch/orphans.py")
+"""Frames of ours that say less than their caller."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What was found when a rank was overdue."""
+
+    culprits: tuple[int, ...]
+    """Ranks that the others waited for; all, if that cannot be told."""
+    reason: str
+    """One line."""
+    ranks: dict[int, str]
+    """What each rank was doing, and where."""
+    steps_done: int
+
+
+def watch(folder: Path, parent: int) -> Hang | None:
+    """Look until a rank of `folder` is overdue, and deal with it; None if `parent` has gone before."""
+    while os.getppid() == parent:
+        beats = read(folder)
+        if any(beat.overdue > 0 and _state(beat.pid) for beat in beats):
+            return _declare(folder)
+        time.sleep(LOOK_SECONDS)
+    return None
+
+
+def _declare(folder: Path) -> Hang:
+    beats = [beat for beat in read(folder) if _state(beat.pid)]
+    stopped = [beat.rank for beat in beats if _state(beat.pid) in ("T", "t")]
+    (folder / DUMP_MARK).touch()
+    for beat in beats:
+        with suppress(ProcessLookupError):
+            os.kill(beat.pid, STACK_SIGNAL)
+    time.sleep(DUMP_SECONDS)
+    hang = judge(beats, stopped, {beat.rank: line_of(_stack(folder, beat.rank)) for beat in beats})
+    partial = folder / f"{HANG_FILE}.tmp"
+    partial.write_text(json.dumps(asdict(hang)))
+    partial.replace(folder / HANG_FILE)
+    for beat in beats:
+        if beat.rank in hang.culprits:
+            with suppress(ProcessLookupError):
+                os.kill(beat.pid, signal.SIGKILL)
+    return hang
+
+
+def judge(beats: list[Beat], stopped: list[int], lines: dict[int, str]) -> Hang:
+    """Who is to blame. `stopped`: ranks whose processes are; `lines`: where in the source each rank is."""
+    told = {beat.rank: _doing(beat, lines.get(beat.rank, "")) for beat in beats}
+    steps = min((beat.steps_done for beat in beats), default=0)
+    at = f"no sign of life in step {steps}"
+    busy = [beat.rank for beat in beats if not beat.waiting]
+    if stopped:
+        return Hang(tuple(stopped), f"{at}: {_names(stopped)} stopped by a signal (SIGSTOP, or a debugger)", told, steps)
+    if busy and len(busy) < len(beats):
+        where = "; ".join(f"rank {rank}: {told[rank]}" for rank in busy)
+        others = next(f"rank {beat.rank} {told[beat.rank]}" for beat in beats if beat.waiting)
+        return Hang(tuple(busy), f"{at}: {where}, and did not come to where {others}", told, steps)
+    if (found := disagreement(beats)) is not None:
+        odd, text = found
+        return Hang(odd, f"{at}: {text}", told, steps)
+    if behind := _behind(beats):
+        where = "; ".join(f"rank {rank}: {told[rank]}" for rank in behind)
+        others = next(f"rank {beat.rank} {told[beat.rank]}" for beat in beats if beat.rank not in behind)
+        return Hang(tuple(behind), f"{at}: {where}, and did not come to where {others}", told, steps)
+    everybody = tuple(beat.rank for beat in beats)
+    return Hang(everybody, f"{at}: " + "; ".join(f"rank {rank} {text}" for rank, text in told.items()), told, steps)
+
+
+def disagreement(beats: list[Beat]) -> tuple[tuple[int, ...], str] | None:
+    """The first collective of a group of ranks that not all of them came to in the same order, and the odd ones out: all of
+    them if there is no majority."""
+    came: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
+    for beat in beats:
+        for group, number, what in beat.collectives:
+            came[group, number][beat.rank] = what
+    for (group, number), whats in sorted(came.items()):
+        if len(set(whats.values())) > 1:
+            most, count = Counter(whats.values()).most_common(1)[0]
+            odd = [rank for rank, what in whats.items() if what != most] if count * 2 > len(whats) else list(whats)
+            words = ", ".join(f"rank {rank} came to {what}" for rank, what in sorted(whats.items())[:MOST_TOLD])
+            return tuple(sorted(odd)), f"collective {number} of {group} differs: {words}"
+    return None
+
+
+def _behind(beats: list[Beat]) -> list[int]:
+    """Ranks that wait elsewhere while others wait in a collective that they have not come to; none if all are."""
+    ahead: dict[str, int] = {}
+    for beat in beats:
+        if beat.collectives and beat.collectives[-1].what.startswith(beat.doing):
+            group, number, _ = beat.collectives[-1]
+            ahead[group] = max(number, ahead.get(group, -1))
+    came = {beat.rank: {one.group: one.number for one in beat.collectives} for beat in beats}
+    behind = [
+        rank
+        for rank, numbers in came.items()
+        if any(numbers[group] < most for group, most in ahead.items() if group in numbers)
+    ]
+    return behind if len(behind) < len(beats) else []
+
+
+def line_of(stack: str) -> str:
+    """The innermost line of ours in a faulthandler stack of all threads, of the thread that trains: the one that is deepest in
+    our code. Empty if there is none."""
+    best: list[str] = []
+    for thread in stack.split("\n\n"):
+        if "_bootstrap_inner" in thread:
+            continue
+        frames = [match for match in _FRAME.finditer(thread) if "/ultrascale/" in match["file"]]
+        frames = [match for match in frames if not match["file"].endswith(_PASSED_OVER)] or frames
+        own = [f"{match['file'].rpartition('/ultrascale/')[2]}:{match['line']} in {match['function']}" for match in frames]
+        best = max(best, own, key=len)
+    return best[0] if best else ""
+
+
+def _stack(folder: Path, rank: int) -> str:
+    path = folder / f"{rank}.stack"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _doing(beat: Beat, line: str) -> str:
+    return f"{'waited in ' if beat.waiting else 'was at '}{beat.doing}{f' ({line})' if line else ''}"
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'}"
+
+
+def _state(pid: int) -> str:
+    """The letter of a process's state in /proc; `?` where there is no /proc but the process, empty if it is gone or dead."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return "" if state in ("Z", "X") else state
+    except OSError:
+        if Path("/proc/self").exists():
+            return ""
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return ""
+    return "?"
+
+
+def main() -> int:
+    """Watch until the parent has gone or a rank is overdue."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parent", type=int, required=True)
+    asked = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the run, which we outlast
+    found = watch(asked.folder, asked.parent)
+    if found is not None:
+        print(f"ultrascale: hang: {found.reason}", file=sys.stderr, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

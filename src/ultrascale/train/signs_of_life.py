@@ -1,0 +1,77 @@
+"""This rank's part in being watched: signs of life, a stack on demand, torch's flight recorder on demand.
+
+Under `ultrascale train --processes N` the launcher has made the folder and started the watchdog. Under torchrun the first rank
+of each node does, and tells the others of its node.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from ultrascale import heartbeat
+from ultrascale.launch.watchdog import DUMP_MARK, STACK_SIGNAL
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.torch_private import flight_record
+from ultrascale.spec.run import Run
+
+FOLDER_VARIABLE = "ULTRASCALE_SIGNS_OF_LIFE"
+"""Where the launcher wants them."""
+LOOK_SECONDS = 0.5
+
+
+@contextmanager
+def watched(run: Run, ranks: Ranks) -> Iterator[None]:
+    """While inside, somebody outside this process sees whether it gets on."""
+    if ranks.world == 1 or run.faults.hang_seconds is None:
+        yield
+        return
+    with ExitStack() as leaving:
+        given = os.environ.get(FOLDER_VARIABLE)
+        folder = Path(given) if given else leaving.enter_context(_folder_of_node(ranks))
+        stack = leaving.enter_context(open(folder / f"{ranks.rank}.stack", "w"))
+        faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+        leaving.callback(faulthandler.unregister, STACK_SIGNAL)
+        heartbeat.start(folder, ranks.rank, hang_seconds=run.faults.hang_seconds)  # from here on the signal may come
+        leaving.callback(heartbeat.stop)
+        over = threading.Event()
+        threading.Thread(target=_record_on_demand, args=(folder, ranks.rank, over), daemon=True, name="recorder").start()
+        leaving.callback(over.set)
+        yield
+
+
+@contextmanager
+def _folder_of_node(ranks: Ranks) -> Iterator[Path]:
+    """A folder of this node's ranks, with a watchdog. Collective over all ranks."""
+    node, own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '0')}", ""
+    leads = os.environ.get("LOCAL_RANK", "0") == "0"
+    with ExitStack() as leaving:
+        if leads:
+            own = tempfile.mkdtemp(prefix="ultrascale-signs-")
+            leaving.callback(shutil.rmtree, own, ignore_errors=True)
+            words = [sys.executable, "-m", "ultrascale.launch.watchdog", own, "--parent", str(os.getpid())]
+            watchdog = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+            leaving.callback(watchdog.wait)
+            leaving.callback(watchdog.terminate)
+        told = [text.partition("\n") for text in ranks.gather_text(f"{node}\n{own}")]
+        yield Path(next(folder for name, _, folder in told if name == node and folder))
+
+
+def _record_on_demand(folder: Path, rank: int, over: threading.Event) -> None:
+    """Write torch's flight recorder once the watchdog has asked for it. (It cannot, where the interpreter's lock is held: the
+    other ranks' then tell what they wait for.)"""
+    while not over.wait(LOOK_SECONDS):
+        if (folder / DUMP_MARK).exists():
+            with suppress(OSError):
+                if (record := flight_record()) is not None:
+                    (folder / f"{rank}.trace.json").write_text(record)
+            return

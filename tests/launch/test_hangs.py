@@ -1,0 +1,202 @@
+"""Ranks that stop, spin, or do not agree on their collectives, seen from a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from train.small_runs import BeforeStep, at_step, make_corpus, small_run, train_ranks
+
+from ultrascale import heartbeat
+from ultrascale.heartbeat import Beat, Collective
+from ultrascale.launch.forked import RankFailed
+from ultrascale.launch.watchdog import Hang, disagreement, judge, line_of, watch
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.run import Faults
+from ultrascale.train.signs_of_life import FOLDER_VARIABLE
+from ultrascale.train.trainer import Trainer
+
+ZERO_3 = Layout(dp=2, zero_stage=3, micro_batch_size=2)
+FIRST, SECOND = Collective("ranks 0 to 1 (2)", 4, "a sum"), Collective("ranks 0 to 1 (2)", 5, "the norm")
+
+
+def beat(rank: int, *, waiting: bool = True, doing: str = "a sum", collectives: tuple[Collective, ...] = ()) -> Beat:
+    return Beat(rank, 1, 9, 0.0, 7, 0, doing, waiting, 3.0, collectives)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Where ranks leave their signs of life; also a corpus for `small_run`."""
+    make_corpus(tmp_path / "tokens")
+    signs = tmp_path / "signs"
+    signs.mkdir()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(signs))
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "64")
+    return tmp_path
+
+
+def hang(folder: Path, before_step: BeforeStep) -> Hang | None:
+    """What the watchdog says of a run on two ranks in which something happens."""
+    found: list[Hang | None] = []
+    looking = threading.Thread(target=lambda: found.append(watch(folder / "signs", os.getppid())), daemon=True)
+    looking.start()
+    run = replace(small_run(folder, layout=ZERO_3), faults=Faults(hang_seconds=1.5), collective_timeout_seconds=60.0)
+    with suppress(RankFailed):
+        assert {"error", "text"} <= train_ranks(run, before_step=before_step)[0].keys()
+    looking.join(2.0)
+    return found[0] if found else None
+
+
+def stop_this_process(trainer: Trainer) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_the_lock(trainer: Trainer) -> None:
+    """As a C extension that never lets go of the interpreter: no thread of this process runs any more."""
+    library = ctypes.PyDLL(None)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        library.usleep(ctypes.c_uint(60_000_000))
+
+
+def skip_a_collective(trainer: Trainer) -> None:
+    object.__setattr__(trainer.ranks, "__class__", _Skips)
+
+
+class _Skips(Ranks):
+    """Keeps its token counts to itself, once."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        object.__setattr__(self, "__class__", Ranks)
+        return values
+
+
+@pytest.mark.catalogue(17)
+def test_a_stopped_rank_is_named_with_the_collective_that_the_other_waits_in(folder):
+    found = hang(folder, at_step(3, stop_this_process, rank=1))
+    assert found is not None
+    assert found.culprits == (1,) and found.steps_done == 3
+    assert found.reason == "no sign of life in step 3: rank 1 is stopped by a signal (SIGSTOP, or a debugger)"
+    assert "waited in a sum over all ranks (train/trainer.py:" in found.ranks[0]
+    trace = json.loads((folder / "signs" / "0.trace.json").read_text())
+    assert any(entry["profiling_name"] == "gloo:all_reduce" for entry in trace["entries"])
+
+
+@pytest.mark.catalogue(19)
+def test_a_rank_whose_interpreter_is_locked_is_named_although_none_of_its_threads_runs(folder):
+    found = hang(folder, at_step(3, hold_the_lock, rank=1))
+    assert found is not None
+    assert found.culprits == (1,)
+    assert "rank 1: was at between steps (train/loop.py:" in found.reason
+    assert "did not come to where rank 0 waited in a sum over all ranks (train/trainer.py:" in found.reason
+
+
+@pytest.mark.catalogue(18)
+def test_a_rank_that_skips_a_collective_is_named_with_where_it_went_instead(folder):
+    found = hang(folder, at_step(3, skip_a_collective, rank=1))
+    assert found is not None
+    assert found.culprits == (1,)
+    assert "rank 1: waited in the gather of a bucket's parameters (parallel/collectives.py:" in found.reason
+    assert "did not come to where rank 0 waited in a sum over all ranks (train/trainer.py:" in found.reason
+
+
+@pytest.mark.catalogue(18)
+def test_a_collective_of_another_shape_is_told_although_gloo_aborts_the_process(folder):
+    def sum_too_much(trainer: Trainer) -> None:
+        trainer.ranks.sum(torch.zeros(3, dtype=torch.int64))
+
+    hang(folder, at_step(3, sum_too_much, rank=1))
+    found = disagreement(heartbeat.read(folder / "signs"))
+    assert found is not None
+    assert "rank 0 came to a sum over all ranks of int64[2], rank 1 came to a sum over all ranks of int64[3]" in found[1]
+
+
+def test_of_several_ranks_the_minority_is_blamed_and_of_two_both():
+    beats = [beat(rank, collectives=(FIRST, replace_what(SECOND, "a sum") if rank == 2 else SECOND)) for rank in range(4)]
+    found = disagreement(beats)
+    assert found is not None and found[0] == (2,)
+    assert disagreement(beats[:2]) is None
+    both = disagreement(beats[1:3])
+    assert both is not None and both[0] == (1, 2) and both[1].startswith("collective 5 of ranks 0 to 1 (2) differs")
+
+
+def replace_what(collective: Collective, what: str) -> Collective:
+    return collective._replace(what=what)
+
+
+def test_ranks_that_all_wait_and_agree_are_all_told():
+    found = judge([beat(0), beat(1, doing="the norm")], [], {0: "a.py:1 in f"})
+    assert found.culprits == (0, 1)
+    assert found.reason == "no sign of life in step 7: rank 0 waited in a sum (a.py:1 in f); rank 1 waited in the norm"
+
+
+def test_the_line_told_is_the_caller_of_what_waits():
+    stack = (
+        'Thread 0x1 (most recent call first):\n  File "/x/threading.py", line 3 in _bootstrap_inner\n\n'
+        'Current thread 0x2 (most recent call first):\n  File "/t/distributed_c10d.py", line 9 in all_reduce\n'
+        '  File "/s/ultrascale/parallel/mesh.py", line 54 in sum\n  File "/s/ultrascale/train/trainer.py", line 8 in agree\n'
+    )
+    assert line_of(stack) == "train/trainer.py:8 in agree"
+    assert line_of("") == ""
+
+
+def test_a_slow_part_of_a_step_is_no_hang_once_it_has_been_as_slow_before(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(heartbeat.time, "monotonic", clock)
+    heart = heartbeat.Heart(tmp_path, 0, hang_seconds=5.0)
+    assert overdue_after(tmp_path, clock, 600.0) < 0  # the start may load and compile
+    heart.started_at = 0
+    heart.steps_done = 1
+    heart.beat("forward")
+    assert overdue_after(tmp_path, clock, 4.0) < 0 < overdue_after(tmp_path, clock, 6.0)
+    clock.now += 2.0
+    heart.beat("backward")
+    heart.beat("forward")
+    assert overdue_after(tmp_path, clock, 19.0) < 0 < overdue_after(tmp_path, clock, 21.0)
+    heart.beat("saving", extra_seconds=3600.0)
+    assert overdue_after(tmp_path, clock, 3600.0) < 0
+
+
+class Clock:
+    """`time.monotonic` that a test moves."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def overdue_after(folder: Path, clock: Clock, seconds: float) -> float:
+    clock.now += seconds
+    (found,) = heartbeat.read(folder)
+    overdue = found.overdue
+    clock.now -= seconds
+    return overdue
+
+
+def test_a_file_that_is_no_sign_of_life_is_passed_over(tmp_path):
+    (tmp_path / "0.beat").write_bytes(b"short")
+    (tmp_path / "1.beat").write_bytes(bytes(heartbeat.FILE_BYTES))
+    assert heartbeat.read(tmp_path) == []
+
+
+def test_only_the_last_collectives_are_kept_each_with_its_number(tmp_path):
+    heart = heartbeat.Heart(tmp_path, 3, hang_seconds=5.0)
+    write: Callable[[str, str], None] = heart.note_collective
+    for number in range(heartbeat.RING + 5):
+        write("all", f"sum {number}")
+    heart.beat("x")
+    (found,) = heartbeat.read(tmp_path)
+    assert found.rank == 3 and len(found.collectives) == heartbeat.RING
+    assert found.collectives[0] == ("all", 5, "sum 5") and found.collectives[-1] == ("all", 68, "sum 68")
