@@ -11,7 +11,7 @@ import pytest
 from tidy.sources import MODULES, PACKAGE, ROOT, parsed, short
 
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, Optimizer, RampStage, Run, Source
+from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, LossScale, Optimizer, RampStage, Run, Source
 
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 WRITES = {"dumps"}
@@ -97,7 +97,7 @@ def attributes_read() -> set[str]:
     }
 
 
-SECTIONS = (Run, Layout, Batch, RampStage, Source, Data, Optimizer, Checkpoint, Evaluation, Log, Faults)
+SECTIONS = (Run, Layout, Batch, RampStage, Source, Data, Optimizer, Checkpoint, Evaluation, Log, LossScale, Faults)
 
 
 @pytest.mark.parametrize("section", SECTIONS)

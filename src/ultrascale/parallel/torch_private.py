@@ -119,5 +119,5 @@ def assert_on_device(holds: Tensor) -> None:
 def flight_record() -> str | None:
     """What torch's flight recorder knows of the last collectives of this process, as JSON; None where torch has none for the
     backend or it is off (TORCH_FR_BUFFER_SIZE)."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
     return None if dump is None else dump(True, False).decode(errors="replace")
