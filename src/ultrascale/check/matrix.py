@@ -21,6 +21,7 @@ from ultrascale.spec.layout import SCHEDULES, Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import PRESETS
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.recomputed import KINDS, mode_name
 from ultrascale.spec.run import Batch, Data, Optimizer, Run
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 
@@ -160,6 +161,9 @@ def _recomputation() -> Iterator[Cell]:
         for column, layout in axes.items():
             preset = SPARSE if column == "ep" else DENSE
             yield _cell("Recomputation", kind, column, preset, layout | {"recompute": kind})
+    for column, layout in axes.items():
+        told = {"recompute": "blocks", "recompute_blocks": ("full", mode_name(KINDS), "none")}
+        yield _cell("Recomputation", "block by block", column, SPARSE if column == "ep" else DENSE, layout | told)
 
 
 def _ties() -> Iterator[Cell]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, cycle
 from math import lcm, prod
 from pathlib import Path
+from typing import Any
 
 from ultrascale.schedules.build import is_file
 from ultrascale.schedules.custom import read_schedule
 from ultrascale.schedules.executable import shape_of
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
+from ultrascale.spec.recomputed import KINDS, blocks_text, mode_name, modes_of
 from ultrascale.spec.run import Batch, Log, Run
 from ultrascale.spec.weights import num_parameters
 
@@ -52,9 +54,19 @@ def provable(run: Run) -> Run:
     layout = replace(own, precision="fp64", reduce_dtype=None, micro_batch_size=min(2, own.micro_batch_size))
     if own.layers_per_stage is not None and sum(own.layers_per_stage) != model.num_hidden_layers:
         layout = replace(layout, layers_per_stage=None)
+    layout = replace(layout, **_every_way(own, model.num_hidden_layers))
     length = min(run.batch.sequence_length, LONGEST, model.max_position_embeddings)
     batch = Batch(sequence_length=length, sequences_per_batch=layout.dp * layout.micro_batch_size)
     return replace(run, model=model, layout=layout, device="cpu", compile=False, log=Log(memory_steps=0), batch=batch)
+
+
+def _every_way(own: Layout, num_layers: int) -> dict[str, Any]:
+    """Ways to recompute for a small model's blocks: those that a run tells, each in its turn, or all that "auto" may choose."""
+    if own.recompute not in ("auto", "blocks"):
+        return {}
+    told = dict.fromkeys(modes_of(own.recompute_blocks)) or ("full", mode_name(KINDS), "none")
+    modes = [mode for _, mode in zip(range(num_layers), cycle(told), strict=False)]
+    return {"recompute": "blocks", "recompute_budget": None, "recompute_blocks": blocks_text(modes)}
 
 
 def micro_batch_counts(layout: Layout) -> tuple[int, ...]:

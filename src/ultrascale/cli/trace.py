@@ -14,6 +14,7 @@ import tyro
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.cli.plan import cluster_of, console_for_people
 from ultrascale.plan.memory import num_micro_batches
+from ultrascale.plan.recompute_choice import with_recomputation
 from ultrascale.plan.report import device_of
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.problems import Problem, SpecError
@@ -91,6 +92,8 @@ def command(arguments: list[str]) -> int:
     _expect_possible(asked, run)
     expect_trainable(run.model, run.layout)
     cluster = cluster_of(run)
+    if run.layout.recompute == "auto":
+        run = with_recomputation(run, cluster)
     device = asked.device or device_of(cluster.accelerator)
     if run.compile:
         print("ultrascale: blocks are traced uncompiled; compiled ones keep less between products", file=sys.stderr)

@@ -142,6 +142,9 @@ def _choices(has: str, name: str, offered: tuple[Any, ...], value: Any) -> Reaso
     if name == "schedule" and is_file(str(value)):
         rule = f"{value} is made for one number of ranks and micro-batches, and a search has many"
         return rule, "Name the whole layout in a run.toml, with layout.schedule there, and plan that."
+    if name == "recompute" and value in ("auto", "blocks"):
+        rule = f"{value} is said of one layout's blocks, and a search has many layouts"
+        return rule, 'Search without it (--save RUN.TOML), then set layout.recompute = "auto" there and plan that.'
     kind = {"zero_stage": "ZeRO ", "recompute": "recompute "}.get(name, "")
     words = ", ".join(map(str, offered))
     return f"{has} {kind}{words}, not {value}", f"Choose one of {words}, or another --stack."

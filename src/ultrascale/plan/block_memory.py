@@ -16,11 +16,13 @@ from functools import lru_cache
 from typing import Literal
 
 from ultrascale.spec.model import Model
+from ultrascale.spec.recomputed import parse_mode
 from ultrascale.spec.stack import Stack
 from ultrascale.spec.weights import layer_weights, weights_outside_layers
 from ultrascale.spec.work import Op, Shape, block_work, embedding_work, head_work, shared_work
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = str
+"""`none`, `selective`, `full`, or of our own trainer `selective` and more (`spec.recomputed`)."""
 WeightGradients = Literal["held", "momentary", "in place"]
 """What becomes of the gradient of a weight: it stays until the block is done (FSDP), is added to the one that is there and
 goes, or the product adds to that one itself (Megatron's gradient accumulation fusion)."""
@@ -157,7 +159,7 @@ class _Part:
     def measure(self, recompute: Recompute, selective: str) -> BlockMemory:
         """Play both passes."""
         again, kept = self._recomputed(recompute, selective)
-        checkpoints = recompute == "full" or (recompute == "selective" and selective != "attention")
+        checkpoints = recompute != "none" and (recompute != "selective" or selective != "attention")
         if checkpoints:
             self._hold_given()
         tape = self._forward(self.ops, saves=not checkpoints, keep=kept, again=again)
@@ -184,8 +186,10 @@ class _Part:
 
     def _recomputed(self, recompute: Recompute, selective: str) -> tuple[frozenset[str], frozenset[str]]:
         """What only attention's core makes and needs, if it is computed again; and results kept of a block that is."""
-        if recompute != "selective":
+        if recompute in ("none", "full"):
             return frozenset(), frozenset()
+        if (mode := parse_mode(recompute)) and mode.kinds:
+            return frozenset(), frozenset(one.name for op in self.ops if op.kept(mode.kinds) for one in op.makes)
         if selective == "attention":
             elsewhere = {name for op in self.ops if op.kind != "attention" for name in op.saves}
             inside = {one.name for op in self.ops if op.kind == "attention" for one in op.makes}
@@ -211,11 +215,12 @@ class _Part:
         leaves = (self.result,) if leaves is None else leaves
         last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves)}
         live = set(self.given)
+        there = {name for op in ops if kept and op.makes[0].name in kept for name in op.reads}
         tape: list[tuple[Op, list[str]]] = []
         for index, op in enumerate(ops):
             for one in op.makes:
                 if one.name not in kept:  # of a sum that is kept nobody makes the parts again
-                    books.take(one.name, 0 if kept and op.makes_partial_sums else one.num_bytes)
+                    books.take(one.name, 0 if op.makes_partial_sums and one.name in there else one.num_bytes)
                 live.add(one.name)
                 if one.name in keep:
                     books.hold(one.name)

@@ -53,6 +53,8 @@ class PartSeconds:
     ep_backward: Floats
     grouped_product: Floats
     """Of `product`: those of experts, whose results torchtitan's policy does not keep."""
+    last_product: Floats
+    """Of `product`: the last of a dense block without tp, before which torch stops when it runs the block again."""
     num_ops: Floats
     """Operations launched in a forward pass."""
     num_collectives: Floats
@@ -137,6 +139,11 @@ def _layer_kinds(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(first), tuple(kind_of_layer)
 
 
+def price_ops(workload: Workload, shape: Shape, ops: tuple[Op, ...]) -> PartSeconds:
+    """What these operations cost, as a part of the model of one shape."""
+    return _price(workload, [shape], [ops])
+
+
 def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
     return Shape(
         micro_batch_size=int(table.micro_batch_size[row]),
@@ -158,7 +165,7 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
 
 def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
     compute = np.array([_compute(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
-    columns = compute.reshape(len(shapes), 7).T
+    columns = compute.reshape(len(shapes), 8).T
     traffic, counts = _traffic(workload, shapes, works)
     beside = _traffic(workload, shapes, [[op for op in ops if _is_of_column(op)] for ops in works])[0]["tp", "backward"]
     axes = {f"{axis}_{when}": traffic[axis, when] for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
@@ -167,7 +174,8 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
         **axes,
         tp_beside=np.minimum(beside, columns[3] + columns[4]),
         grouped_product=columns[5],
-        num_ops=columns[6],
+        last_product=columns[6],
+        num_ops=columns[7],
         num_collectives=counts,
     )
 
@@ -175,7 +183,7 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
 def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
     """Seconds of products, attention and element-wise work forward, of both gradients, and of grouped products; operations."""
     accelerator, stack = workload.cluster.accelerator, workload.stack
-    product = attention = elementwise = inputs = weights = grouped = count = 0.0
+    product = attention = elementwise = inputs = weights = grouped = last = count = 0.0
     # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in another pass.
     gradient_bytes = 2.0 * stack.gradient_bytes if stack.fuses_gradient_accumulation else float(shape.itemsize)
     added_bytes = 0 if stack.fuses_gradient_accumulation else 2 * stack.gradient_bytes + shape.itemsize
@@ -188,6 +196,7 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
             forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies)
             product += forward * op.forward_products
             grouped += forward if op.name.startswith("mlp.experts.") else 0.0
+            last += forward if op.name == "mlp.down_proj" and shape.tp == 1 else 0.0
             inputs += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient")
             weights += matmul_seconds(
                 accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient", output_bytes=gradient_bytes
@@ -206,7 +215,7 @@ def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) ->
             elementwise += stack.overheads.elementwise * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:
             inputs += stack.overheads.elementwise * elementwise_seconds(accelerator, op.backward_moved_bytes)
-    return product, attention, elementwise, inputs, weights, grouped, count
+    return product, attention, elementwise, inputs, weights, grouped, last, count
 
 
 def _is_of_column(op: Op) -> bool:

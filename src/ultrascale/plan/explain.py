@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.constants import CONSTANTS, Constants
-from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.layouts import COLUMNS, LayoutTable
 from ultrascale.plan.price import Prediction, predict, price
 from ultrascale.plan.search import Priced, SearchResult, fastest_of_each_schedule, needed_bytes
 from ultrascale.plan.workload import Workload
@@ -121,9 +121,9 @@ def changes(result: SearchResult) -> list[Change]:
     for name, along in _CHOICES.items():
         free = {name, *along, "dp"} | ({"dp_shard"} if best.layout.shard_size == best.layout.dp else set())
         same = np.ones(len(table), dtype=bool)
-        for column, values in vars(table).items():
+        for column in COLUMNS:
             if column not in free:
-                same &= values == getattr(own, column)[0]
+                same &= getattr(table, column) == getattr(own, column)[0]
         if best.layout.shard_size == best.layout.dp and "dp_shard" not in (name, *along):
             same &= (table.dp_shard == table.dp) | (table.zero_stage == 0)
         rows = np.flatnonzero(same & (getattr(table, name) != getattr(own, name)[0]))

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.recomputed import blocks_text, modes_of
 
 Column = NDArray[np.int64]
-RECOMPUTE = ("none", "selective", "full", "every-k")
+RECOMPUTE = ("none", "selective", "full", "every-k", "blocks")
 CP_METHODS = ("ring", "all-gather", "all-to-all", "ring+all-to-all")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 SCHEDULES = ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v", "breadth-first")
@@ -45,13 +46,16 @@ class LayoutTable:
     expert_tp: Column
     offload_activations: Column
     offload_optimizer: Column
+    modes: tuple[str, ...] = ()
+    """Of a table of one layout with recompute = "blocks": each block's way (`spec.recomputed`)."""
 
     def __len__(self) -> int:
         return len(self.dp)
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | Sequence[int]) -> LayoutTable:
         """The rows of `index`, an array of numbers or of booleans."""
-        return LayoutTable(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+        taken: dict[str, Any] = {name: getattr(self, name)[index] for name in COLUMNS}
+        return LayoutTable(**taken, modes=self.modes)
 
     @property
     def world_size(self) -> Column:
@@ -66,22 +70,26 @@ class LayoutTable:
     @classmethod
     def of(cls, layouts: Iterable[Layout]) -> LayoutTable:
         """The table of these layouts, in their order. `layers_per_stage` and schedules from files are not in it."""
+        layouts = list(layouts)
         rows = [_row(layout) for layout in layouts]
-        columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(fields(cls))).T
-        return cls(*columns)
+        columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS)).T
+        told = {layout.recompute_blocks for layout in layouts}
+        assert len(layouts) == 1 or told <= {()}, "blocks of their own are told of one layout at a time"
+        return cls(*columns, modes=modes_of(layouts[0].recompute_blocks) if len(layouts) == 1 else ())
 
     @classmethod
     def concatenate(cls, tables: Sequence[LayoutTable]) -> LayoutTable:
-        return cls(*(np.concatenate([getattr(table, field.name) for table in tables]) for field in fields(cls)))
+        return cls(*(np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS))
 
     def layout(self, index: int) -> Layout:
         """Row `index` as a layout."""
-        row: dict[str, Any] = {field.name: int(getattr(self, field.name)[index]) for field in fields(self)}
+        row: dict[str, Any] = {name: int(getattr(self, name)[index]) for name in COLUMNS}
         reduce_itemsize = row.pop("reduce_itemsize")
         whole = row["dp_shard"] == (1 if row["zero_stage"] == 0 else row["dp"])
         row |= {
             "dp_shard": None if whole else row["dp_shard"],
             "recompute": RECOMPUTE[row["recompute"]],
+            "recompute_blocks": blocks_text(self.modes),
             "precision": PRECISIONS[row["precision"]],
             "cp_method": CP_METHODS[row["cp_method"]],
             "schedule": SCHEDULES[row["schedule"]],
@@ -92,6 +100,9 @@ class LayoutTable:
         layout = Layout(**row)
         narrow = layout.master_dtype == "fp32" and reduce_itemsize == 2
         return Layout(**row, reduce_dtype="bf16") if narrow else layout
+
+
+COLUMNS = tuple(field.name for field in fields(LayoutTable) if field.name != "modes")
 
 
 def _row(layout: Layout) -> list[int]:

@@ -199,10 +199,9 @@ def _saved_by_kind(model: Model, layout: Layout, shape: Shape, layer: int) -> di
     made = {a.name: (op, a.num_bytes) for op in ops for a in op.makes}
     saved = {name for op in ops for name in op.saves if name in made}
     block_input = {"residual": shape.outer_tokens * model.hidden_size * shape.itemsize}
-    if layout.recomputes(layer):
-        return block_input
-    if layout.recompute == "selective":
-        saved = {a.name for op in ops if op.kept_by_selective for a in op.makes}
+    again = layout.again(layer)
+    if again is not None:
+        saved = set() if again.whole else {a.name for op in ops if op.kept(again.kinds) for a in op.makes}
     by_kind: Counter[str] = Counter(block_input)
     for name in saved:
         op, num_bytes = made[name]

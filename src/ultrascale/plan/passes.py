@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ultrascale.plan.blocks import Blocks, PartSeconds
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
+from ultrascale.plan.recompute_prices import mean_again
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -75,10 +76,13 @@ def pass_seconds(
     forward = derate * sum_of("product") + sum_of("attention") + sum_of("elementwise")
     inputs, weight_gradient = derate * sum_of("input_gradient"), derate * sum_of("weight_gradient")
     full = derate * sum_of("product", in_blocks) + sum_of("attention", in_blocks) + sum_of("elementwise", in_blocks)
+    if stack.stops_early:
+        full = full - derate * sum_of("last_product", in_blocks)
     selective = sum_of("attention" if stack.selective == "attention" else "elementwise", in_blocks)
     if stack.selective == "alternate-products":
         selective = selective + derate * (sum_of("product", in_blocks) + sum_of("grouped_product", in_blocks)) / 2
     recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective
+    told = mean_again(workload, table, blocks.shapes[0], constants) if table.modes else None
 
     shown = 1.0 - constants.tensor_parallel_hidden if stack.overlaps_tensor_parallel else 1.0
     beside = sum_of("tp_beside") * (1 - constants.overlap_slowdown) if stack.overlaps_tensor_parallel else 0.0
@@ -100,6 +104,9 @@ def pass_seconds(
     attends_again = again + (stack.selective == "elementwise") * (table.recompute == RECOMPUTE.index("selective"))
     cp = _exposed_context_parallel(table, sum_of, attends_again, constants)
     ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
+    if told is not None:
+        more = np.einsum("ck,rkn->crn", told, in_blocks)
+        recompute, tp, cp, ep = recompute + more[0], tp + shown * more[1], cp + more[2], ep + more[3]
     return Passes(forward, inputs, weight_gradient, recompute, tp, cp, ep)
 
 

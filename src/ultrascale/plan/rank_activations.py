@@ -103,11 +103,7 @@ def rank_activations(
 ) -> RankActivations:
     """The activations of every layout of `table`; `kept` for a table of one layout whose schedule is from a file."""
     shapes, shape_of = distinct_shapes(workload, table)
-    plain, again, share = _blocks(workload, table, shapes, shape_of)
-    saved = plain[0] * (1 - share) + again[0] * share
-    last_again, next_again = _recomputed_ends(workload, table, share)
-    last, following = np.where(last_again, again, plain), np.where(next_again, again, plain)
-    first = np.where(share > 0, again, plain)
+    plain, saved, (first, following, last) = (_told if table.modes else _by_layout)(workload, table, shapes, shape_of)
     head = _parts([head_memory(workload.model, shape, stack=workload.stack) for shape in shapes])[:, shape_of]
     embedding = _parts([embedding_memory(workload.model, shape, stack=workload.stack) for shape in shapes])[:, shape_of]
     hidden = np.array([s.outer_tokens * workload.model.hidden_size * s.itemsize for s in shapes], dtype=float)[shape_of]
@@ -161,6 +157,37 @@ def in_flight(table: LayoutTable, micro_batches: NDArray[np.int64]) -> Floats:
         most, _ = in_flight_stages(SCHEDULES[number], pp, v, micro_batches, rank)
         flight = np.where((table.schedule == number) & (pp > 1), most / v, flight)
     return flight
+
+
+Sorts = tuple[Floats, Floats, tuple[Floats, Floats, Floats]]
+"""[saved, forward peak, backward peak] x kinds x layouts: of a block that is not recomputed as one of every k; what the
+mean block saves; and the first block, the last but one, and the last."""
+
+
+def _by_layout(workload: Workload, table: LayoutTable, shapes: list[Shape], shape_of: NDArray[np.intp]) -> Sorts:
+    plain, again, share = _blocks(workload, table, shapes, shape_of)
+    last_again, next_again = _recomputed_ends(workload, table, share)
+    last, following = np.where(last_again, again, plain), np.where(next_again, again, plain)
+    return plain, plain[0] * (1 - share) + again[0] * share, (np.where(share > 0, again, plain), following, last)
+
+
+def _told(workload: Workload, table: LayoutTable, shapes: list[Shape], shape_of: NDArray[np.intp]) -> Sorts:
+    """Of a table whose one layout tells each block's way."""
+    kinds, kind_of_layer = layer_kinds(workload)
+    model, stack, modes = workload.model, workload.stack, table.modes
+    of_mode = {
+        mode: np.stack(
+            [_parts([block_memory(model, layer, shapes[0], recompute=mode, stack=stack)]) for layer in kinds], axis=1
+        )
+        for mode in dict.fromkeys(modes)
+    }
+    # What all blocks of a kind save, over their number; a stage may hold others of them than the next.
+    saved = np.zeros((len(kinds), 1))
+    for kind in range(len(kinds)):
+        own = [of_mode[mode][0, kind] for mode, layer_kind in zip(modes, kind_of_layer, strict=False) if layer_kind == kind]
+        saved[kind] = np.mean(own, axis=0)
+    widest = max(of_mode.values(), key=lambda memory: float((memory[1] - memory[0]).max()))
+    return widest, saved, (of_mode[modes[0]], of_mode[modes[-2:][0]], of_mode[modes[-1]])
 
 
 def _blocks(

@@ -223,6 +223,10 @@ def plan_run(
     storage: Storage | None = None,
 ) -> RunPlan:
     """Memory and time of `run` on `cluster`. Raises SpecError if the batch or the device does not suit the layout."""
+    if run.layout.recompute == "auto":
+        from ultrascale.plan.recompute_choice import with_recomputation  # here, so that a CPU is planned without NumPy
+
+        run = with_recomputation(run, cluster, stack)
     device, knows_rates = device_of(cluster.accelerator), has_rates(cluster.accelerator, run.layout.precision)
     memory = None
     ours = stack.name == "ultrascale" and is_replayed(run.model, run.layout) and not not_trainable(run, stack)

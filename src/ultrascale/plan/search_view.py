@@ -100,7 +100,8 @@ def layout_words(layout: Layout, num_micro_batches: int) -> str:
     partly = f"/{layout.shard_size}" if layout.zero_stage and layout.dp_replicate > 1 else ""
     words = [" ".join(axes), f"ZeRO {layout.zero_stage}{partly}", f"{layout.micro_batch_size} x {num_micro_batches}"]
     if layout.recompute != "none":
-        words.append(f"every {layout.recompute_every}" if layout.recompute == "every-k" else layout.recompute)
+        every = f"every {layout.recompute_every}" if layout.recompute == "every-k" else layout.recompute
+        words.append(" + ".join(layout.recompute_blocks) or every)
     return ", ".join(words)
 
 

@@ -12,7 +12,7 @@ The stage is the whole model where there is no pipeline. FSDP2's part is `plan.s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -186,10 +186,11 @@ class StageReplay:
             self.shards.before_forward(bucket)
         ops = block_work(self.model, layer, self.shape)
         made, leaves = {"hidden": hidden}, {"hidden_out"}
-        if self.layout.recompute == "selective" or self.layout.recomputes(layer):
+        again = self.layout.again(layer)
+        if again is not None:
             checkpoint = Checkpoint(hidden.hold(), {})
-            keep = checkpoint.kept if self.layout.recompute == "selective" else None
-            self._run(ops, made, "activations", leaves, layer=layer, saves=False, keep=keep)
+            keep = None if again.whole else checkpoint.kept
+            self._run(ops, made, "activations", leaves, layer=layer, saves=False, keep=keep, kinds=again.kinds)
             self._now.tapes.append(checkpoint)
         else:
             self._now.tapes.append(self._run(ops, made, "activations", leaves, layer=layer))
@@ -208,6 +209,7 @@ class StageReplay:
         saves: bool = True,
         keep: dict[str, Held] | None = None,
         kept: dict[str, Held] | None = None,
+        kinds: Collection[str] = (),
     ) -> Tape:
         """Run operations forward. `made` are the activations there are; after its last reader each goes, except `leaves`.
 
@@ -215,6 +217,7 @@ class StageReplay:
         """
         tape = Tape()
         last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves)}
+        there = set() if kept is None else {name for op in ops if op.reads and op.makes[0].name in kept for name in op.reads}
         experts, first, last = self._experts(layer, ops)
         for index, op in enumerate(ops):
             if experts is not None and index == first:
@@ -223,9 +226,9 @@ class StageReplay:
                 if kept is not None and result.name in kept:
                     made[result.name] = kept.pop(result.name)
                 else:  # of a sum that is kept nobody makes the parts again
-                    num_bytes = 0 if kept is not None and op.makes_partial_sums else result.num_bytes
+                    num_bytes = 0 if op.makes_partial_sums and result.name in there else result.num_bytes
                     made[result.name] = self.ledger.take(category, op.kind, num_bytes)
-                if keep is not None and op.kept_by_selective:
+                if keep is not None and op.kept(kinds):
                     keep[result.name] = made[result.name].hold()
             self.ledger.touch(category, "scratch", op.scratch_bytes)
             if saves:
@@ -266,7 +269,7 @@ class StageReplay:
         """Run a block again up to the last operation that saves something: torch stops there, before computing it."""
         ops = block_work(self.model, layer, self.shape)
         last = max(index for index, op in enumerate(ops) if op.saves)
-        kept = checkpoint.kept if self.layout.recompute == "selective" else None
+        kept = None if self.layout.recomputes(layer) else checkpoint.kept
         made = {"hidden": checkpoint.block_input.hold()}
         tape = self._run(ops[:last], made, "temporary", set(ops[last].saves), layer=layer, kept=kept)
         tape.entries += [(ops[last], self._save(ops[last], made)), *((op, []) for op in ops[last + 1 :])]

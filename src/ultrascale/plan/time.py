@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ultrascale.plan.recomputed_ops import computed_again
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.work import Op, Shape, block_work, head_work, mask_elements, prediction_work
@@ -113,10 +114,7 @@ def hardware_flops_per_token(model: Model, layout: Layout, sequence_length: int,
         share = 1.0 if mask_elements(model.window(layer), shape) else _causal_share(model, layer, shape)
         ops = block_work(model, layer, shape)
         total += sum(_flops(op, share) * (3.5 if op.kind == "attention" else 3) for op in ops)
-        if layout.recomputes(layer):
-            # torch stops before the last operation, whose result nobody needs.
-            last = max(index for index, op in enumerate(ops) if op.saves)
-            total += sum(_flops(op, share) for op in ops[:last])
+        total += sum(_flops(op, share) for op in computed_again(layout, layer, ops, stops_behind=False))
     return total / sequence_length
 
 

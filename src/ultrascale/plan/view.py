@@ -257,7 +257,7 @@ def _state(layout: Layout) -> str:
 
 def _again(layout: Layout) -> str:
     every = f" of {layout.recompute_every}" if layout.recompute == "every-k" else ""
-    return f"recompute {layout.recompute}{every}"
+    return f"recompute {', '.join(layout.recompute_blocks) or layout.recompute}{every}"
 
 
 def _bar(plan: RunPlan, parts: Mapping[str, int]) -> Text:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem
+from ultrascale.spec.recomputed import modes_of
 
 _MOST_NAMED = 8
 
 
 def cut_problems(model: Model, layout: Layout, *, sequence_length: int | None = None) -> list[Problem]:
     """Every rule that `layout` breaks for `model`, with keys in `layout`. None as sequence length: not judged."""
-    found = [*_tensor(model, layout), *_experts(model, layout), *_stages(model, layout)]
+    found = [*_tensor(model, layout), *_experts(model, layout), *_stages(model, layout), *_recomputed(model, layout)]
     if layout.cp > 1 and layout.cp_grid[1] > 1:
         found += _heads_over_context(model, layout)
     return found + (list(_sequence(layout, sequence_length)) if sequence_length is not None else [])
@@ -67,6 +69,16 @@ def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
     elif given is not None and sum(given) != layers:
         rule = f"must sum to model.num_hidden_layers = {layers}, sums to {sum(given)}"
         yield Problem("layout.layers_per_stage", rule, "Change it, or leave it out for an even cut.")
+
+
+def _recomputed(model: Model, layout: Layout) -> Iterator[Problem]:
+    """Every block has a way to recompute it."""
+    named = 0
+    with suppress(ValueError):  # `Layout.problems` tells it
+        named = len(modes_of(layout.recompute_blocks))
+    if layout.recompute == "blocks" and named and named != model.num_hidden_layers:
+        rule = f"must name a way for each of model.num_hidden_layers = {model.num_hidden_layers} blocks, names {named}"
+        yield Problem("layout.recompute_blocks", rule, 'Change it, or let recompute = "auto" choose.')
 
 
 def _heads_over_context(model: Model, layout: Layout) -> Iterator[Problem]:

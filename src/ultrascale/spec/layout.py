@@ -27,6 +27,7 @@ from math import gcd
 from typing import Literal
 
 from ultrascale.spec.problems import Problem
+from ultrascale.spec.recomputed import SELECTIVE, WHOLE, Again, modes_of, parse_mode
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", "expert_dp"]
@@ -58,12 +59,17 @@ class Layout:
     """Ranks that hold one copy of the training state together. None: all of `dp`, or 1 for stage 0."""
     micro_batch_size: int = 1
     """Sequences in one forward pass of one rank."""
-    recompute: Literal["none", "selective", "full", "every-k"] = "none"
+    recompute: Literal["none", "selective", "full", "every-k", "auto", "blocks"] = "none"
     """Activations computed again in the backward pass: none; all but the results of matrix products and attention
     (selective: norms, rotary, activation functions and products); whole blocks (full); one block of every `recompute_every`
-    (every-k)."""
+    (every-k); what the planner finds fastest of all that fits (auto); block by block as `recompute_blocks` says (blocks)."""
     recompute_every: int = 2
     """For recompute = "every-k": blocks 0, k, 2k, ... are recomputed."""
+    recompute_budget: int | None = None
+    """For recompute = "auto": bytes that a rank's blocks may keep for their backward passes. None: all that is free."""
+    recompute_blocks: tuple[str, ...] = ()
+    """For recompute = "blocks": what each block computes again, in the model's order, such as ["selective+mlp x 20",
+    "none x 12"]; `spec.recomputed` has the words."""
     precision: Precision = "fp32"
     """Dtype of the forward and backward passes. bf16, fp16 and fp8 keep parameters, gradients and optimizer state in fp32."""
     reduce_dtype: Precision | None = None
@@ -163,11 +169,20 @@ class Layout:
     def gradient_reduce_dtype(self) -> Precision:
         return self.reduce_dtype or self.master_dtype
 
-    def recomputes(self, layer: int) -> bool:
-        """Whether the whole block `layer` (counted from zero) is computed again in the backward pass."""
+    def again(self, layer: int) -> Again | None:
+        """What block `layer` (counted from zero) computes again in its backward pass; None: nothing."""
+        assert self.recompute != "auto", "auto is resolved first: plan.recompute_choice"
+        if self.recompute == "blocks":
+            modes = modes_of(self.recompute_blocks)
+            return parse_mode(modes[min(layer, len(modes) - 1)])  # multi-token prediction: as the last block
         if self.recompute == "every-k":
-            return layer % self.recompute_every == 0
-        return self.recompute == "full"
+            return WHOLE if layer % self.recompute_every == 0 else None
+        return {"none": None, "selective": SELECTIVE, "full": WHOLE}[self.recompute]
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether the whole block `layer` is computed again in the backward pass."""
+        again = self.again(layer)
+        return again is not None and again.whole
 
     def problems(self) -> list[Problem]:
         """Every rule the fields break, with keys relative to `layout`."""
@@ -181,8 +196,8 @@ class Layout:
         if found:
             return found
         return [
-            *self._data_problems(), *self._precision_problems(), *self._context_problems(), *self._pipeline_problems(),
-            *self._expert_problems(),
+            *self._data_problems(), *self._recompute_problems(), *self._precision_problems(), *self._context_problems(),
+            *self._pipeline_problems(), *self._expert_problems(),
         ]  # fmt: skip
 
     def _data_problems(self) -> Iterator[Problem]:
@@ -195,6 +210,22 @@ class Layout:
         if self.zero_stage == 0 and self.dp_shard != 1:
             rule = f"ZeRO stage 0 cuts nothing, but dp_shard is {self.dp_shard}"
             yield Problem("layout.dp_shard", rule, "Leave it out, or set zero_stage to 1, 2 or 3.")
+
+    def _recompute_problems(self) -> Iterator[Problem]:
+        budget, blocks = self.recompute_budget, self.recompute_blocks
+        if budget is not None and self.recompute != "auto":
+            rule = f'is read with recompute = "auto" only, but that is "{self.recompute}"'
+            yield Problem("layout.recompute_budget", rule, 'Leave it out, or set layout.recompute = "auto".')
+        elif budget is not None and budget < 1:
+            yield Problem("layout.recompute_budget", f"must be a number of bytes above 0, is {budget}", "16e9 bytes are 16 GB.")
+        if (self.recompute == "blocks") != bool(blocks):
+            rule = "is empty" if not blocks else f'is read with recompute = "blocks" only, but that is "{self.recompute}"'
+            remedy = 'Write ["selective+mlp x 20", "none x 12"]' if not blocks else 'Set layout.recompute = "blocks"'
+            yield Problem("layout.recompute_blocks", rule, f'{remedy}, or let recompute = "auto" choose.')
+        try:
+            modes_of(blocks)
+        except ValueError as error:
+            yield Problem("layout.recompute_blocks", str(error), 'Such as ["full x 4", "selective+mlp x 20", "none x 8"].')
 
     def _precision_problems(self) -> Iterator[Problem]:
         if self.precision == "fp64" and self.reduce_dtype not in (None, "fp64"):

@@ -11,6 +11,7 @@ collectives     what it sends to the other ranks of an axis
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -107,6 +108,24 @@ class Op:
         """
         swaps = any(one.axis == "cp" for one in self.collectives) and self.kind == "exchange"
         return self.kind in ("matmul", "attention", "exchange") and not self.makes_partial_sums and not swaps
+
+    @property
+    def again_kind(self) -> str:
+        """Which of `spec.recomputed.KINDS` it is; empty: never computed again alone."""
+        if self.kind == "attention":
+            return "attention"
+        if self.name.startswith("mlp.experts."):
+            return "experts" if "down" not in self.name else ""
+        if self.kind not in ("matmul", "exchange") or self.makes_partial_sums or self.name == "mlp.router":
+            return ""
+        if self.name.startswith("self_attn."):
+            return "output" if self.name.startswith("self_attn.o_proj") else "qkv"
+        is_product = self.name.endswith("_proj") or self.name.endswith("_proj.scatter")
+        return ("down" if "down_proj" in self.name else "mlp") if is_product else ""
+
+    def kept(self, kinds: Collection[str]) -> bool:
+        """Whether selective recomputation that makes `kinds` again too keeps its result."""
+        return self.kept_by_selective and self.again_kind not in kinds
 
     @property
     def makes_partial_sums(self) -> bool:

@@ -231,6 +231,12 @@ def _compile(run: Run) -> Iterator[Problem]:
         yield compiled_halves(run.layout.schedule)
 
 
+def _compiled_kinds(run: Run) -> Iterator[Problem]:
+    if run.compile and any("+" in text for text in run.layout.recompute_blocks):
+        rule = "names kinds of products, and compiled blocks are recomputed as none, selective or full alone"
+        yield Problem("layout.recompute_blocks", rule, "Name these alone, or leave compile out.")
+
+
 def compiled_halves(schedule: str) -> Problem:
     """Why blocks may not be compiled under a schedule that cuts backward passes in two."""
     rule = f"does not go with layout.schedule = {schedule!r}: the backward pass of a compiled block is one piece"
@@ -281,6 +287,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("data.sources", "data.validation"), _corpora),
     (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout"), _noise_scale),
     (("compile", "layout.schedule", "layout.pp"), _compile),
+    (("compile", "layout.recompute_blocks"), _compiled_kinds),
     (("log.sinks",), _sinks),
     (("model", "layout", "batch.sequence_length"), _cut),
     (("cluster", "layout"), _cluster),

@@ -133,6 +133,9 @@ class Stack:
     selective: Literal["elementwise", "attention", "alternate-products"] = "elementwise"
     """What recompute = "selective" computes again: all but products and attention; attention's core (Megatron); or every second
     product and what is element-wise (torchtitan's per-op policy)."""
+    stops_early: bool = False
+    """A block that is run again is left once all is there that its backward pass reads: before a last product that only keeps
+    its input (torch.utils.checkpoint without re-entrance)."""
     attention_kernel: Literal["flash", "cudnn", "flash-2"] = "flash-2"
     """Which fused attention runs where several can: `plan.compute.attention_seconds`. On Ampere they are one."""
     overheads: Overheads = Overheads()
@@ -145,7 +148,7 @@ class Stack:
 STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
-        Stack("ultrascale", 0, 4, 0, stage_cut="balanced"),
+        Stack("ultrascale", 0, 4, 0, stage_cut="balanced", stops_early=True),
         Stack(
             "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False, drops_unseen_keys=False),
             selective="alternate-products",

@@ -24,6 +24,7 @@ from ultrascale.plan.memory import (
     rank_shape,
     stage_parts,
 )
+from ultrascale.plan.recomputed_ops import computed_again
 from ultrascale.plan.sharding import Bucket, Shards
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.messages import messages
@@ -114,13 +115,14 @@ def _flops(run: Run, parts: list[Piece]) -> tuple[int, int]:
                 attention += amount
             else:
                 products += amount
-        if layer is None or not run.layout.recomputes(layer):
-            continue
         # A product of tp is one operation with its sum, and torch stops behind it; so it is with rows of experts, and where W
         # has a product as an operation of its own.
-        whole = run.layout.tp > 1 or run.model.is_moe(layer) or (run.layout.pp > 1 and run.layout.schedule in WITH_W)
-        products += sum(op.flops for op in (ops if whole else ops[:-2]) if op.kind != "attention")
-        attention += sum(op.flops for op in ops if op.kind == "attention")
+        whole = run.layout.tp > 1 or run.model.is_moe(layer or 0) or (run.layout.pp > 1 and run.layout.schedule in WITH_W)
+        for op in computed_again(run.layout, layer, ops, stops_behind=whole):
+            if op.kind == "attention":
+                attention += op.flops
+            else:
+                products += op.flops
     return products * count, attention * count
 
 
@@ -158,14 +160,17 @@ def sent_again(layout: Layout, layer: int | None, ops: tuple[Op, ...]) -> list[O
     """Operations whose messages recomputation repeats: up to the last that saves something, with the sum that it is one with;
     or those whose results selective recomputation does not keep."""
     last = max((index for index, op in enumerate(ops) if op.saves), default=-1)
-    if layer is None:
+    again = None if layer is None else layout.again(layer)
+    if again is None:
         return []
-    if layout.recomputes(layer):
-        return list(ops[: last + 1 + ops[last].makes_partial_sums])
-    if layout.recompute != "selective":
-        return []
-    return [op for op in ops[: last + 1]
-            if any(item.axis == "cp" for item in op.collectives) or op.name == "mlp.expert_gather"]  # fmt: skip
+    run = ops[: last + 1 + ops[last].makes_partial_sums]
+    if again.whole:
+        return list(run)
+    made_again = [op for op in run if op.again_kind in again.kinds]
+    read = {name for op in made_again for name in op.reads}
+    return [op for op in run if op in made_again or op.name == "mlp.expert_gather"
+            or any(item.axis == "cp" for item in op.collectives)
+            or (op.kind == "gather" and op.makes[0].name in read)]  # fmt: skip
 
 
 def _pipeline(run: Run, rank: int, count: int) -> Iterator[tuple[Way, int, int]]:

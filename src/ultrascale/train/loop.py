@@ -28,6 +28,7 @@ from ultrascale.spec.rules import run_notes
 from ultrascale.spec.run import Run
 from ultrascale.spec.trainable import expect_trainable
 from ultrascale.train.agreement import expect_same_run
+from ultrascale.train.chosen_recompute import choose_recomputation
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
 from ultrascale.train.evaluate import evaluate
 from ultrascale.train.export import export_checkpoint, keep_tokenizer
@@ -75,9 +76,10 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
     ):
         leaving.enter_context(watched(run, ranks))
         expect_same_run(run, ranks)
+        run = choose_recomputation(run, ranks, folder, cluster_of(run, ranks.device), _memory_bytes(run, ranks.device))
         fits = None
         if ranks.device.type == "cuda":
-            fits = expect_fits(run, torch.cuda.get_device_properties(ranks.device).total_memory, anyway=ignore_memory)
+            fits = expect_fits(run, _memory_bytes(run, ranks.device), anyway=ignore_memory)
         if ranks.is_first:
             leaving.enter_context(folder.owned())
             check_writable(folder.checkpoints)
@@ -232,6 +234,13 @@ def cluster_of(run: Run, device: torch.device) -> Cluster:
         return parse_cluster(run.cluster)
     here = this_gpu(device)
     return parse_cluster(f"{run.layout.world_size}x{here.name if here is not None else 'cpu'}")
+
+
+def _memory_bytes(run: Run, device: torch.device) -> int:
+    """Of this rank's device; of a CPU an equal share of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return int(parse_cluster(f"{run.layout.world_size}xcpu").accelerator.memory_bytes.value)
 
 
 def _due(every: int | None, steps_done: int) -> bool:

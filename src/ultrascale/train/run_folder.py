@@ -5,7 +5,7 @@ plan.json         what was predicted          metrics.jsonl     one row a logged
 memory.json       live memory, first steps    events.jsonl      starts, resumes, saves, stops
 environment.json  machine and versions        log.txt           what was said
 checkpoints/      step-*/                     export/           the Hugging Face folder, at the end
-tokenizer.json    a copy of the data's
+tokenizer.json    a copy of the data's        recompute.json    what recompute = "auto" came down to
 """
 
 from __future__ import annotations
@@ -75,6 +75,13 @@ class RunFolder:
     def write_json(self, name: str, value: Any) -> None:
         """Replace a JSON file of the folder in one piece."""
         self.write_text(name, json.dumps(value, indent=1) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """A JSON file of the folder; None if it is not there, or torn."""
+        try:
+            return json.loads((self.path / name).read_text())
+        except (OSError, json.JSONDecodeError):
+            return None
 
     def append(self, name: str, line: str) -> None:
         """Add a line to a file of the folder."""
