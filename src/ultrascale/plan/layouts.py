@@ -79,7 +79,8 @@ class LayoutTable:
 
     @classmethod
     def concatenate(cls, tables: Sequence[LayoutTable]) -> LayoutTable:
-        return cls(*(np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS))
+        joined: dict[str, Any] = {name: np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS}
+        return cls(**joined)
 
     def layout(self, index: int) -> Layout:
         """Row `index` as a layout."""
