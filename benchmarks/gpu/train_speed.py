@@ -76,7 +76,8 @@ class RandomTokens:
         count = len(list(numbers))
         stream = np.random.default_rng(0).integers(0, self.vocab_size, (count, self.sequence_length + 1))
         index = np.broadcast_to(np.arange(self.sequence_length), (count, self.sequence_length))
-        return Sequences(stream[:, :-1].copy(), stream[:, 1:].copy(), (index % 512).copy(), (index // 512).copy(), np.arange(len(stream)))
+        ids = np.arange(count)
+        return Sequences(stream[:, :-1].copy(), stream[:, 1:].copy(), (index % 512).copy(), (index // 512).copy(), ids)
 
     def fingerprint(self) -> str:
         return "random tokens"

@@ -59,6 +59,14 @@ def test_a_slower_network_never_makes_a_step_faster(layout: Layout, factor: floa
     assert predict(slow, layout).step_seconds >= predict(workload, layout).step_seconds * (1 - 1e-9)
 
 
+def test_products_of_tp_beside_their_messages_make_a_step_faster_and_only_where_there_is_tp():
+    workload = on("64xh100", sequences=256, stack="ultrascale")
+    for tp in (1, 8):
+        plain = Layout(dp=64 // tp, tp=tp, precision="bf16", recompute="selective", zero_stage=1)
+        gain = predict(workload, plain).step_seconds / predict(workload, replace(plain, tp_overlap=True)).step_seconds
+        assert (gain == 1) if tp == 1 else (1.005 < gain < 1.2), (tp, gain)
+
+
 def slower(cluster: Cluster, factor: float) -> Cluster:
     link = cluster.node.inter_link
     assert link is not None

@@ -24,6 +24,7 @@ from ultrascale.models.decoder import Decoder, PredictionBlock
 from ultrascale.parallel.groups import Groups
 from ultrascale.parallel.tensor_loss import look_up, vocabulary_cross_entropy
 from ultrascale.parallel.tensor_ops import Cut
+from ultrascale.parallel.tensor_overlap import overlap_in
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.places import Coordinates, place
 from ultrascale.spec.weights import weights
@@ -39,6 +40,8 @@ def apply_tensor_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Cut
     group = mesh.group("tp")
     if group is None:
         return None
+    if layout.tp_overlap:
+        overlap_in(group)
     cut = Cut(group, layout.sequence_parallel)
     cut_parameters(decoder, layout, mesh.at)
     for module in decoder.modules():

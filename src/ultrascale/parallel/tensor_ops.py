@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.nn import functional as F
 
+from ultrascale.parallel.tensor_overlap import gathered_products, overlaps, scattered_product
 from ultrascale.parallel.tensor_traffic import gather_parts, sum_parts, sum_whole
 from ultrascale.parallel.torch_private import group_named
 from ultrascale.spec.places import even_part
@@ -39,6 +40,9 @@ from ultrascale.spec.places import even_part
 @custom_op("ultrascale::column_products", mutates_args=())
 def column_products(hidden: Tensor, weights: list[Tensor], biases: list[Tensor], group: str, length: int) -> list[Tensor]:
     """[B, S/tp, D] and weights [F, D] to [B, S, F] each; `length` S, or 0 where `hidden` is [B, S, D] already."""
+    if overlaps(hidden, group, length, group_named(group).size()):
+        _, products = gathered_products(hidden, weights, group)
+        return [product + bias for product, bias in zip(products, biases, strict=True)] if biases else products
     whole = _whole(hidden, group, length)
     return [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)]
 
@@ -62,7 +66,10 @@ def column_products_backward(
 @custom_op("ultrascale::row_product", mutates_args=())
 def row_product(inner: Tensor, weight: Tensor, group: str, length: int) -> Tensor:
     """[B, S, F] and weight [D, F] to the sum over ranks of their products, [B, S/tp, D], or [B, S, D] where `length` is 0."""
-    product, ranks = F.linear(inner, weight), group_named(group)
+    ranks = group_named(group)
+    if overlaps(inner, group, length, ranks.size()):
+        return scattered_product(inner, weight, group)
+    product = F.linear(inner, weight)
     return (sum_parts(product, ranks) if length else sum_whole(product, ranks))()
 
 
@@ -234,12 +241,16 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (inner,), group, put_off = ctx.saved_tensors, ctx.cut.group.group_name, ctx.cut.put_off
-        whole = gathered_sequence(grads[0], group, ctx.length) if ctx.length else grads[0]
+        of_inner = None
+        if overlaps(grads[0], group, ctx.length, ctx.cut.group.size()):
+            whole, (of_inner,) = gathered_products(grads[0], [ctx.weight.t()], group)
+        else:
+            whole = gathered_sequence(grads[0], group, ctx.length) if ctx.length else grads[0]
         if put_off is None or torch.compiler.is_compiling():
             of_weight = torch.mm(whole.flatten(0, 1).t(), inner.flatten(0, 1))
         else:
             of_weight = put_off(ctx.weight, Factor(grads[0], _gather_later(group, ctx.length), whole), Factor(inner))
-        return None, torch.matmul(whole, ctx.weight), of_weight
+        return None, torch.matmul(whole, ctx.weight) if of_inner is None else of_inner, of_weight
 
 
 def _gather_later(group: str, length: int) -> Callable[[Tensor], Tensor] | None:

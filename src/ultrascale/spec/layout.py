@@ -80,6 +80,9 @@ class Layout:
     """Tensor parallelism: ranks that cut every matrix product between them."""
     sequence_parallel: bool = True
     """With tp: norms and residuals are cut along the sequence. Read only if tp > 1."""
+    tp_overlap: bool = False
+    """With tp and sequence_parallel, on CUDA: products begin with the parts of a sequence that are here, and send rows that are
+    done, while others are on their way (torch's symmetric memory). The ranks of tp must be in one node. Read only if tp > 1."""
     cp: int = 1
     """Context parallelism: ranks that cut every sequence between them."""
     cp_method: Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"] = "ring"
@@ -196,8 +199,8 @@ class Layout:
         if found:
             return found
         return [
-            *self._data_problems(), *self._recompute_problems(), *self._precision_problems(), *self._context_problems(),
-            *self._pipeline_problems(), *self._expert_problems(),
+            *self._data_problems(), *self._recompute_problems(), *self._precision_problems(), *self._tensor_problems(),
+            *self._context_problems(), *self._pipeline_problems(), *self._expert_problems(),
         ]  # fmt: skip
 
     def _data_problems(self) -> Iterator[Problem]:
@@ -238,6 +241,11 @@ class Layout:
             yield Problem("layout.reduce_dtype", rule, "Use bf16, or leave it out.")
         if self.reduce_dtype == "fp8":
             yield Problem("layout.reduce_dtype", "sums of gradients in fp8 lose most of them", "Use bf16, or leave it out.")
+
+    def _tensor_problems(self) -> Iterator[Problem]:
+        if self.tp_overlap and not self.sequence_parallel:
+            rule = "has no effect without sequence_parallel: sums that are not scattered leave nothing to begin with"
+            yield Problem("layout.tp_overlap", rule, "Leave it out, or set sequence_parallel.")
 
     def _context_problems(self) -> Iterator[Problem]:
         swaps = [n for n in range(2, self.cp) if self.cp % n == 0]

@@ -30,8 +30,8 @@ _RANGES |= {f"layout.{key}": limits for key, limits in layout.RANGES.items()}
 _RANGES |= {f"model.{key}": limits for key, limits in model.RANGES.items()}
 # Settings of an axis that is not used when it has one rank.
 _READ_WITH = {
-    "sequence_parallel": "tp", "cp_method": "cp", "cp_heads": "cp", "virtual_stages": "pp", "schedule": "pp",
-    "layers_per_stage": "pp",
+    "sequence_parallel": "tp", "tp_overlap": "tp", "cp_method": "cp", "cp_heads": "cp", "virtual_stages": "pp",
+    "schedule": "pp", "layers_per_stage": "pp",
 }  # fmt: skip
 SPLITTING_SCHEDULES = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 """With I and W in the place of some backward passes."""
