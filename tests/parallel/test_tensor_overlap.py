@@ -38,11 +38,11 @@ class PlainForms:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
 
-    def fused_all_gather_matmul(self, part: Tensor, weights: list[Tensor], dim: int, group: str) -> Any:
+    def fused_all_gather_matmul(self, part: Tensor, weights: list[Tensor], dim: int, group: Any) -> Any:
         self.calls["gather"] += 1
         return symmetric._fused_all_gather_matmul_fallback(part, weights, dim, group)
 
-    def fused_matmul_reduce_scatter(self, inner: Tensor, weight: Tensor, kind: str, dim: int, group: str) -> Tensor:
+    def fused_matmul_reduce_scatter(self, inner: Tensor, weight: Tensor, kind: str, dim: int, group: Any) -> Tensor:
         self.calls["scatter"] += 1
         return symmetric._fused_matmul_reduce_scatter_fallback(inner, weight, kind, dim, group)
 
