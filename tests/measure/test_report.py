@@ -65,7 +65,7 @@ def test_a_folder_without_a_step_is_refused(tmp_path: Path, capsys, text: str | 
 
 def test_the_noise_scale_is_drawn_on_a_log_axis_beside_the_batch_of_each_step(tmp_path: Path, monkeypatch) -> None:
     drawn = []
-    monkeypatch.setattr("ultrascale.measure.plots._save", lambda figure, path: drawn.append(figure.axes[0]) or path)
+    monkeypatch.setattr("ultrascale.measure.plots.save_figure", lambda figure, path: drawn.append(figure.axes[0]) or path)
     rows = [{"step": i, NOISE: 1000.0 * 2**i, "progress/tokens_per_batch": 512 * (1 + i // 2)} for i in range(4)]
     plot_noise_scale([{"step": 9, "train/loss": 1.0}, *rows], tmp_path / "noise_scale.png")
     noise, batch = drawn[0].get_lines()

@@ -38,6 +38,7 @@ VERBS = {
     "check": Verb("check", "prove that N processes compute what one does", "Before a run"),
     "data": Verb("data", "turn text into token files, and look into them", "Before a run"),
     "train": Verb("train", "train, or go on where a run stopped", "A run and after"),
+    "measure": Verb("measure", "where the time of a step goes, on every rank, beside the plan", "A run and after"),
     "report": Verb("report", "pictures and a summary of a run's folder", "A run and after"),
     "checkpoint": Verb("checkpoint", "list and verify checkpoints", "A run and after"),
     "generate": Verb("generate", "sample text from a checkpoint or an exported folder", "A run and after"),

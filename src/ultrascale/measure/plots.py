@@ -70,7 +70,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple[str, float] | None = None) -> Path:
     """Training loss by step, validation losses as points, `reference` as a dashed line with its name."""
-    figure, axes = _figure("Loss", "step", "nats per token")
+    figure, axes = new_figure("Loss", "step", "nats per token")
     steps, losses = _series(rows, "train/loss")
     axes.plot(steps, losses, color=LINE, linewidth=1.6, label="training")
     for key in sorted({key for row in rows for key in row if key.startswith("val/") and key.endswith("loss")}):
@@ -78,14 +78,14 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple
     if reference is not None:
         axes.axhline(reference[1], color=INK, linewidth=1, linestyle=(0, (4, 3)), label=f"{reference[0]}, {reference[1]:.2f}")
     axes.legend(frameon=False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Tokens per second by step, and their median."""
     from statistics import median
 
-    figure, axes = _figure("Throughput", "step", "tokens per second")
+    figure, axes = new_figure("Throughput", "step", "tokens per second")
     steps, rates = _series(rows, "perf/tokens_per_s")
     middle = median(rates)
     axes.plot(steps, rates, color=LINE, linewidth=1.2, alpha=0.85)
@@ -93,18 +93,18 @@ def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path) -> Pat
     axes.set_ylim(0, max(rates) * 1.15)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend(frameon=False, loc="lower right")
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_noise_scale(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """The critical batch size by step, as the trainer smooths it, beside the batch there was; tokens, on a log axis."""
-    figure, axes = _figure("Gradient noise scale: the batch beyond which more buys little", "step", "tokens")
+    figure, axes = new_figure("Gradient noise scale: the batch beyond which more buys little", "step", "tokens")
     steps, batches = _series(rows, "progress/tokens_per_batch")
     axes.plot(*_series(rows, "train/noise_scale_tokens"), color=LINE, linewidth=1.6, label="noise scale")
     axes.plot(steps, batches, color=SECOND, linewidth=1.2, drawstyle="steps-post", label="batch of a step")
     axes.set_yscale("log")
     axes.legend(frameon=False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_memory(
@@ -117,7 +117,7 @@ def plot_memory(
     """Live bytes by category, stacked, operation after operation; a line where each step begins."""
     peak = max(sum(row["bytes"].values()) for row in timeline)
     unit, word = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
-    figure, axes = _figure(title, "operations, in order", word)
+    figure, axes = new_figure(title, "operations, in order", word)
     shown = [category for category in COLORS if any(row["bytes"].get(category) for row in timeline)]
     layers = [[row["bytes"].get(category, 0) / unit for row in timeline] for category in shown]
     axes.stackplot(range(len(timeline)), layers, labels=shown, colors=[COLORS[c] for c in shown], linewidth=0, step="post")
@@ -134,7 +134,7 @@ def plot_memory(
     axes.set_xticks([])
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _validation_name(key: str) -> str:
@@ -149,7 +149,8 @@ def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], lis
     return sorted(values), [values[step] for step in sorted(values)]
 
 
-def _figure(title: str, across: str, up: str) -> tuple[Any, Any]:
+def new_figure(title: str, across: str, up: str) -> tuple[Any, Any]:
+    """A figure and its axes, in the style of all pictures here; labels of the axes `across` and `up`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -167,6 +168,7 @@ def _figure(title: str, across: str, up: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write it, and return where."""
     figure.savefig(path, facecolor="white")
     return path

@@ -1,14 +1,15 @@
-"""When a rank is gone: who waited for whom, and for what. gloo itself names a port."""
+"""When a rank is gone: who waited for whom, and for what. gloo itself names a port. A profiler is told the same."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from ultrascale import heartbeat
+from ultrascale.parallel.torch_private import profiler_looks_on
 
 _MEANINGS = {
     ("Timed out", "timeout", "Timeout"): "it did not come in time (collective_timeout_seconds)",
@@ -17,6 +18,8 @@ _MEANINGS = {
     ("Message truncated", "preamble", "op.nbytes"): "it sent a message of another size",
 }
 """Parts of gloo's and NCCL's messages."""
+AWAITED = "ultrascale: wait: "
+"""Ranges in a profiler's trace in which a rank starts messages or waits for them; what they are follows."""
 
 
 class LostRankError(RuntimeError):
@@ -38,7 +41,7 @@ def waiting(
     it in the same order and with the same shape of `tensor`. Raises LostRankError.
     """
     try:
-        with heartbeat.waits(what, collective=_named(what, group, tensor) if peers is None else None):
+        with heartbeat.waits(what, collective=_named(what, group, tensor) if peers is None else None), marked(what):
             yield
     except LostRankError:
         raise
@@ -67,3 +70,8 @@ def _named(what: str, group: dist.ProcessGroup | None, tensor: torch.Tensor | No
     ranks = dist.get_process_group_ranks(group)
     shape = "" if tensor is None else f" of {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     return f"ranks {ranks[0]} to {ranks[-1]} ({len(ranks)})", f"{what}{shape}"
+
+
+def marked(what: str) -> AbstractContextManager[object]:
+    """A range of this name in the trace of a profiler, if one looks on."""
+    return torch.profiler.record_function(AWAITED + what) if profiler_looks_on() else nullcontext()

@@ -21,8 +21,11 @@ from torch import Tensor
 
 from ultrascale import heartbeat
 from ultrascale.kernels.device_kind import is_cuda
-from ultrascale.parallel.lost import LostRankError
+from ultrascale.parallel.lost import LostRankError, marked
 from ultrascale.schedules.messages import Message
+
+BETWEEN_STAGES = "a message between stages"
+"""As profilers are told."""
 
 
 class PipelineError(LostRankError):
@@ -75,7 +78,8 @@ class Mailbox:
         assert tensor.shape == self.shape and tensor.dtype == self.dtype, (tensor.shape, tensor.dtype, self.shape, self.dtype)
         group = self.groups[message.receiver < self.rank]
         try:
-            work = dist.isend(tensor, group=group, group_dst=message.receiver, tag=message.number)
+            with marked(BETWEEN_STAGES):
+                work = dist.isend(tensor, group=group, group_dst=message.receiver, tag=message.number)
         except RuntimeError as error:
             raise self._lost(f"could not send {message} to rank {message.receiver}", error) from error
         self._leaving[message.receiver].append((message, tensor, work))
@@ -108,7 +112,8 @@ class Mailbox:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             group = self.groups[following.sender > self.rank]
             try:
-                work = dist.irecv(tensor, group=group, group_src=following.sender, tag=following.number)
+                with marked(BETWEEN_STAGES):
+                    work = dist.irecv(tensor, group=group, group_src=following.sender, tag=following.number)
             except RuntimeError as error:
                 raise self._lost(f"waited for {following}", error) from error
             self._arriving[following.key] = tensor, work
@@ -116,7 +121,7 @@ class Mailbox:
     def _wait(self, work: dist.Work | None, what: str) -> None:
         try:
             if work is not None:
-                with heartbeat.waits(f"pipeline rank {self.rank} {what}"):
+                with heartbeat.waits(f"pipeline rank {self.rank} {what}"), marked(BETWEEN_STAGES):
                     work.wait()
         except RuntimeError as error:
             raise self._lost(what, error) from error

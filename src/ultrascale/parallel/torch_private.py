@@ -7,6 +7,7 @@
     AllGather, ReduceScatter                             collectives of our own for FSDP2 (`collectives`)
     _CachedTorchDispatchMode                             selective recomputation around FSDP2 of experts (`recompute`)
     _resolve_process_group                               operations of torch's know a group by its name
+    _is_profiler_enabled                                 ranges for a profiler, and nothing without one (`lost`)
     PrefixStore, foreach, _assert_async, _backward_hooks public in all but name
 
 Tested with torch 2.11, 2.12 and 2.13.
@@ -39,6 +40,7 @@ def missing() -> Iterator[str]:
     wanted: list[tuple[Any, Sequence[str]]] = [
         (torch, ("_foreach_copy_", "_foreach_norm", "_assert_async")),
         (torch.zeros(0), ("_backward_hooks",)),
+        (torch.autograd.profiler, ("_is_profiler_enabled",)),
         (distributed_c10d, ("_resolve_process_group",)),
         (CachedTorchDispatchMode(None, {}, False), ("storage", "__torch_dispatch__")),
         (fully_shard, ("state",)),
@@ -121,3 +123,8 @@ def flight_record() -> str | None:
     backend or it is off (TORCH_FR_BUFFER_SIZE)."""
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
     return None if dump is None else dump(True, False).decode(errors="replace")
+
+
+def profiler_looks_on() -> bool:
+    """Whether a profiler runs in this process. Torch's own optimizers ask the same before they name what they do."""
+    return torch.autograd.profiler._is_profiler_enabled

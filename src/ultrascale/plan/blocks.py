@@ -164,7 +164,7 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
 
 
 def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
-    compute = np.array([_compute(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
+    compute = np.array([compute_seconds(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
     columns = compute.reshape(len(shapes), 8).T
     traffic, counts = _traffic(workload, shapes, works)
     beside = _traffic(workload, shapes, [[op for op in ops if _is_of_column(op)] for ops in works])[0]["tp", "backward"]
@@ -180,7 +180,7 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
     )
 
 
-def _compute(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
+def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
     """Seconds of products, attention and element-wise work forward, of both gradients, and of grouped products; operations."""
     accelerator, stack = workload.cluster.accelerator, workload.stack
     product = attention = elementwise = inputs = weights = grouped = last = count = 0.0

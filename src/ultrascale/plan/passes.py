@@ -70,8 +70,7 @@ def pass_seconds(
         by_shape = np.array([getattr(part, name) for part in parts[: counts.shape[1]]])
         return np.einsum("rpn,pn->rn", counts, by_shape[:, blocks.shape_of])
 
-    derate = constants.compute_derate * stack.overheads.products
-    derate *= constants.device_derates.get(workload.cluster.accelerator.name, 1.0)
+    derate = product_derate(workload, constants)
     again = _recomputed_share(table)
     forward = derate * sum_of("product") + sum_of("attention") + sum_of("elementwise")
     inputs, weight_gradient = derate * sum_of("input_gradient"), derate * sum_of("weight_gradient")
@@ -108,6 +107,12 @@ def pass_seconds(
         more = np.einsum("ck,rkn->crn", told, in_blocks)
         recompute, tp, cp, ep = recompute + more[0], tp + shown * more[1], cp + more[2], ep + more[3]
     return Passes(forward, inputs, weight_gradient, recompute, tp, cp, ep)
+
+
+def product_derate(workload: Workload, constants: Constants) -> float:
+    """What the price of a matrix product is multiplied by."""
+    derate = constants.compute_derate * workload.stack.overheads.products
+    return derate * constants.device_derates.get(workload.cluster.accelerator.name, 1.0)
 
 
 def _all_sums(

@@ -107,15 +107,23 @@ def hardware_flops_per_token(model: Model, layout: Layout, sequence_length: int,
 
     `documents`: packed documents with masks.
     """
+    return sum(hardware_flops(model, layout, sequence_length, documents=documents).values())
+
+
+def hardware_flops(model: Model, layout: Layout, sequence_length: int, *, documents: bool = False) -> dict[str, float]:
+    """The same by kind: matrix products, attention, and the recomputation of both."""
     shape, more = Shape(1, sequence_length, documents=documents), model.num_nextn_predict_layers
-    total = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
-    total += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
+    products = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
+    products += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
+    attention = again = 0.0
     for layer in range(model.num_hidden_layers + more):
         share = 1.0 if mask_elements(model.window(layer), shape) else _causal_share(model, layer, shape)
         ops = block_work(model, layer, shape)
-        total += sum(_flops(op, share) * (3.5 if op.kind == "attention" else 3) for op in ops)
-        total += sum(_flops(op, share) for op in computed_again(layout, layer, ops, stops_behind=False))
-    return total / sequence_length
+        products += 3 * sum(op.flops for op in ops if op.kind != "attention")
+        attention += 3.5 * sum(_flops(op, share) for op in ops if op.kind == "attention")
+        again += sum(_flops(op, share) for op in computed_again(layout, layer, ops, stops_behind=False))
+    found = {"matrix products": products, "attention": attention, "recomputation": again}
+    return {name: flops / sequence_length for name, flops in found.items()}
 
 
 def mean_context(sequence_length: int, window: int | None) -> float:

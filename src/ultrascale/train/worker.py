@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,10 +31,15 @@ def main() -> int:
     parser.add_argument("--launcher", type=int)
     parser.add_argument("--allow-changes", action="store_true")
     parser.add_argument("--ignore-memory", action="store_true")
+    parser.add_argument("--profile", type=Path, help="profile --profile-steps FIRST LAST into this folder, and leave")
+    parser.add_argument("--profile-steps", type=int, nargs=2)
     asked = parser.parse_args()
     if asked.launcher is not None:
         end_with_parent(asked.launcher)
     run = resolve(asked.run).run
+    if asked.profile is not None:
+        first, last = asked.profile_steps
+        return profile_or_explain(run, first, last, asked.profile, rendezvous=asked.rendezvous, failure=asked.failure)
     code = train_or_explain(
         run, allow_changes=asked.allow_changes, rendezvous=asked.rendezvous, failure=asked.failure,
         ignore_memory=asked.ignore_memory,
@@ -55,8 +61,28 @@ def train_or_explain(
 
     An error meant for people is printed with its rank, and written to `failure`: it would repeat itself.
     """
+    return _or_explain(
+        lambda: train(run, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory), failure
+    )
+
+
+def profile_or_explain(
+    run: Run, first: int, last: int, folder: Path, *, rendezvous: str = "env://", failure: Path | None = None
+) -> int:
+    """Profile steps `first` to `last` into `folder`, in the same way."""
+    from ultrascale.train.profile import profile_run, write_report
+
+    def profile() -> None:
+        report = profile_run(run, first, last, folder, rendezvous=rendezvous)
+        if report is not None:
+            write_report(report, folder)
+
+    return _or_explain(profile, failure)
+
+
+def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
     try:
-        train(run, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory)
+        work()
         return 0
     except Exception as error:
         _tell_cause(error)

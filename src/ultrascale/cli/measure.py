@@ -1,0 +1,146 @@
+"""`ultrascale measure step`: some steps of a run under the profiler, as a trace and in words."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ultrascale.cli.parse import parse_with_overrides
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.resolve import resolve, to_toml
+from ultrascale.spec.run import Run
+from ultrascale.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from ultrascale.measure.step_report import StepReport
+
+_HELP = """ultrascale measure: what a run does on this machine.
+
+  ultrascale measure step RUN.TOML   where the time of a step goes, on every rank, beside the plan
+
+It has --help with an example.
+"""
+FIRST = 3
+"""The earliest step that can be profiled: one is cold or compiles, one warms the profiler up."""
+
+
+def measure(
+    what: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="step")],
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
+    /,
+    steps: str = "8-10",
+    out: Path | None = None,
+    processes: int | None = None,
+    top: int = 10,
+    json: bool = False,
+) -> tuple[str, str, str, Path | None, int | None, int, bool]:
+    """Profile steps of a run: a trace for each rank, and where the time went, in the planner's words, beside the plan.
+
+    The run starts anew and leaves nothing in its folder but what is measured. Any setting can follow as a dotted flag:
+
+        ultrascale measure step run.toml --steps 8-10 --layout.dp 2
+
+    Under torchrun this is one rank, as with train.
+
+    Args:
+        what: `step`.
+        run: The run's TOML file.
+        steps: Which, counted from 1: the first four tell memory, and one before these warms the profiler up.
+        out: Folder for traces, report and pictures. Default: `profile` in the run's folder.
+        processes: Start this many processes here, as `ultrascale train` does.
+        top: Operations or kernels that are listed.
+        json: Print the report as one JSON object.
+    """
+    return what, run, steps, out, processes, top, json
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; 0 when it is measured, 1 when it failed, 2 when it is described wrongly."""
+    if not arguments:
+        print(_HELP, end="", file=sys.stderr)
+        return 2
+    parsed, rest = parse_with_overrides(measure, "measure", arguments)
+    what, path, steps, out, processes, top, as_json = parsed
+    if what != "step":
+        raise SpecError([Problem("measure", f"knows `step`, not {what!r}", f"`ultrascale measure step {path}`.")])
+    first, last = parse_steps(steps)
+    run = resolve(path, rest, require_data=True, processes=processes).run
+    folder = out or RunFolder.of(run).path / "profile"
+    code = _profile(run, first, last, folder)
+    if code == 0 and int(os.environ.get("RANK", "0")) == 0:
+        _show(folder, top=top, as_json=as_json)
+    return code
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """`8-10` or `8` as the first step and the last one. Raises SpecError."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    rule = None
+    if not found:
+        rule = f"must be a step or two with a dash, is {text!r}"
+    elif first < FIRST:
+        rule = f"starts at step {first}: the first {FIRST - 1} are cold, and warm the profiler up"
+    elif last < first:
+        rule = f"ends before it begins: {text}"
+    if rule:
+        raise SpecError([Problem("--steps", rule, "Such as 8-10.")])
+    return first, last
+
+
+def _profile(run: Run, first: int, last: int, folder: Path) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch tells stderr of every start and stop; read when it is loaded
+    if "WORLD_SIZE" in os.environ or run.layout.world_size == 1:
+        from ultrascale.train.worker import profile_or_explain
+
+        return profile_or_explain(run, first, last, folder)
+    from ultrascale.cli.main import say
+    from ultrascale.launch.local import launch_local
+
+    folder.mkdir(parents=True, exist_ok=True)
+    described = folder / "run.toml"
+    described.write_text(to_toml(run))
+    arguments = ("--profile", str(folder), "--profile-steps", str(first), str(last))
+    ending = launch_local(described, run.layout.world_size, worker_arguments=arguments, max_restarts=0, say=say)
+    if ending.reason and not ending.explained:
+        say(f"{ending.reason}.")
+    return ending.exit_code if ending.reason else 0
+
+
+def _show(folder: Path, *, top: int, as_json: bool) -> None:
+    from ultrascale.measure.step_report import StepReport
+    from ultrascale.train.profile import REPORT
+
+    report = StepReport.from_json(jsonlib.loads((folder / REPORT).read_text()))
+    if as_json:
+        print(jsonlib.dumps(report.to_json()))
+    else:
+        _print(report, folder, top)
+
+
+def _print(report: StepReport, folder: Path, top: int) -> None:
+    from rich.console import Console
+
+    from ultrascale.measure.step_report import computing_share, hidden_lines, top_table, waterfall_table
+
+    console = Console(highlight=False)
+    console.print(waterfall_table(report))
+    console.print(f"\nmeasured: mean of steps {report.steps[0]} to {report.steps[-1]} on {len(report.ranks)} ranks, profiled")
+    without, share = report.unprofiled_step_seconds, computing_share(report)
+    console.print(f"without the profiler a step takes {without * 1e3:.2f} ms; {share:.0%} of the profiled one computes")
+    if report.planned:
+        console.print(f"planned: {report.planned_origin}", soft_wrap=True)
+    for line in hidden_lines(report):
+        console.print(line)
+    if top:
+        console.print()
+        console.print(top_table(report.ranks[0].top[:top], len(report.steps)))
+    console.print("\nfiles")
+    for path in sorted(folder.iterdir()):
+        console.print(f"  {path}", soft_wrap=True)
