@@ -32,7 +32,7 @@ AXIS_OF = {
     BETWEEN_STAGES: "pp", Tag.TIED_EMBEDDING.what: "pp",
     "an exchange of tokens between experts": "ep",
     "a sum over all ranks": EVERYBODY, "a barrier of all ranks": EVERYBODY, "the norm of the gradient": EVERYBODY,
-    Tag.WARM_UP.what: EVERYBODY,
+    Tag.WARM_UP.what: EVERYBODY, "a gather of words from all ranks": EVERYBODY,
 }  # fmt: skip
 """By the words in which `parallel.lost.waiting` tells what is awaited. Rows of tokens are gathered and summed over expert_tp
 and tp alone; the planner counts both as tp."""
