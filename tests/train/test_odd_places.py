@@ -44,7 +44,7 @@ def test_a_clock_that_jumps_back_and_forth_changes_no_step(home, monkeypatch):
 
 
 ODD = {
-    "C locale": {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "C locale": {"LC_ALL": "C", "LANG": "C"},
     "no home": {"HOME": "/nonexistent", "XDG_CACHE_HOME": "/nonexistent"},
     "far zone": {"TZ": "Pacific/Kiritimati"},
 }
@@ -66,3 +66,15 @@ def test_two_processes_train_in_an_odd_environment(home, tmp_path, environment):
     assert len(curve(run)) == STEPS
     modes = {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (place / "small").rglob("*")}
     assert modes == {0}, "umask 077 was not kept"
+
+
+@pytest.mark.nightly
+@pytest.mark.catalogue(62)
+def test_a_locale_that_cannot_say_a_path_is_told_with_its_remedy(tmp_path):
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    run = small_run(tmp_path / "größe")
+    (tmp_path / "run.toml").write_text(to_toml(run), encoding="utf-8")
+    words = [sys.executable, "-m", "ultrascale", "train", str(tmp_path / "run.toml")]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=200)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert "LC_ALL=C.UTF-8" in done.stderr

@@ -101,6 +101,9 @@ def explain(error: Exception, word: str) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         say(f"{error.filename}: {error.strerror}.")
         return 1
+    if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
+        say(f"this locale has no bytes for {error.object[error.start : error.end]!a} in a path or text. Set LC_ALL=C.UTF-8.")
+        return 1
     if type(error).__module__.split(".")[0] == "ultrascale":
         say(str(error))
         return 1
