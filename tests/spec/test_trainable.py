@@ -12,7 +12,7 @@ from ultrascale.spec.trainable import TRAINED_FAMILIES, expect_trainable, untrai
 @pytest.mark.parametrize(
     "layout",
     [
-        {"offload_activations": True}, {"offload_optimizer": True}, {"precision": "fp8"},
+        {"offload_activations": True}, {"precision": "fp8"},
     ],
 )  # fmt: skip
 def test_layouts_that_are_only_planned_are_refused_for_each_field_by_name(layout):
@@ -46,7 +46,7 @@ def test_families_that_are_only_planned_are_refused_by_name(kind):
     assert [problem.key for problem in caught.value.problems] == ["model.model_type"]
 
 
-@pytest.mark.parametrize("words", [["--layout.offload_optimizer", "true"], ["--model.preset", "tiny-nemotron"]])
+@pytest.mark.parametrize("words", [["--layout.precision", "fp8"], ["--model.preset", "tiny-nemotron"]])
 def test_a_run_that_is_only_planned_resolves_but_no_verb_starts_it(words, tmp_path):
     from ultrascale.cli import check, train
 
@@ -79,7 +79,7 @@ def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
 
     with pytest.raises(SpecError, match=r"model\.model_type"):
         Decoder(PRESETS["tiny-nemotron"])
-    with pytest.raises(SpecError, match=r"layout\.offload_optimizer"):
-        build_share(PRESETS["tiny-llama"], Layout(offload_optimizer=True), Ranks(0, 1, torch.device("cpu")), seed=0)
+    with pytest.raises(SpecError, match=r"layout\.precision"):
+        build_share(PRESETS["tiny-llama"], Layout(precision="fp8"), Ranks(0, 1, torch.device("cpu")), seed=0)
     with pytest.raises(SpecError, match=r"model\.model_type"):
         export_folder({}, PRESETS["tiny-nemotron"], tmp_path / "out")

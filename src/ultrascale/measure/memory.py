@@ -40,11 +40,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ultrascale.parallel.host_memory import is_on_host
 from ultrascale.parallel.precision import computing_copies
 
 CATEGORIES = (
     "parameters", "gathered", "gradients", "optimizer", "activations", "temporary", "communication", "other",
 )  # fmt: skip
+HOST = "host"
+"""Beside them, and in no sum: what waits in the host's memory (`parallel.host_memory`)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Sample:
 
     @property
     def total(self) -> int:
-        return sum(self.by_category.values())
+        return sum(self.by_category.values())  # the host's is not in it
 
 
 @dataclass
@@ -78,6 +81,8 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.model, self.optimizer, self.round_to = model, optimizer, round_to
         self.now: dict[str, int] = {category: 0 for category in CATEGORIES}
+        self.on_host = self.peak_on_host = 0
+        """Bytes in the host's memory, beside the device's: now, and the most there were."""
         self.samples: list[Sample] = []
         self.peak = Sample(0, "start", dict(self.now))
         self._step, self._phase = 0, "start"
@@ -146,6 +151,7 @@ class LiveMemory(TorchDispatchMode):
             self._add(storage, category)
 
     def _add(self, storage: torch.UntypedStorage, category: str) -> None:
+        category = HOST if is_on_host(storage) else category
         key, size = storage._cdata, self._rounded(storage.nbytes())
         self._blocks[key] = _Block(size, category, weakref.ref(storage, lambda _: self._remove(key)))
         self._change(category, size)
@@ -161,11 +167,17 @@ class LiveMemory(TorchDispatchMode):
         self._count(tensor, category)
         storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
         block = self._blocks[storage._cdata]
+        if block.category == HOST:
+            return
         self.now[block.category] -= block.size
         self.now[category] += block.size
         block.category = category
 
     def _change(self, category: str, size: int) -> None:
+        if category == HOST:
+            self.on_host += size
+            self.peak_on_host = max(self.peak_on_host, self.on_host)
+            return
         self.now[category] += size
         self._total += size
         if self._total > self.peak.total:

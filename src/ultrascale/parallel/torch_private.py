@@ -6,6 +6,7 @@
                                                          (`reduced_buckets`)
     AllGather, ReduceScatter                             collectives of our own for FSDP2 (`collectives`)
     _CachedTorchDispatchMode                             selective recomputation around FSDP2 of experts (`recompute`)
+    _disable_current_modes                               memory of the host, which nobody counts (`host_memory`)
     _resolve_process_group                               operations of torch's know a group by its name
     _is_profiler_enabled                                 ranges for a profiler, and nothing without one (`lost`)
     PrefixStore, foreach, _assert_async, _backward_hooks public in all but name
@@ -28,9 +29,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.checkpoint import _CachedTorchDispatchMode as CachedTorchDispatchMode
 
-__all__ = ["AllGather", "CachedTorchDispatchMode", "PrefixStore", "ReduceScatter"]
+__all__ = ["AllGather", "CachedTorchDispatchMode", "PrefixStore", "ReduceScatter", "without_modes"]
 
 TESTED = ("2.11", "2.12", "2.13")
 

@@ -67,7 +67,7 @@ def is_replayed(model: Model, layout: Layout) -> bool:
 
     `plan.footprint` knows the rest.
     """
-    rest = layout.offload_activations or layout.offload_optimizer or layout.precision == "fp8"
+    rest = layout.offload_activations or layout.precision == "fp8"
     return not (model.num_nextn_predict_layers or rest or (layout.pp > 1 and layout.schedule == "dualpipe"))
 
 
@@ -97,7 +97,8 @@ def plan_memory(
     stages = {number: StageReplay(ledger, model, layout, shape, part, at) for number, part in parts.items()}
     ledger.take("other", "batch", count * _batch_bytes(model, layout, shape))
     shards = [stage.shards for stage in stages.values()]
-    moments = 2 * sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
+    on_device = 0 if layout.offload_optimizer else 2
+    moments = on_device * sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
     between = ledger.now()
     for step in range(steps):
         if step == 0 and optimizer_state_exists:

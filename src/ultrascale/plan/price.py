@@ -20,6 +20,7 @@ from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.data_traffic import data_parallel_seconds
 from ultrascale.plan.footprint import Footprint, stage_memory
 from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
+from ultrascale.plan.offload import exposed_seconds, offloaded_update
 from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline_steady import long_step_seconds
 from ultrascale.plan.pipelined import (
@@ -53,13 +54,6 @@ NEWTON_SCHULZ_FLOPS = 30
 """Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan 2024)."""
 NEWTON_SCHULZ_EFFICIENCY = 0.6
 """Share of the peak that these products, thousands wide, reach."""
-HOST_LINK_BYTES_PER_SECOND = {"a100": 25e9, "a800": 25e9, "v100": 12e9, "gh200": 400e9, "gb200": 200e9, "gb300": 200e9}
-"""From one device to its host, with its neighbours busy too: PCIe 4 (V100: 3) x16, 32 GB/s nominal; NVLink-C2C, 450 GB/s,
-shared by two in a GB200."""
-NEWER_HOST_LINK = 50e9
-"""Of devices not named: PCIe 5 x16, 64 GB/s nominal."""
-HOST_MEMORY_BYTES_PER_SECOND = 25e9
-"""Of a device's share of its host's memory: two sockets of eight DDR channels for eight devices."""
 
 
 @dataclass(frozen=True)
@@ -276,8 +270,8 @@ def _exposed_offload(workload: Workload, table: LayoutTable, passes: Passes, mic
     if len(rows):
         some = cut_stages(workload, table.take(rows))
         saved = rank_activations(workload, table.take(rows), some, micro_batches[rows]).of_blocks
-        travel = 2 * saved / _host_link(workload)
-        seconds[:, rows] = micro_batches[rows] * np.maximum(travel - passes.compute[:, rows] - passes.recompute[:, rows], 0.0)
+        computing = passes.compute[:, rows] + passes.recompute[:, rows]
+        seconds[:, rows] = micro_batches[rows] * exposed_seconds(workload, saved, computing)
     return seconds
 
 
@@ -309,18 +303,7 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     if stack.optimizer == "muon":
         flops = NEWTON_SCHULZ_FLOPS * workload.model.hidden_size * own.max(axis=0)
         seconds = seconds + flops / (half_precision_peak(accelerator) * NEWTON_SCHULZ_EFFICIENCY)
-    return np.where(table.offload_optimizer > 0, _offloaded_update(workload, own.max(axis=0)), seconds)
-
-
-def _host_link(workload: Workload) -> float:
-    """Bytes per second from a device to its host."""
-    name = workload.cluster.accelerator.name
-    known = (rate for start, rate in HOST_LINK_BYTES_PER_SECOND.items() if name.startswith(start))
-    return next(known, NEWER_HOST_LINK)
-
-
-def _offloaded_update(workload: Workload, own: Floats) -> Floats:
-    """An update on the host: gradients go down, weights come up, and the host's memory is slower than the device's."""
-    traffic = own * (workload.stack.gradient_bytes + 2) / _host_link(workload)
-    state = 2 * own * (workload.stack.master_bytes + workload.stack.moment_bytes) / HOST_MEMORY_BYTES_PER_SECOND
-    return traffic + state
+    if not table.offload_optimizer.any():
+        return seconds
+    there = offloaded_update(workload, own.max(axis=0), stages.layers.sum(axis=1).max(axis=0))
+    return np.where(table.offload_optimizer > 0, there, seconds)

@@ -93,9 +93,10 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     )
     masters = np.where(wide, 0.0, stack.master_bytes) * cut
     in_host = table.offload_optimizer > 0
+    leaves = in_host & gathers & stack.offloads_parameters
     optimizer = np.where(in_host, 0.0, moments + np.where(gathers & in_buckets, 0.0, masters))
     return RankState(
-        weights=np.where(in_host & gathers, 0.0, weights),
+        weights=np.where(leaves, 0.0, weights),
         gradients=np.where(gathers, cut_itemsize * accumulated, summed * whole_gradients + autograd),
         late_gradients=np.where(gathers, cut_itemsize * cut_gradients, summed * whole_gradients + autograd),
         optimizer=optimizer,

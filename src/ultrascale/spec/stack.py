@@ -133,6 +133,11 @@ class Stack:
     selective: Literal["elementwise", "attention", "alternate-products"] = "elementwise"
     """What recompute = "selective" computes again: all but products and attention; attention's core (Megatron); or every second
     product and what is element-wise (torchtitan's per-op policy)."""
+    offloads_parameters: bool = True
+    """With the optimizer on the host no parameter stays on the device between steps; else what is gathered does. Read only if
+    gathers = "buckets"."""
+    overlaps_offloaded_update: bool = False
+    """An optimizer on the host updates a block while gradients of the next come down and parameters of the last go up."""
     stops_early: bool = False
     """A block that is run again is left once all is there that its backward pass reads: before a last product that only keeps
     its input (torch.utils.checkpoint without re-entrance)."""
@@ -148,7 +153,10 @@ class Stack:
 STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
-        Stack("ultrascale", 0, 4, 0, stage_cut="balanced", stops_early=True),
+        Stack(
+            "ultrascale", 0, 4, 0, stage_cut="balanced", stops_early=True, offloads_parameters=False,
+            overlaps_offloaded_update=True,
+        ),
         Stack(
             "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False, drops_unseen_keys=False),
             selective="alternate-products",

@@ -14,7 +14,6 @@ _PLANNED = "`ultrascale plan` handles it."
 # Field of `Layout`: the only value that runs, and the nearest thing that works.
 _LAYOUT: dict[str, tuple[object, str]] = {
     "offload_activations": (False, "recompute = \"full\" or a smaller micro_batch_size saves activations"),
-    "offload_optimizer": (False, "zero_stage = 1 cuts optimizer state over dp ranks"),
 }  # fmt: skip
 _PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 _TWO_COPIES = "dualpipe"

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel import recompute
+from ultrascale.parallel.host_memory import is_on_host
 from ultrascale.trace.recipes import tensors_in
 from ultrascale.trace.record import Block, Mark, RankTrace
 
@@ -84,13 +85,15 @@ class Storages(LiveMemory):
         if not self.is_counting:
             return
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
-            if tensor.device.type in self.counted:
+            if tensor.device.type in self.counted and not is_on_host(tensor.untyped_storage()):
                 self._add(tensor.untyped_storage(), self._category(), func)
 
     def _count(self, tensor: Tensor, category: str, func: Any = None) -> None:
         if not self.is_counting or isinstance(tensor, FakeTensor):
             return
         storage = storage_of(tensor)
+        if is_on_host(storage):
+            return
         if storage.device.type in self.counted and storage._cdata not in self._numbers and storage._cdata not in self._hidden:
             self._add(storage, category, func)
 

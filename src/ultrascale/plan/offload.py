@@ -1,0 +1,48 @@
+"""What it costs to keep optimizer state or activations in the host's memory: the link between device and host, and the host.
+
+update on the host   gradients down, AdamW on the CPU, parameters up: in turn, or block by block beside each other
+activations          down in the forward pass, up in the backward pass, beside what is computed there
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.workload import Workload
+
+Floats = NDArray[np.float64]
+HOST_LINK_BYTES_PER_SECOND = {"a100": 25e9, "a800": 25e9, "v100": 12e9, "gh200": 400e9, "gb200": 200e9, "gb300": 200e9}
+"""From one device to its host, with its neighbours busy too: PCIe 4 (V100: 3) x16, 32 GB/s nominal; NVLink-C2C, 450 GB/s,
+shared by two in a GB200."""
+NEWER_HOST_LINK = 50e9
+"""Of devices not named: PCIe 5 x16, 64 GB/s nominal."""
+HOST_MEMORY_BYTES_PER_SECOND = 25e9
+"""Of a device's share of its host's memory: two sockets of eight DDR channels for eight devices."""
+
+
+def host_link(workload: Workload) -> float:
+    """Bytes per second from a device to its host, and as many back at the same time."""
+    name = workload.cluster.accelerator.name
+    known = (rate for start, rate in HOST_LINK_BYTES_PER_SECOND.items() if name.startswith(start))
+    return next(known, NEWER_HOST_LINK)
+
+
+def offloaded_update(workload: Workload, own: Floats, blocks: Floats) -> Floats:
+    """Seconds of an update on the host of `own` parameters in `blocks` blocks.
+
+    Of three things that run beside each other the slowest shows, and of the others what the first and the last block take.
+    """
+    stack, link = workload.stack, host_link(workload)
+    state = 2 * own * (stack.master_bytes + stack.moment_bytes) / HOST_MEMORY_BYTES_PER_SECOND
+    if not stack.overlaps_offloaded_update:
+        return own * (stack.gradient_bytes + 2) / link + state
+    down, up = own * stack.gradient_bytes / link, own * stack.master_bytes / link
+    slowest = np.maximum(np.maximum(down, up), state)
+    return slowest + (down + up + state - slowest) / np.maximum(blocks, 1)
+
+
+def exposed_seconds(workload: Workload, saved: Floats, computing: Floats) -> Floats:
+    """What shows of `saved` bytes that go to the host in the forward pass and come back in the backward pass, beside so many
+    seconds of computing in both."""
+    return np.maximum(2 * saved / host_link(workload) - computing, 0.0)
