@@ -40,7 +40,7 @@ TESTED = ("2.11", "2.12", "2.13")
 def missing() -> Iterator[str]:
     """Names that are used here and that this torch does not have."""
     wanted: list[tuple[Any, Sequence[str]]] = [
-        (torch, ("_foreach_copy_", "_foreach_norm", "_assert_async")),
+        (torch, ("_foreach_add_", "_foreach_copy_", "_foreach_norm", "_fused_adamw_", "_assert_async")),
         (torch.zeros(0), ("_backward_hooks",)),
         (torch.autograd.profiler, ("_is_profiler_enabled",)),
         (distributed_c10d, ("_resolve_process_group",)),
@@ -108,6 +108,17 @@ def is_watched(tensor: Tensor) -> bool:
 def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy each of `values` into its place, in as few kernels as can be."""
     torch._foreach_copy_(list(into), list(values))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def fused_adamw(
+    parameters: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], steps: list[Tensor],
+    **settings: Any,
+) -> None:  # fmt: skip
+    """What torch's fused AdamW does: count the update in `steps`, and write parameters and moments."""
+    torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+        parameters, gradients, first, second, [], steps, amsgrad=False, maximize=False, **settings
+    )
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:

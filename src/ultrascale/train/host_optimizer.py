@@ -8,8 +8,8 @@
     up             b0 b1 b2 b3 ...              copies of what was updated
 
 so that a block is updated while the gradients of the next come down and the parameters of the one before go up; what shows is
-the slowest of the three, and the others' first or last block. The device is left with its fp32 parameters (FSDP2 gathers from them)
-and gradients: 8 bytes a parameter less.
+the slowest of the three, and the others' first or last block. The device is left with its fp32 parameters (FSDP2 gathers from
+them) and gradients: 8 bytes a parameter less.
 
 The maths is torch's fused AdamW, the same operation that updates on a CPU without offload: there the results are the same bits.
 """
@@ -25,6 +25,7 @@ from torch.optim import AdamW
 
 from ultrascale.parallel.host_memory import host_twin
 from ultrascale.parallel.share import Held, local
+from ultrascale.parallel.torch_private import fused_adamw
 
 MASTER, GRADIENT = "master", "gradient"
 
@@ -77,7 +78,7 @@ class HostAdamW(AdamW):
         if self.up is not None:
             torch.cuda.current_stream().wait_stream(self.up)
 
-    def _bring_down(self, piece: Piece) -> torch.cuda.Event | None:
+    def _bring_down(self, piece: Piece) -> torch.Event | None:
         if self.down is not None:
             self.down.wait_stream(torch.cuda.current_stream())
         with nullcontext() if self.down is None else torch.cuda.stream(self.down):
@@ -92,12 +93,10 @@ class HostAdamW(AdamW):
             return
         masters, gradients, first, second = ([local(state[name]) for state in changed] for name in
                                              (MASTER, GRADIENT, "exp_avg", "exp_avg_sq"))  # fmt: skip
-        steps, group = [state["step"] for state in changed], piece.group
-        torch._foreach_add_(steps, 1)
-        beta1, beta2 = group["betas"]
-        torch._fused_adamw_(
-            masters, gradients, first, second, [], steps, lr=group["lr"], beta1=beta1, beta2=beta2,
-            weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
+        group, (beta1, beta2) = piece.group, piece.group["betas"]
+        fused_adamw(
+            masters, gradients, first, second, [state["step"] for state in changed], lr=group["lr"], beta1=beta1, beta2=beta2,
+            weight_decay=group["weight_decay"], eps=group["eps"],
         )  # fmt: skip
 
     def _bring_up(self, piece: Piece) -> None:
