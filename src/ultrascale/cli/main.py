@@ -41,6 +41,7 @@ VERBS = {
     "measure": Verb("measure", "where the time of a step goes, on every rank, beside the plan", "A run and after"),
     "report": Verb("report", "pictures and a summary of a run's folder", "A run and after"),
     "checkpoint": Verb("checkpoint", "list and verify checkpoints", "A run and after"),
+    "soak": Verb("soak", "a storm of faults over a small run, which must end like a calm one", "A run and after"),
     "generate": Verb("generate", "sample text from a checkpoint or an exported folder", "A run and after"),
     "export": Verb("export", "a checkpoint as a Hugging Face folder", "A run and after"),
     "import": Verb("import_", "a Hugging Face folder as a first checkpoint", "A run and after"),

@@ -20,6 +20,8 @@ from ultrascale.measure.plots import read_metrics
 POLL_SECONDS = 0.2
 LEAVING_SECONDS = 40
 WORKER = "ultrascale.train.worker"
+FORK_SERVER = "multiprocessing.forkserver"
+"""The launcher's, whose children are the ranks where there is no CUDA."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ Watcher = Callable[[list[dict[str, Any]]], None]
 
 
 def train_and_kill(run_file: Path, folder: Path, *, processes: int, kill_at: int, log: Path, watch: Watcher) -> Interruption:
-    """Run `ultrascale train`, kill its last rank once `kill_at` steps are done, and wait for the end of the run.
+    """Run `ultrascale train`, kill one of its ranks once `kill_at` steps are done, and wait for the end of the run.
 
     `folder` is the run's, new; `watch` is shown its metrics while it goes on. Raises DemoError if training fails, was not
     interrupted or did not go on by itself.
@@ -73,9 +75,11 @@ def train_and_kill(run_file: Path, folder: Path, *, processes: int, kill_at: int
 
 
 def worker_pids(launcher: int) -> list[int]:
-    """Processes that train for `launcher`, in order of rank. Raises DemoError if there is none."""
+    """Processes that train for `launcher`, in the order of their starts. Raises DemoError if there is none."""
     listed = _processes_of_proc() if Path("/proc/self/stat").exists() else _processes_of_ps()
-    found = sorted(pid for pid, parent, command in listed if parent == launcher and WORKER in command)
+    servers = {pid for pid, parent, command in listed if parent == launcher and FORK_SERVER in command}
+    cold = {pid for pid, parent, command in listed if parent == launcher and WORKER in command}
+    found = sorted({pid for pid, parent, _ in listed if parent in servers} | cold - servers)
     if not found:
         raise DemoError(f"process {launcher} has no worker to kill")
     return found

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.heartbeat import read
+from ultrascale.launch.orphans import launcher_here
 from ultrascale.launch.restarts import Budget
+from ultrascale.launch.warm import entry, prepare
 from ultrascale.launch.watchdog import HANG_FILE, disagreement
 
 WORKER = "ultrascale.train.worker"
@@ -106,27 +108,32 @@ def _launch_once(
     run_file: Path, num_processes: int, worker_arguments: tuple[str, ...], folder: Path, worker: str = WORKER
 ) -> Ending:
     """`folder` is empty and for this attempt alone."""
+    import torch
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _prepare_environment(num_processes)
-    os.environ["ULTRASCALE_SIGNS_OF_LIFE"] = str(folder)
+    warm = not torch.cuda.is_available()
+    prepare(worker, warm=warm)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # we tell the same in one line
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_processes, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1,
+        start_method="forkserver",
         rdzv_backend="c10d", rdzv_endpoint=str(folder / "agent-store"), rdzv_configs={"store_type": "file"},
     )  # fmt: skip
     failure, saved = folder / "failure.json", folder / "saved"
     arguments = ("--rendezvous", f"file://{folder}/store", "--failure", str(failure), "--saved", str(saved))
-    arguments = (*arguments, "--launcher", str(os.getpid()))
+    arguments = (str(run_file), *arguments, "--launcher", str(os.getpid()), *worker_arguments)
+    start, words = entry(worker, arguments, {"ULTRASCALE_SIGNS_OF_LIFE": str(folder)}, warm=warm)
     watchdog = subprocess.Popen(
         [sys.executable, "-m", "ultrascale.launch.watchdog", str(folder), "--parent", str(os.getpid())],
         stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)("-m", worker, str(run_file), *arguments, *worker_arguments)
+        with launcher_here(folder):
+            elastic_launch(config, start)(*words)
     except ChildFailedError as error:
         return _failed(error, failure, folder)
     except (SignalException, KeyboardInterrupt) as error:

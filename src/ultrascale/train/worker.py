@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import distributed as dist
 
-from ultrascale.launch.orphans import end_with_parent
+from ultrascale.launch.orphans import end_with_launcher
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--profile-steps", type=int, nargs=2)
     asked = parser.parse_args()
     if asked.launcher is not None:
-        end_with_parent(asked.launcher)
+        end_with_launcher(Path(os.environ[FOLDER_VARIABLE]))
     run = resolve(asked.run).run
     if asked.profile is not None:
         first, last = asked.profile_steps

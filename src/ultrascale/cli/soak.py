@@ -1,0 +1,130 @@
+"""`ultrascale soak`: a storm of faults over a small run here, and the proof that it ends like a calm one."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ultrascale.cli.parse import parse
+from ultrascale.spec.problems import Problem, SpecError
+
+if TYPE_CHECKING:
+    from ultrascale.soak.story import Outcome, Strike
+
+
+def soak(
+    processes: int = 2,
+    minutes: float = 2.0,
+    count: int | None = None,
+    faults: str = "all",
+    seed: int = 0,
+    folder: Path = Path("out/soak"),
+    json: bool = False,
+) -> tuple[int, float, int | None, str, int, Path, bool]:
+    """Train a very small model under a storm of faults, and compare its end with that of a calm run, bit by bit.
+
+    For example 50 kills of random ranks at random moments:
+
+        ultrascale soak --processes 4 --faults kill --count 50
+
+    Exit code 1 if a fault was not survived or anything differs.
+
+    Args:
+        processes: Ranks on this machine, an even number.
+        minutes: Length of the storm. The calm run comes on top.
+        count: End the storm after so many faults instead.
+        faults: Kinds, with commas between them; all.
+        seed: Of kinds, steps, ranks and moments.
+        folder: Where both runs and the log are. An earlier soak's is emptied.
+        json: Print one JSON object.
+    """
+    return processes, minutes, count, faults, seed, folder, json
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb: 0 if the storm has left no trace."""
+    processes, minutes, count, faults, seed, folder, as_json = parse(soak, "soak", arguments)
+    if processes < 2 or processes % 2:
+        raise SpecError([Problem("--processes", f"must be even, is {processes}", "Use 2 or 4.")])
+    if minutes <= 0 or (count is not None and count < 1):
+        raise SpecError([Problem("--minutes, --count", "must be above 0", "One minute is about six faults.")])
+    from ultrascale.soak.storm import KINDS
+    from ultrascale.soak.story import soak as carry_through
+
+    kinds = tuple(KINDS) if faults == "all" else tuple(faults.split(","))
+    outcome = carry_through(
+        folder.absolute(), processes=processes, seed=seed, kinds=kinds, seconds=None if count else minutes * 60,
+        num_faults=count, say=(lambda line: None) if as_json else lambda line: print(line, flush=True),
+    )  # fmt: skip
+    if as_json:
+        print(jsonlib.dumps(to_json(outcome) | {"processes": processes, "seed": seed}))
+    else:
+        print("\n".join(table(outcome)))
+    return 0 if outcome.holds else 1
+
+
+def table(outcome: Outcome) -> list[str]:
+    """What is printed: a line for each kind of fault, and the verdict."""
+    head = ("fault", "struck", "survived", "found in s", "next step in s", "steps lost", "found by")
+    rows = [head, *(_row(kind, some) for kind, some in sorted(_by_kind(outcome).items()))]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    account, survived = outcome.account, sum(one.recover_seconds is not None for one in outcome.strikes)
+    lines.append(f"{survived} of {len(outcome.strikes)} faults survived in {outcome.seconds:.0f} s and {outcome.steps} steps")
+    lines.append(f"steps done again {account.steps_lost}, goodput {account.goodput:.1%}")
+    same = ("the same bits", "DIFFERENT")
+    lines.append(f"losses, norms: {same[not outcome.equal_losses]}; weights, moments: {same[not outcome.equal_state]}")
+    return lines
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """The same for machines."""
+    kinds = {
+        kind: {
+            "row": row, "struck": len(some), "survived": sum(one.recover_seconds is not None for one in some),
+            "detect_seconds": _spread([one.detect_seconds for one in some]),
+            "recover_seconds": _spread([one.recover_seconds for one in some]),
+            "steps_lost": _spread([float(one.steps_lost) for one in some]),
+            "detected_by": sorted({one.detected_by for one in some}),
+        }
+        for (kind, row), some in ((key, some) for key, some in _with_rows(outcome))
+    }  # fmt: skip
+    return {
+        "holds": outcome.holds, "equal_losses": outcome.equal_losses, "equal_state": outcome.equal_state,
+        "steps": outcome.steps, "seconds": round(outcome.seconds, 1), "faults": len(outcome.strikes), "kinds": kinds,
+        "steps_lost": outcome.account.steps_lost, "goodput": round(outcome.account.goodput, 4),
+    }  # fmt: skip
+
+
+def _with_rows(outcome: Outcome) -> list[tuple[tuple[str, int], list[Strike]]]:
+    from ultrascale.soak.storm import KINDS
+
+    return [((kind, KINDS[kind].row), some) for kind, some in sorted(_by_kind(outcome).items())]
+
+
+def _by_kind(outcome: Outcome) -> dict[str, list[Strike]]:
+    found: dict[str, list[Strike]] = defaultdict(list)
+    for one in outcome.strikes:
+        found[one.fault.kind].append(one)
+    return found
+
+
+def _row(kind: str, strikes: list[Strike]) -> tuple[str, ...]:
+    survived = sum(one.recover_seconds is not None for one in strikes)
+    seconds = [_words(_spread([getattr(one, name) for one in strikes])) for name in ("detect_seconds", "recover_seconds")]
+    lost = _spread([float(one.steps_lost) for one in strikes])
+    by = ", ".join(sorted({one.detected_by for one in strikes}))
+    return kind, str(len(strikes)), str(survived), *seconds, _words(lost), by
+
+
+def _spread(values: list[float | None]) -> dict[str, float] | None:
+    """Median and maximum of what is known."""
+    known = [value for value in values if value is not None]
+    return {"median": round(statistics.median(known), 2), "max": round(max(known), 2)} if known else None
+
+
+def _words(spread: dict[str, float] | None) -> str:
+    return "-" if spread is None else f"{spread['median']:.1f} (max {spread['max']:.1f})"

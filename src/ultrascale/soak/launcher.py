@@ -1,0 +1,35 @@
+"""What `ultrascale train` does, with ranks that a storm strikes and a budget that does not end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from ultrascale.launch.local import launch_local
+from ultrascale.spec.resolve import resolve
+from ultrascale.train.run_folder import RunFolder
+
+WITHOUT_END = 1_000_000
+
+
+def main() -> int:
+    """Train the run in the file named first, to its end or until it is stopped; returns the exit code."""
+    path = Path(sys.argv[1])
+    run = resolve(path).run
+    folder = RunFolder.of(run)
+    ending = launch_local(
+        path,
+        run.layout.world_size,
+        max_restarts=WITHOUT_END,
+        progress=lambda: max((one.name for one in folder.checkpoints.glob("step-*")), default="none"),
+        record=lambda event: folder.append("events.jsonl", json.dumps(event)),
+        keep=folder.path,
+        worker="ultrascale.soak.worker",
+    )
+    print(f"launcher: {ending.reason or 'complete'}", flush=True)
+    return 0 if not ending.reason or ending.saved else ending.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Faults drawn from the catalogue: which, at which step, on which rank, at which moment of the step. A seed decides all of it.
+
+A fault strikes once: the rank that it is meant for makes a file `N.fired` before it acts, and a step that is done again after
+the restart is spared.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+from ultrascale.spec.problems import Problem, SpecError
+
+MOMENTS = ("reading data", "forward", "backward", "optimizer")
+SAVE_POINTS = ("save.start", "save.folder", "save.block", "save.shard", "save.shards", "save.manifest", "publish.renamed")
+ON_RANK_0 = ("save.start", "save.folder", "save.shards", "save.manifest", "publish.renamed")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault."""
+
+    row: int
+    """Of the catalogue (docs/faults.md)."""
+    what: str
+
+
+KINDS = {
+    "kill": Kind(2, "SIGKILL of a rank at a moment of a step"),
+    "kill-in-save": Kind(1, "SIGKILL of a rank at a point of saving"),
+    "power-cut": Kind(3, "SIGKILL of launcher and all ranks; the command is given again"),
+    "raise": Kind(6, "an exception on a rank"),
+    "segfault": Kind(7, "a segmentation fault on a rank"),
+    "leave": Kind(7, "a rank leaves early with exit code 0"),
+    "terminate": Kind(10, "SIGTERM to the launcher; the command is given again"),
+    "stop": Kind(17, "SIGSTOP of a rank"),
+    "skip": Kind(18, "a rank skips a collective"),
+    "shape": Kind(18, "a rank comes to a collective with another shape"),
+    "lock": Kind(19, "a rank holds the interpreter's lock"),
+    "flip-file": Kind(27, "a bit of the newest checkpoint is flipped, then SIGKILL"),
+    "cut-file": Kind(28, "a file of the newest checkpoint is cut short, then SIGKILL"),
+}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One fault of a storm."""
+
+    number: int
+    kind: str
+    step: int
+    """Steps done when it strikes."""
+    rank: int
+    moment: str
+    """Of the step, or the point of saving."""
+
+
+def draw(seed: int, kinds: Sequence[str], *, world: int, mean_gap: float, interval: int) -> Iterator[Planted]:
+    """The faults of a storm in order of their steps, without end. `mean_gap`: steps between two, exponentially distributed;
+    `interval`: steps between checkpoints. Raises SpecError for a kind that there is not."""
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise SpecError([Problem("--faults", f"{unknown[0]!r} is no fault", f"There are {', '.join(KINDS)}.")])
+    chance, step, order = random.Random(seed), interval + 1, list(kinds)
+    for number in count():
+        if number % len(order) == 0:
+            chance.shuffle(order)  # every kind comes as often as every other
+        kind = order[number % len(order)]
+        step += 1 + round(chance.expovariate(1 / mean_gap))
+        rank, moment = chance.randrange(world), chance.choice(MOMENTS)
+        if kind == "kill-in-save":
+            step += -step % interval or interval
+            moment = chance.choice(SAVE_POINTS)
+            rank, step = 0 if moment in ON_RANK_0 else rank, step - 1
+        yield Planted(number, kind, step, rank, moment)
+
+
+def write(folder: Path, faults: Sequence[Planted], *, stop_at: int | None = None) -> Path:
+    """Leave a storm where the ranks read it. `stop_at`: steps after which the run is asked to stop."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "storm.json"
+    path.write_text(json.dumps({"stop_at": stop_at, "faults": [asdict(one) for one in faults]}))
+    return path
+
+
+def read(path: Path) -> tuple[list[Planted], int | None]:
+    """The faults of a storm, and the step at which the run is to stop."""
+    found = json.loads(path.read_text())
+    return [Planted(**one) for one in found["faults"]], found["stop_at"]
+
+
+def fire(folder: Path, fault: Planted) -> bool:
+    """Whether `fault` may strike now: it has not before."""
+    try:
+        with open(folder / f"{fault.number}.fired", "x") as file:
+            file.write(json.dumps({"time": time.time()}))
+        return True
+    except FileExistsError:
+        return False
+
+
+def fired(folder: Path, faults: Sequence[Planted]) -> dict[int, float]:
+    """When each of `faults` has struck, by number."""
+    files = {one.number: folder / f"{one.number}.fired" for one in faults}
+    return {number: json.loads(path.read_text())["time"] for number, path in files.items() if path.exists()}

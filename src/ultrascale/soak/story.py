@@ -1,0 +1,290 @@
+"""One run that faults strike for a while, the same run without, and whether they end alike to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ultrascale.checkpoint import load_full, newest_valid
+from ultrascale.data.indexed import ShardWriter
+from ultrascale.launch.restarts import Account, read_account
+from ultrascale.soak.storm import KINDS, Planted, draw, fired, write
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.run import Batch, Checkpoint, Data, Faults, Log, Optimizer, Run, Source
+from ultrascale.train.run_folder import RunFolder
+
+MODEL = Model(
+    vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=16, max_position_embeddings=64, name="soak",
+)  # fmt: skip
+INTERVAL = 10
+"""Steps between checkpoints."""
+MEAN_GAP = 12.0
+"""Steps between two faults, on the average."""
+ENDLESS = 1_000_000
+POLL_SECONDS = 0.1
+HANG_SECONDS = 4.0
+STOP_SECONDS = 180.0
+MARK = ".soak"
+
+
+class SoakError(RuntimeError):
+    """The storm could not be carried through."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A fault that struck, and what became of it."""
+
+    fault: Planted
+    time: float
+    detected_by: str
+    detect_seconds: float | None
+    recover_seconds: float | None
+    """To the end of the next step."""
+    steps_lost: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A storm and the calm beside it."""
+
+    strikes: list[Strike]
+    steps: int
+    equal_losses: bool
+    equal_state: bool
+    account: Account
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether every fault was survived and nothing differs."""
+        return self.equal_losses and self.equal_state and all(one.recover_seconds is not None for one in self.strikes)
+
+
+def soak(
+    folder: Path,
+    *,
+    processes: int,
+    seed: int = 0,
+    kinds: Sequence[str] = tuple(KINDS),
+    seconds: float | None = None,
+    num_faults: int | None = None,
+    mean_gap: float = MEAN_GAP,
+    say: Callable[[str], None] = print,
+) -> Outcome:
+    """Let a storm strike for `seconds`, or until `num_faults` have struck; then do as many steps in the calm, and compare.
+
+    Raises SpecError for kinds that there are not or a folder of something else, and SoakError if the run does not come back.
+    """
+    faults = list(islice(draw(seed, kinds, world=processes, mean_gap=mean_gap, interval=INTERVAL), num_faults or 10_000))
+    make_folder(folder)
+    run = make_run(folder, processes)
+    began = time.monotonic()
+    steps = _Storm(folder, run, faults, say).carry_through(None if seconds is None else began + seconds)
+    took = time.monotonic() - began
+    say(f"the storm is over after {steps} steps and {took:.0f} s; the same in the calm")
+    calm = make_run(folder, processes, name="calm")
+    _calm(folder, calm, steps)
+    stormy = RunFolder.of(run)
+    equal = _curve(run) == _curve(calm) and len(_curve(run)) == steps
+    struck = fired(folder / "storm", faults)
+    strikes = strikes_of([(one, struck[one.number]) for one in faults if one.number in struck], _events(run))
+    return Outcome(strikes, steps, equal, same_state(run, calm), read_account(stormy.path / "events.jsonl"), took)
+
+
+def make_folder(folder: Path) -> None:
+    """An empty folder; one that an earlier soak filled is emptied. Raises SpecError if it holds anything else."""
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / MARK).exists():
+            raise SpecError([Problem("--folder", f"{folder} holds other files", "Give a new folder.")])
+        subprocess.run(["rm", "-rf", "--", str(folder)], check=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
+
+
+def make_run(folder: Path, processes: int, *, name: str = "stormy") -> Run:
+    """A run of a very small model on random tokens, half of whose ranks at least hold copies of one another's state."""
+    tokens = folder / "tokens"
+    if not Path(f"{tokens}.bin").exists():
+        random = np.random.default_rng(0)
+        lengths = random.integers(1, 80, 400).tolist()
+        writer = ShardWriter(tokens, "uint16")
+        writer.add_documents(random.integers(0, MODEL.vocab_size, sum(lengths)), lengths)
+        writer.finish()
+    shard = processes // 2
+    cut = Layout(dp=processes, zero_stage=3 if shard > 1 else 0, dp_shard=shard if shard > 1 else None)
+    return Run(
+        model=MODEL, name=name, folder=str(folder), steps=ENDLESS, seed=5, device="cpu", collective_timeout_seconds=60.0,
+        layout=cut, batch=Batch(sequence_length=32, sequences_per_batch=2 * processes),
+        data=Data(sources=(Source(str(tokens)),)), 
+        optimizer=Optimizer(learning_rate=3e-3, warmup_steps=20, schedule="constant"),
+        checkpoint=Checkpoint(every_steps=INTERVAL, keep=3, export=False), log=Log(memory_steps=0),
+        faults=Faults(hang_seconds=HANG_SECONDS),
+    )  # fmt: skip
+
+
+@dataclass
+class _Storm:
+    folder: Path
+    run: Run
+    faults: list[Planted]
+    say: Callable[[str], None]
+    told: int = 0
+
+    def carry_through(self, deadline: float | None) -> int:
+        """Launch until the storm is over, and stop in order; the steps done then."""
+        while True:
+            before, process = len(self._struck()), _launched(self.folder, self.run, self.faults)
+            over = self._watch(process, deadline)
+            if over:
+                self._stop(process)
+                return _stopped_at(self.run)
+            if len(self._struck()) == before:
+                raise SoakError(
+                    f"the command ended with {process.returncode} without a fault: see {self.folder / 'stormy.log'}"
+                )
+
+    def _watch(self, process: subprocess.Popen, deadline: float | None) -> bool:
+        """Wait for the end of the storm (true) or of the process."""
+        while process.poll() is None:
+            time.sleep(POLL_SECONDS)
+            struck = self._struck()
+            for number in sorted(struck)[self.told :]:
+                fault = self.faults[number]
+                self.say(f"fault {number}: {fault.kind} on rank {fault.rank} in step {fault.step} ({fault.moment})")
+            self.told = len(struck)
+            late = deadline is not None and time.monotonic() > deadline
+            if (late or len(struck) == len(self.faults)) and _is_back(self.run, max(struck.values(), default=0.0)):
+                return True
+        return False
+
+    def _struck(self) -> dict[int, float]:
+        return fired(self.folder / "storm", self.faults)
+
+    def _stop(self, process: subprocess.Popen) -> None:
+        """Ask for the end; once more without faults, if one was in the way."""
+        process.send_signal(signal.SIGTERM)
+        _wait(process)
+        if _last_event(self.run) != "stop":
+            again = _launched(self.folder, self.run, [])
+            started = time.time()
+            while again.poll() is None and not _is_back(self.run, started):
+                time.sleep(POLL_SECONDS)
+            again.send_signal(signal.SIGTERM)
+            _wait(again)
+
+
+def _launched(folder: Path, run: Run, faults: list[Planted], *, stop_at: int | None = None) -> subprocess.Popen:
+    file = folder / f"{run.name}.toml"
+    file.write_text(to_toml(run))
+    storm = write(folder / ("storm" if stop_at is None else "calm-storm"), faults, stop_at=stop_at)
+    environment = os.environ | {"ULTRASCALE_STORM": str(storm), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "ultrascale.soak.launcher", str(file)]
+    with open(folder / f"{run.name}.log", "a") as log:
+        return subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _calm(folder: Path, run: Run, steps: int) -> None:
+    process = _launched(folder, run, [], stop_at=steps)
+    try:
+        process.wait()
+    finally:
+        process.terminate() if process.poll() is None else None
+    if process.returncode or _stopped_at(run) != steps:
+        raise SoakError(f"the calm run did not come to step {steps}: see {folder / 'calm.log'}")
+
+
+def _wait(process: subprocess.Popen) -> None:
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise SoakError(f"the command did not stop within {STOP_SECONDS:.0f} s") from None
+
+
+def strikes_of(struck: list[tuple[Planted, float]], events: list[dict[str, Any]]) -> list[Strike]:
+    """What the events of a run say of each fault that struck it."""
+    struck = sorted(struck, key=lambda one: one[1])
+    ends = [when for _, when in struck[1:]] + [float("inf")]
+    found = []
+    for (fault, when), end in zip(struck, ends, strict=True):
+        after = [event for event in events if event["time"] >= when]
+        failure = next((e for e in after if e["event"] in ("failure", "stop") and e["time"] < end), None)
+        start = next((e for e in after if e["event"] == "start"), None)
+        stepped = next((e for e in after if e["event"] == "stepped"), None)
+        found.append(
+            Strike(
+                fault, when, _detector(failure), None if failure is None else failure["time"] - when,
+                None if stepped is None else stepped["time"] - when,
+                0 if start is None else max(0, ((failure or {}).get("step") or fault.step) - start["step"]),
+            )
+        )  # fmt: skip
+    return found
+
+
+def _detector(failure: dict[str, Any] | None) -> str:
+    if failure is None:
+        return "the command given again"
+    if failure["event"] == "stop":
+        return "an orderly stop"
+    cause = failure["cause"]
+    for start, who in (("hang", "watchdog"), ("the ranks do not agree", "record of collectives")):
+        if cause.startswith(start):
+            return who
+    return "agent"
+
+
+def _curve(run: Run) -> list[tuple[Any, ...]]:
+    lines = RunFolder.of(run).metrics.read_text().splitlines()
+    keys = ("step", "train/loss", "train/grad_norm", "train/lr")
+    return [tuple(json.loads(line)[key] for key in keys) for line in lines]
+
+
+def same_state(one: Run, other: Run) -> bool:
+    """Whether the newest checkpoints of two runs hold the same bits: weights and moments."""
+    found = [newest_valid(RunFolder.of(run).checkpoints) for run in (one, other)]
+    assert found[0] is not None and found[1] is not None
+    left, right = (load_full(folder)[0] for folder in found if folder is not None)
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def _events(run: Run) -> list[dict[str, Any]]:
+    path = RunFolder.of(run).path / "events.jsonl"
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def _last_event(run: Run) -> str:
+    events = _events(run)
+    return events[-1]["event"] if events else ""
+
+
+def _is_back(run: Run, since: float) -> bool:
+    """Whether a step has been done since, after a start."""
+    last = next((event for event in reversed(_events(run)) if event["event"] in ("stepped", "start", "failure")), None)
+    if last is None or last["event"] != "stepped":
+        return False
+    return last["time"] > since
+
+
+def _stopped_at(run: Run) -> int:
+    stops = [event for event in _events(run) if event["event"] == "stop"]
+    if not stops:
+        raise SoakError(f"{run.name} did not stop in order: see {Path(run.folder) / f'{run.name}.log'}")
+    return stops[-1]["step"]

@@ -1,0 +1,189 @@
+"""One rank of a run under a storm: the trainer's own worker, with faults planted at the steps that the storm says."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ultrascale import heartbeat
+from ultrascale.checkpoint.folders import candidates
+from ultrascale.failpoints import VARIABLE
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.soak.storm import Planted, fire, read
+from ultrascale.train import worker
+from ultrascale.train.run_folder import RunFolder
+from ultrascale.train.signs_of_life import FOLDER_VARIABLE
+from ultrascale.train.trainer import StepResult, Trainer
+
+STORM_VARIABLE = "ULTRASCALE_STORM"
+"""Where the storm is."""
+FOR_EVER_SECONDS = 3600
+
+
+@dataclass
+class Storm:
+    """The faults that are meant for this rank."""
+
+    folder: Path
+    faults: dict[int, Planted]
+    """By step."""
+    stop_at: int | None
+    due: Planted | None = field(init=False, default=None)
+    """Strikes in this step."""
+    trainer: Trainer | None = field(init=False, default=None)
+
+    @classmethod
+    def here(cls) -> Storm:
+        """The storm that the environment names."""
+        path, rank = Path(os.environ[STORM_VARIABLE]), int(os.environ["RANK"])
+        faults, stop_at = read(path)
+        return cls(path.parent, {one.step: one for one in faults if one.rank == rank}, stop_at)
+
+    def before_step(self, trainer: Trainer) -> None:
+        """Ask for the end, or get ready to strike."""
+        self.trainer, self.due = trainer, self.faults.get(trainer.steps_done)
+        if trainer.steps_done == self.stop_at and trainer.ranks.is_first:
+            trainer.request_stop()
+        if self.due is not None and self.due.kind in _AT_ONCE and fire(self.folder, self.due):
+            _AT_ONCE[self.due.kind](trainer, self.due)
+
+    def at(self, moment: str) -> None:
+        """Strike if this is the moment."""
+        due = self.due
+        if due is None or due.moment != moment or due.kind in _AT_ONCE:
+            return
+        self.due = None
+        if fire(self.folder, due):
+            assert self.trainer is not None
+            _AT_A_MOMENT[due.kind](self.trainer, due)
+
+
+def plant(storm: Storm) -> None:
+    """Let `storm` know of each step and of each moment of it."""
+    train_step, beat = Trainer.train_step, heartbeat.beat
+
+    def step(trainer: Trainer) -> StepResult:
+        storm.before_step(trainer)
+        return train_step(trainer)
+
+    def beat_and_strike(doing: str, *, extra_seconds: float | None = None) -> None:
+        beat(doing, extra_seconds=extra_seconds)
+        storm.at(doing)
+
+    Trainer.train_step = step  # pyright: ignore[reportAttributeAccessIssue]
+    heartbeat.beat = beat_and_strike
+
+
+def _die(trainer: Trainer, fault: Planted) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_in_save(trainer: Trainer, fault: Planted) -> None:
+    os.environ[VARIABLE] = f"{fault.moment}:{fault.rank}:1"
+
+
+def _cut_power(trainer: Trainer, fault: Planted) -> None:
+    pids = [beat.pid for beat in heartbeat.read(Path(os.environ[FOLDER_VARIABLE])) if beat.pid != os.getpid()]
+    for pid in (_launcher(), *pids, os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _terminate_launcher(trainer: Trainer, fault: Planted) -> None:
+    os.kill(_launcher(), signal.SIGTERM)
+
+
+def _launcher() -> int:
+    return int(sys.argv[sys.argv.index("--launcher") + 1])
+
+
+def _raise(trainer: Trainer, fault: Planted) -> None:
+    raise RuntimeError(f"fault {fault.number} of the storm")
+
+
+def _segfault(trainer: Trainer, fault: Planted) -> None:
+    ctypes.string_at(0)
+
+
+def _leave(trainer: Trainer, fault: Planted) -> None:
+    os._exit(0)
+
+
+def _stop(trainer: Trainer, fault: Planted) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _lock(trainer: Trainer, fault: Planted) -> None:
+    library, until = ctypes.PyDLL(None), time.monotonic() + FOR_EVER_SECONDS
+    while time.monotonic() < until:
+        library.usleep(ctypes.c_uint(1_000_000))
+
+
+def _skip(trainer: Trainer, fault: Planted) -> None:
+    object.__setattr__(trainer.ranks, "__class__", _SkipsOnce)
+
+
+class _SkipsOnce(Ranks):
+    """Does not come to the next sum over all ranks."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        object.__setattr__(self, "__class__", Ranks)
+        return values
+
+
+def _other_shape(trainer: Trainer, fault: Planted) -> None:
+    trainer.ranks.sum(torch.zeros(3, dtype=torch.int64))
+
+
+def _flip_bit(trainer: Trainer, fault: Planted) -> None:
+    path = _shard_of_newest(trainer)
+    if path is not None:
+        with open(path, "r+b") as file:
+            at = random.Random(fault.number).randrange(path.stat().st_size)
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << fault.number % 8]))
+    _die(trainer, fault)
+
+
+def _cut_short(trainer: Trainer, fault: Planted) -> None:
+    path = _shard_of_newest(trainer)
+    if path is not None:
+        os.truncate(path, path.stat().st_size // 2)
+    _die(trainer, fault)
+
+
+def _shard_of_newest(trainer: Trainer) -> Path | None:
+    """None where there is no other checkpoint to go back to."""
+    found = sorted(candidates(RunFolder.of(trainer.run).checkpoints), key=lambda one: one.step)
+    return next(iter(sorted(found[-1].path.glob("*.safetensors")))) if len(found) > 1 else None
+
+
+Strike = Callable[[Trainer, Planted], None]
+_AT_ONCE: dict[str, Strike] = {
+    "kill-in-save": _die_in_save, "skip": _skip, "shape": _other_shape, "flip-file": _flip_bit, "cut-file": _cut_short,
+}  # fmt: skip
+"""Before the step."""
+_AT_A_MOMENT: dict[str, Strike] = {
+    "kill": _die, "power-cut": _cut_power, "terminate": _terminate_launcher, "raise": _raise, "segfault": _segfault,
+    "leave": _leave, "stop": _stop, "lock": _lock,
+}  # fmt: skip
+
+
+def main() -> int:
+    """One rank, under the storm that the environment names."""
+    plant(Storm.here())
+    return worker.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Storms of faults: what is drawn, what is told of it, and a short one for real."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from train.small_runs import make_corpus, small_run, state, train_here
+
+from ultrascale.checkpoint import Slice, save
+from ultrascale.cli.main import main
+from ultrascale.cli.soak import to_json
+from ultrascale.launch.restarts import Account
+from ultrascale.soak.storm import KINDS, ON_RANK_0, Planted, draw, fire, fired
+from ultrascale.soak.story import Outcome, same_state, soak, strikes_of
+from ultrascale.spec.run import Run
+
+
+def drawn(seed: int = 0, count: int = 200, **options) -> list[Planted]:
+    kinds = options.pop("kinds", tuple(KINDS))
+    return list(islice(draw(seed, kinds, world=4, mean_gap=12.0, interval=10), count))
+
+
+def test_a_seed_decides_the_storm_and_every_kind_comes_as_often_as_every_other():
+    assert drawn(3) == drawn(3) != drawn(4)
+    counts = Counter(one.kind for one in drawn(count=10 * len(KINDS)))
+    assert set(counts.values()) == {10} and counts.keys() == KINDS.keys()
+
+
+def test_faults_come_one_after_the_other_and_kills_in_a_save_in_steps_that_save():
+    faults = drawn()
+    assert all(before.step < after.step for before, after in pairwise(faults))
+    in_save = [one for one in faults if one.kind == "kill-in-save"]
+    assert {(one.step + 1) % 10 for one in in_save} == {0}
+    assert {one.rank for one in in_save if one.moment in ON_RANK_0} == {0}
+    assert {one.rank for one in faults} == {0, 1, 2, 3}
+
+
+def test_a_fault_strikes_once(tmp_path):
+    fault = drawn(count=1)[0]
+    assert [fire(tmp_path, fault), fire(tmp_path, fault)] == [True, False]
+    assert list(fired(tmp_path, drawn(count=3))) == [0]
+
+
+def test_a_kind_that_there_is_not_is_refused_with_those_there_are(tmp_path, capsys):
+    assert main(["soak", "--faults", "earthquake", "--folder", str(tmp_path / "soak")]) == 2
+    assert "'earthquake' is no fault" in capsys.readouterr().err
+    assert main(["soak", "--processes", "3"]) == 2
+    (tmp_path / "thesis.tex").touch()
+    assert main(["soak", "--folder", str(tmp_path)]) == 2
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def event(time: float, kind: str, step: int | None, **more: object) -> dict:
+    return {"time": time, "event": kind, "step": step, **more}
+
+
+def test_what_became_of_a_fault_is_read_from_the_events_of_the_run():
+    events = [
+        event(0.0, "start", 0),
+        event(1.0, "stepped", 1),
+        event(10.5, "failure", 17, cause="hang: no sign of life in step 17: ..."),
+        event(12.0, "start", 10),
+        event(13.0, "stepped", 11),
+    ]
+    fault = Planted(0, "stop", 17, 1, "forward")
+    (strike,) = strikes_of([(fault, 5.0)], events)
+    assert (strike.detected_by, strike.detect_seconds, strike.recover_seconds, strike.steps_lost) == ("watchdog", 5.5, 8.0, 7)
+    (lost,) = strikes_of([(fault, 14.0)], events)
+    assert lost.recover_seconds is None
+    outcome = Outcome([strike], 20, True, True, Account(), 20.0)
+    assert outcome.holds and to_json(outcome)["kinds"]["stop"]["recover_seconds"] == {"median": 8.0, "max": 8.0}
+    assert not replace(outcome, strikes=[strike, lost]).holds
+    assert not replace(outcome, equal_state=False).holds
+
+
+def test_control_one_bit_of_one_moment_is_seen_in_the_comparison_with_the_calm(tmp_path):
+    make_corpus(tmp_path / "tokens")
+    runs = [small_run(tmp_path, name=name, steps=2) for name in ("stormy", "calm")]
+    for run in runs:
+        train_here(run)
+    assert same_state(*runs)
+    spoil(runs[0])
+    assert not same_state(*runs)
+
+
+def spoil(run: Run) -> None:
+    tensors = {name: tensor.clone() for name, tensor in state(run).items()}
+    moment = tensors["optimizer.exp_avg.norm.weight"]
+    moment.view(torch.int32)[3] ^= 1
+    cut = {name: Slice(tensor, tuple(tensor.shape), (0,) * tensor.dim()) for name, tensor in tensors.items()}
+    save(Path(run.folder) / run.name / "checkpoints", 3, cut, {"steps_done": 3})
+
+
+@pytest.mark.catalogue(2)
+def test_a_run_survives_kills_of_random_ranks_at_random_moments_to_the_same_bits(tmp_path):
+    outcome = soak(tmp_path / "soak", processes=2, kinds=("kill",), num_faults=3, mean_gap=4.0, seed=1, say=lambda line: None)
+    assert outcome.holds and len(outcome.strikes) == 3
+    assert {one.detected_by for one in outcome.strikes} == {"agent"}
+    assert max(one.steps_lost for one in outcome.strikes) <= 10
+    assert len(outcome.account.restarts) == 3
+    rows = [json.loads(line) for line in (tmp_path / "soak" / "stormy" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(outcome.steps))
+
+
+@pytest.mark.nightly
+@pytest.mark.catalogue(1, 2, 3, 5, 6, 7, 10, 17, 18, 19, 27, 28)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_storm_of_every_kind_leaves_no_trace(tmp_path, processes):
+    outcome = soak(tmp_path / "soak", processes=processes, num_faults=2 * len(KINDS), say=lambda line: None)
+    assert outcome.holds
