@@ -1,0 +1,213 @@
+"""What the planner takes this GPU to be, beside what it is: matrix products, attention, memory bandwidth.
+
+    python benchmarks/gpu/primitives.py --output results.json [--toy]
+
+Products are those of one block of three Llama shapes at 4096 and 16,384 tokens, forward and both gradients; attention is causal
+flash through SDPA, forward and backward; bandwidth is a copy and a sum of tensors of 2 GiB. Each is timed by device events over
+several runs on inputs that take turns, and the median is held against `plan.compute`. The printed ratios are what a calibration
+of the catalogue would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ultrascale.measure.machine import device_name, this_gpu
+from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matmul_seconds
+from ultrascale.spec.cluster import Accelerator
+from ultrascale.spec.model import Model
+from ultrascale.spec.model_presets import preset
+
+MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b")
+TOKENS = (4096, 16384)
+SETS = 3
+"""Input sets that are used in turn, so that no product finds its operands in the cache."""
+TIMED = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation."""
+
+    kind: str
+    """`product`, `input gradient`, `weight gradient`, `attention`, `attention backward`, `copy`, `add`."""
+    name: str
+    flops: float
+    num_bytes: float
+    make: Callable[[], Callable[[], object]]
+    """Makes inputs, and gives what is timed on them."""
+    predict: Callable[[Accelerator], float]
+    """Seconds, by the planner."""
+
+
+def cases(device: torch.device, *, toy: bool) -> Iterator[Case]:
+    """Everything that is measured."""
+    if toy:
+        yield from products(device, "toy", 64, {"qkv": (96, 64)})
+        yield from attention(device, "toy", 1, 64, 4, 2, 16)
+        yield from streams(device, 2**16)
+        return
+    for name in MODELS:
+        model = preset(name)
+        for tokens in TOKENS:
+            yield from products(device, name, tokens, weights_of(model))
+        for sequences, length in ((4, 4096), (1, 16384)):
+            heads = (model.num_attention_heads, model.num_key_value_heads, model.head_dim)
+            yield from attention(device, name, sequences, length, *heads)
+    yield from streams(device, 2**30)
+
+
+def weights_of(model: Model) -> dict[str, tuple[int, int]]:
+    """[outputs, inputs] of a block's products."""
+    d, f = model.hidden_size, model.intermediate_size
+    query, key = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    return {"qkv": (query + 2 * key, d), "out": (d, query), "gate up": (2 * f, d), "down": (d, f)}
+
+
+def products(device: torch.device, model: str, m: int, weights: dict[str, tuple[int, int]]) -> Iterator[Case]:
+    """[m, k] x [k, n] and its two gradients, for each weight [n, k]."""
+    for name, (n, k) in weights.items():
+        sizes = {"product": ((m, k), (k, n)), "input gradient": ((m, n), (n, k)), "weight gradient": ((n, m), (m, k))}
+        words: dict[str, Any] = {"product": "forward", "input gradient": "input-gradient", "weight gradient": "weight-gradient"}
+        for kind, (left, right) in sizes.items():
+
+            def make(left: tuple[int, int] = left, right: tuple[int, int] = right) -> Callable[[], object]:
+                a, b = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in (left, right))
+                return lambda: a @ b
+
+            def predict(gpu: Accelerator, n: int = n, k: int = k, kind: str = words[kind]) -> float:
+                return matmul_seconds(gpu, m, n, k, kind=kind)  # pyright: ignore[reportArgumentType]
+
+            yield Case(kind, f"{model} {name} {m} x {n} x {k}", 2.0 * m * n * k, 2.0 * (m * k + n * k + m * n), make, predict)
+
+
+def attention(device: torch.device, model: str, batch: int, length: int, heads: int, groups: int, width: int) -> Iterator[Case]:
+    """Causal attention through SDPA, forward and backward."""
+    flops = 2.0 * batch * heads * length * length * width  # two products over half of the square
+    num_bytes = 2.0 * batch * length * width * (2 * heads + 2 * groups)
+    name = f"{model} {batch} x {length}, {heads} heads of {width}, {groups} groups"
+
+    def inputs(needs_grad: bool) -> list[torch.Tensor]:
+        counts = (heads, groups, groups)
+        return [
+            torch.randn(batch, count, length, width, device=device, dtype=torch.bfloat16, requires_grad=needs_grad)
+            for count in counts
+        ]
+
+    def forward() -> Callable[[], object]:
+        query, key, value = inputs(False)
+        return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    def backward() -> Callable[[], object]:
+        query, key, value = given = inputs(True)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        gradient = torch.randn_like(out)
+        return lambda: torch.autograd.grad(out, given, gradient, retain_graph=True)
+
+    for kind, make in (("attention", forward), ("attention backward", backward)):
+
+        def predict(gpu: Accelerator, is_backward: bool = kind != "attention") -> float:
+            return attention_seconds(
+                gpu, batch=batch, heads=heads, key_value_heads=groups, head_dim=width, queries=length, keys=length, share=0.5,
+                backward=is_backward,
+            )  # fmt: skip
+
+        yield Case(kind, name, flops * (2.5 if kind != "attention" else 1.0), num_bytes, make, predict)
+
+
+def streams(device: torch.device, count: int) -> Iterator[Case]:
+    """What moves memory and computes next to nothing: `count` bf16 elements."""
+
+    def copy() -> Callable[[], object]:
+        source, target = (torch.randn(count, device=device).bfloat16() for _ in range(2))
+        return lambda: target.copy_(source)
+
+    def add() -> Callable[[], object]:
+        left, right = (torch.randn(count, device=device).bfloat16() for _ in range(2))
+        return lambda: left.add_(right)
+
+    for kind, num_bytes, make in (("copy", 4.0 * count, copy), ("add", 6.0 * count, add)):
+        yield Case(kind, f"{count} bf16", 0.0, num_bytes, make, lambda gpu, size=num_bytes: elementwise_seconds(gpu, size))
+
+
+def seconds_of(case: Case, device: torch.device) -> list[float]:
+    """Each timed run, on inputs that take turns."""
+    runs = [case.make() for _ in range(SETS)]
+    for run in runs:
+        run()
+    if device.type != "cuda":
+        found = []
+        for number in range(TIMED):
+            start = time.perf_counter()
+            runs[number % SETS]()
+            found.append(time.perf_counter() - start)
+        return found
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
+    marks[0].record()
+    for number, mark in enumerate(marks[1:]):
+        runs[number % SETS]()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [before.elapsed_time(after) * 1e-3 for before, after in pairwise(marks)]
+
+
+def measured(case: Case, device: torch.device, gpu: Accelerator | None) -> dict[str, Any]:
+    """A row: seconds, rates, and the planner's seconds over the measured ones."""
+    seconds = seconds_of(case, device)
+    middle = statistics.median(seconds)
+    row = {
+        "kind": case.kind, "name": case.name, "seconds": middle, "spread": [min(seconds), max(seconds)],
+        "flops_per_second": case.flops / middle, "bytes_per_second": case.num_bytes / middle,
+    }  # fmt: skip
+    if gpu is not None and not gpu.measured_at_run_time:
+        planned = float(case.predict(gpu))
+        row |= {"planned_seconds": planned, "planned_over_measured": planned / middle}
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    rate = f"{row['flops_per_second'] / 1e12:8.1f} TFLOP/s" if row["flops_per_second"] else " " * 16
+    planned = f"  planned {row['planned_over_measured']:.2f}x of it" if "planned_over_measured" in row else ""
+    moved = f"{row['bytes_per_second'] / 1e9:8.0f} GB/s"
+    return f"{row['kind']:<18} {row['name']:<48} {row['seconds'] * 1e6:10.1f} us {rate} {moved}{planned}"
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, on the CPU")
+    arguments = parser.parse_args()
+    if not arguments.toy and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; --toy runs tiny sizes on the CPU")
+    device = torch.device("cpu" if arguments.toy else "cuda")
+    gpu = this_gpu(device)
+    record: dict[str, Any] = {
+        "device": device_name(device), "catalogued": None if gpu is None else gpu.name, "torch": torch.__version__,
+        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "rows": [],
+    }  # fmt: skip
+    for case in cases(device, toy=arguments.toy):
+        record["rows"].append(row := measured(case, device, gpu))
+        print(line(row), flush=True)
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

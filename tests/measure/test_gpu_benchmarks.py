@@ -1,0 +1,98 @@
+"""The scripts that wait for a GPU run to their end at toy sizes, need nothing a bare machine lacks, and lose no row."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ultrascale.spec.model_presets import preset
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+sys.path.insert(0, str(FOLDER))
+import step_speed  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+WITHOUT_CLI = "import sys; sys.modules['tyro'] = sys.modules['rich'] = None; sys.argv = sys.argv[1:]; import runpy; "
+
+
+def run_toy(script: str, *words: str) -> str:
+    """Output of a script at toy size, in a Python that has neither tyro nor rich; its children have."""
+    code = f"{WITHOUT_CLI}sys.path.insert(0, {str(FOLDER)!r}); runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, str(FOLDER / script), "--toy", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_contestants_take_turns_and_one_that_fails_is_a_row(tmp_path):
+    output = tmp_path / "record.json"
+    told = run_toy(
+        "step_speed.py", "--shapes", "1b", "--only", "ours", "plain", "liger", "--steps", "2", "--output", str(output)
+    )
+    record = json.loads(output.read_text())
+    rows = {row["contestant"]: row for row in record["rows"]}
+    assert set(rows) == {"ours", "plain", "liger"}
+    for name in ("ours", "plain"):
+        row = rows[name]
+        assert row["tokens_per_second"] > 0 and 0 < row["mfu_causal"] < row["mfu_full"]
+        assert 5.5 < row["loss"] < 7.5, "random tokens of 512 ids: the loss is that of guessing, ln 512 = 6.2"
+    assert len(rows["ours"]["rounds_median_seconds"]) == 2
+    assert rows["ours"]["planned_peak_bytes"] > 0
+    assert "failed" in rows["liger"] or rows["liger"]["tokens_per_second"] > 0
+    assert told.count("\n| 1b |") == 3
+
+
+def test_the_primitives_run(tmp_path):
+    output = tmp_path / "record.json"
+    run_toy("primitives.py", "--output", str(output))
+    kinds = [row["kind"] for row in json.loads(output.read_text())["rows"]]
+    assert kinds == ["product", "input gradient", "weight gradient", "attention", "attention backward", "copy", "add"]
+
+
+def test_depth_is_cut_only_where_states_do_not_fit():
+    assert step_speed.layers_that_fit(preset("llama-3.2-1b"), 80 * 2**30) is None
+    assert step_speed.layers_that_fit(preset("llama-3.1-8b"), 141 * 2**30) == 16
+    assert step_speed.layers_that_fit(preset("llama-3.1-8b"), 80 * 2**30) == 8
+
+
+def case_of(name: str) -> step_speed.Row:
+    arguments = argparse.Namespace(shapes=["1b"], only=[name], toy=True, steps=1)
+    return next(step_speed.rows_of(arguments, step_speed.torch.device("cpu")))
+
+
+class Full:
+    """A process that runs out of memory until its micro-batch is small."""
+
+    def __init__(self, row: step_speed.Row, *unused: object):
+        self.row = row
+
+    def play(self, limit_seconds: float) -> dict:
+        is_full = self.row.case.micro_batch_size > 1
+        return {"failed": "OutOfMemoryError", "out_of_memory": True} if is_full else {"seconds": [0.1]}
+
+
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_step(monkeypatch, tmp_path):
+    monkeypatch.setattr(step_speed, "Process", Full)
+    row = case_of("plain")
+    step_speed._take(row, {"failed": "x", "out_of_memory": True}, tmp_path, step_speed.time.monotonic() + 100, 10)
+    assert (row.case.micro_batch_size, row.case.accumulate, row.seconds) == (1, 4, [0.1])
+    assert row.notes == ["out of memory with 4 sequences at once", "out of memory with 2 sequences at once"]
+
+
+def test_a_contestant_that_hangs_is_ended_and_said_to_be_over_its_time(tmp_path):
+    process = step_speed.Process(case_of("plain"), tmp_path, 0)
+    assert process.play(0.01) == {"failed": "over its time"}
+    assert process.process.poll() is not None
+
+
+def test_without_a_gpu_the_script_says_what_to_do(capsys):
+    if step_speed.torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit):
+        step_speed.parse(["--shapes", "1b"])
+    assert "--toy" in capsys.readouterr().err
