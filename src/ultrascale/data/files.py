@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.data.errors import DataError
+from ultrascale.spec.parsing import parse_json
 
 PARTIAL = ".partial"
 BLOCK_BYTES = 1 << 20
@@ -63,7 +64,7 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object. Raises DataError if it is not one."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(str(path), f"cannot be read: {error}", "Prepare the data again, into a new folder.") from error
     if not isinstance(value, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from ultrascale.data.files import read_json, write_json
 
 NAME = "manifest.json"
 FORMAT = "ultrascale-data-1"
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16")
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,37 @@ def load_manifest(folder: Path) -> Manifest:
     if value.get("format") != FORMAT:
         raise DataError(str(path), f"has format {value.get('format')!r}, expected {FORMAT!r}", "Prepare the data again.")
     try:
-        shards = tuple(record_from(shard) for shard in value["shards"])
-        return Manifest(value["dtype"], TokenizerFacts(**value["tokenizer"]), shards, value["request"])
+        shards = tuple(record_from(shard) for shard in _is(value["shards"], list))
+        facts = _typed(TokenizerFacts(**value["tokenizer"]), fingerprint=str, vocab_size=int, eod_token=str, eod_id=int)
+        return Manifest(_one_of(value["dtype"], DTYPES), facts, shards, _is(value["request"], dict))
     except (KeyError, TypeError) as error:
         raise DataError(str(path), f"is damaged: {error}", "Prepare the data again, into a new folder.") from error
 
 
 def record_from(value: Mapping[str, Any]) -> ShardRecord:
-    """A record from its JSON. Raises TypeError or KeyError if a field is missing or unknown."""
-    return ShardRecord(**{**value, "sources": tuple(value["sources"])})
+    """A record from its JSON. Raises TypeError or KeyError if a field is missing, unknown or not of its kind: a shard's name is
+    no path, and counts are not negative."""
+    record = ShardRecord(**{**value, "sources": tuple(_is(value["sources"], list))})
+    if not _SHARD_NAME.fullmatch(_is(record.name, str)):
+        raise TypeError(f"{record.name!r:.80} is no name of a shard")
+    kinds = {"documents": int, "tokens": int, "bin_sha256": str, "idx_sha256": str, "skipped": dict, "inexact_cuts": int}
+    return _typed(record, **kinds)
+
+
+def _typed(item: Any, **kinds: type) -> Any:
+    for name, kind in kinds.items():
+        _is(getattr(item, name), kind)
+    return item
+
+
+def _is(value: Any, kind: type) -> Any:
+    """`value`, if it is of this kind; whole numbers are from 0 to 2^62. Raises TypeError."""
+    if type(value) is not kind or (kind is int and not 0 <= value < 2**62):
+        raise TypeError(f"{value!r:.80} is no {'count' if kind is int else kind.__name__}")
+    return value
+
+
+def _one_of(value: Any, known: tuple[str, ...]) -> Any:
+    if value not in known:
+        raise TypeError(f"{value!r:.80} is none of {', '.join(known)}")
+    return value

@@ -36,6 +36,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise DataError(str(path), "is not there", "Give a tokenizer.json with --tokenizer, or use --train-tokenizer.")
     try:
         tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.encode("a \N{SNOWMAN}")  # some that cannot be used are found out only then
     except Exception as error:  # the library raises bare Exception
         raise DataError(str(path), f"is not a tokenizer.json: {error}", "Copy it again from its model.") from error
     tokenizer.no_truncation()

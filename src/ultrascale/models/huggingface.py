@@ -23,6 +23,7 @@ from ultrascale.models.stored import Stored, stored_weights, weight_shapes
 from ultrascale.models.tokenizer_files import TOKENIZER_FILES, copy_tokenizer
 from ultrascale.spec.huggingface import from_hf, to_hf
 from ultrascale.spec.model import Model
+from ultrascale.spec.parsing import parse_json
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.trainable import expect_trainable
 
@@ -172,7 +173,7 @@ def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX_FILE).exists():
         try:
-            index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            index = parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
             return [folder / Path(name).name for name in sorted(set(index.values()))]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             rule = f"is no index of safetensors shards: {error!r}"

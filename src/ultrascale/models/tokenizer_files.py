@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ultrascale.spec.parsing import parse_json
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.special_tokens import BEGINS, ENDS
 
@@ -48,24 +49,37 @@ def special_tokens(file: Path) -> dict[str, tuple[str, int]]:
 
     A `tokenizer_config.json` beside it has the say; a lone special token ends documents.
     """
-    ids = {token["content"]: token["id"] for token in _read(file).get("added_tokens", []) if token.get("special")}
+    ids = _special_ids(file)
     named = file.with_name("tokenizer_config.json")
     said = _read(named) if named.is_file() else {}
     found: dict[str, tuple[str, int]] = {}
     for role, usual in (("eos", ENDS), ("bos", BEGINS)):
         token = said.get(f"{role}_token")
-        token = token["content"] if isinstance(token, dict) else token
+        token = token.get("content") if isinstance(token, dict) else token
         if token is None and not said:
             lone = list(ids) if role == "eos" and len(ids) == 1 else []
             token = next((name for name in (*usual, *lone) if name in ids), None)
-        if token is not None and token in ids:
+        if isinstance(token, str) and token in ids:
             found[role] = (token, ids[token])
     return found
 
 
+def _special_ids(file: Path) -> dict[str, int]:
+    """Ids of the special tokens of a `tokenizer.json` by their text."""
+    try:
+        tokens = [token for token in _read(file).get("added_tokens", []) if token.get("special")]
+        ids = {token["content"]: token["id"] for token in tokens}
+        if not all(isinstance(text, str) and type(number) is int for text, number in ids.items()):
+            raise TypeError("an id is no number, or a token no text")
+    except (AttributeError, KeyError, TypeError) as error:
+        problem = Problem(str(file), f"has added_tokens that are none ({error!r:.80})", "Copy it again from its model.")
+        raise SpecError([problem]) from None
+    return ids
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SpecError([Problem(str(file), f"cannot be read: {error}", "Repair or replace the file.")]) from None
     if not isinstance(content, dict):

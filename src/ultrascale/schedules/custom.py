@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from ultrascale.schedules.actions import Action, Kind, together
 from ultrascale.schedules.executable import Schedule, check_executable
+from ultrascale.spec.parsing import line_of, parse_json
 from ultrascale.spec.problems import Problem, SpecError
 
-_PASS = re.compile(r"(\d+)([FBIW])(\d+)")
-_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+_PASS = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+_PAIR = re.compile(r"\(([0-9]{1,6}F[0-9]{1,6});([0-9]{1,6}B[0-9]{1,6})\)OVERLAP_F_B")
 
 
 def read_schedule(path: Path) -> list[list[Action]]:
@@ -32,7 +32,7 @@ def read_schedule(path: Path) -> list[list[Action]]:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         remedy = "`ultrascale show schedule 1f1b --csv FILE` writes one to start from."
         raise SpecError([Problem(str(path), why, remedy)]) from None
-    rows = _json_rows(path, text) if path.suffix == ".json" else [*csv.reader(io.StringIO(text))]
+    rows = _json_rows(path, text) if path.suffix == ".json" else _csv_rows(path, text)
     return parse_schedule(rows, source=str(path))
 
 
@@ -74,13 +74,20 @@ def _action(cell: str) -> Action | None:
     return None if found is None else Action(Kind(found[2]), int(found[3]), int(found[1]))
 
 
+def _csv_rows(path: Path, text: str) -> list[list[str]]:
+    reader = csv.reader(io.StringIO(text))
+    try:
+        return [*reader]
+    except csv.Error as error:
+        problem = Problem(f"{path}:{reader.line_num}", f"is not CSV: {error}", "Write one line of actions for each rank.")
+        raise SpecError([problem]) from None
+
+
 def _json_rows(path: Path, text: str) -> list[list[str]]:
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SpecError(
-            [Problem(f"{path}:{error.lineno}", f"is not JSON: {error.msg}", "Write a list of lists of cells.")]
-        ) from None
+        rows = parse_json(text)
+    except ValueError as error:
+        raise SpecError([Problem(line_of(error, path), f"is not JSON: {error}", "Write a list of lists of cells.")]) from None
     if not (isinstance(rows, list) and all(isinstance(row, list) and all(isinstance(c, str) for c in row) for row in rows)):
         raise SpecError([Problem(str(path), "is not a list of lists of cells", 'Write [["0F0", "0B0"], ["1F0", "1B0"]].')])
     return rows

@@ -7,7 +7,6 @@ are listed in `spec.config_reader`, and only those are passed over.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from ultrascale.spec.config_reader import Reader
 from ultrascale.spec.expert_config import read_experts, write_experts
 from ultrascale.spec.families import WITH_EXPERTS, export_problems, family
 from ultrascale.spec.model import Model
+from ultrascale.spec.parsing import line_of, parse_json
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rope_config import Rope, read_rope, write_rope
 
@@ -35,14 +35,14 @@ def from_hf(path: str | Path) -> Model:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         remedy = "Give a folder with a config.json (a Hugging Face model that is already on this machine)."
         raise SpecError([Problem("model.path", f"there is no {file}", remedy)]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError([Problem(str(file), f"cannot be read: {error}", "Check the file.")]) from None
-    except json.JSONDecodeError as error:
-        raise SpecError([Problem(f"{file}:{error.lineno}", f"is not JSON: {error.msg}", "Repair the file.")]) from None
+    except ValueError as error:
+        raise SpecError([Problem(line_of(error, file), f"is not JSON: {error}", "Repair the file.")]) from None
     if not isinstance(config, dict):
         raise SpecError([Problem(str(file), "must hold a JSON object", "Give a model's config.json.")])
     return model_from_config(config, where=str(file), name=file.resolve().parent.name)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ultrascale.spec.parsing import parse_toml
 from ultrascale.spec.problems import Problem
 from ultrascale.spec.schema import STAND_INS, leaves, sections, unknown_key
 
@@ -47,8 +47,8 @@ def read_files(path: Path, problems: list[Problem], *, chain: tuple[Path, ...] =
 def read_text(text: str, path: Path, problems: list[Problem], *, chain: tuple[Path, ...] = ()) -> list[Layer]:
     """The layers of a TOML text that is at, or as if at, `path`; those it extends first."""
     try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        values = parse_toml(text)
+    except ValueError as error:
         line = re.search(r"line (\d+)", str(error))
         place = f"{path}:{line[1]}" if line else str(path)
         problems.append(Problem(place, f"is not TOML: {error}", "Repair this line."))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ultrascale.spec.parsing import parse_toml
 from ultrascale.spec.problems import Problem
 from ultrascale.spec.run import RampStage, Run
 from ultrascale.spec.units import UnitError, parse_tokens
@@ -200,8 +200,8 @@ def _tuple(value: Any, kind: Any, at: At) -> Any:
             value = [part.strip() for part in value.split(",") if part.strip()]
         else:
             try:
-                value = tomllib.loads(f"v = {value}")["v"]
-            except tomllib.TOMLDecodeError as error:
+                value = parse_toml(f"v = {value}")["v"]
+            except ValueError as error:
                 return at.wrong(f"is not a list in TOML: {error}", 'Write [{path = "x", weight = 2.0}], or x,y.')
     if not isinstance(value, list | tuple):
         return at.wrong(f"must be a list, is {_described(value)}", "Put it in [brackets].")
