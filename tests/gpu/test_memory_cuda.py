@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.gpu
 
 def losses_and_peak(precision: Precision, steps: int = 4, **layout: Any) -> tuple[list[float], int]:
     """Losses of some steps, and bytes at the peak of the later ones."""
-    run = run_with(precision, **layout)
+    run = run_with(precision)
+    run = replace(run, layout=replace(run.layout, **layout))
     with process_group(run.layout, device=run.device) as ranks:
         trainer = Trainer(run, ranks, loader_of(run))
         losses = [trainer.train_step().gradients.loss for _ in range(2)]
@@ -41,3 +43,19 @@ def test_kinds_computed_again_give_the_losses_of_none(kinds: tuple[str, ...]) ->
     plain, _ = losses_and_peak("fp64")
     again, _ = losses_and_peak("fp64", recompute="blocks", recompute_blocks=(f"{mode_name(kinds)} x 2", "full"))
     assert again == plain
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "every-k"])
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_activations_on_the_host_come_back_as_they_went(precision: Precision, recompute: str) -> None:
+    """Any copy that is read too early, or whose memory is taken too early, shows in a loss of the next steps."""
+    plain, _ = losses_and_peak(precision, steps=8, recompute=recompute)
+    there, _ = losses_and_peak(precision, steps=8, recompute=recompute, offload_activations=True)
+    assert there == plain
+
+
+def test_activations_on_the_host_are_not_on_the_device() -> None:
+    wide = {"micro_batch_size": 4}
+    _, more = losses_and_peak("fp32", **wide)
+    _, less = losses_and_peak("fp32", offload_activations=True, **wide)
+    assert less < more

@@ -11,10 +11,8 @@ from ultrascale.spec.trainable import TRAINED_FAMILIES, expect_trainable, untrai
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        {"offload_activations": True}, {"precision": "fp8"},
-    ],
-)  # fmt: skip
+    [{"precision": "fp8"}, {"reduce_dtype": "fp8"}],
+)
 def test_layouts_that_are_only_planned_are_refused_for_each_field_by_name(layout):
     found = untrainable_layout(Layout(**layout))
     assert {problem.key for problem in found} == {f"layout.{key}" for key in layout}
@@ -63,10 +61,10 @@ def test_what_is_only_planned_is_told_together_with_the_corpus_that_is_missing()
     with pytest.raises(SpecError) as caught:
         resolve(
             None,
-            {"model.preset": "tiny-nemotron", "batch.sequence_length": 64, "layout.offload_activations": True},
+            {"model.preset": "tiny-nemotron", "batch.sequence_length": 64, "layout.precision": "fp8"},
             require_data=True,
         )
-    assert [p.key for p in caught.value.problems] == ["model.model_type", "layout.offload_activations", "data.sources"]
+    assert [p.key for p in caught.value.problems] == ["model.model_type", "layout.precision", "data.sources"]
 
 
 def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):

@@ -14,6 +14,7 @@ from ultrascale.parallel.context import apply_context_parallel
 from ultrascale.parallel.data import apply_data_parallel
 from ultrascale.parallel.expert import apply_expert_parallel
 from ultrascale.parallel.mesh import Mesh, Ranks
+from ultrascale.parallel.offload import apply_activation_offload
 from ultrascale.parallel.precision import TORCH_DTYPE, apply_mixed_precision
 from ultrascale.parallel.recompute import apply_recompute
 from ultrascale.parallel.share import TIED, Held, Share
@@ -82,7 +83,9 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
         for _, block in stage.blocks():
             block.forward = torch.compile(block.forward)
         stage.loss = partial(stage.loss, compiled=True)
-    # 5. Data parallelism, and with it mixed precision.
+    # 5. What waits for the backward pass, when it is known what that is.
+    apply_activation_offload(stage, layout)
+    # 6. Data parallelism, and with it mixed precision.
     if mesh.data is not None:
         apply_data_parallel(stage, layout, mesh.data, mesh.expert_data)
     return stage

@@ -18,6 +18,10 @@ class Held:
     label: str
     num_bytes: int
     holders: int = 1
+    away_bytes: int = 0
+    """On the host alone, and not in `num_bytes`."""
+    host_bytes: int = 0
+    """On the host, until the last holder lets go."""
 
     def hold(self) -> Held:
         self.holders += 1
@@ -47,6 +51,8 @@ class Ledger:
     keeps_timeline: bool = False
     timeline: list[tuple[int, str, dict[str, int]]] = field(default_factory=list)
     """(step, phase, bytes by category) before every fall."""
+    on_host: int = 0
+    peak_on_host: int = 0
     _alive: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def mark(self, phase: str, step: int) -> None:
@@ -64,9 +70,30 @@ class Ledger:
         """One holder lets go; the last one frees the bytes."""
         held.holders -= 1
         assert held.holders >= 0, held
-        if held.holders == 0 and held.num_bytes:
+        if held.holders == 0:
+            self.on_host -= held.host_bytes
+            if held.num_bytes:
+                self._note()
+                self._change(held.category, held.label, -held.num_bytes)
+
+    def copy_to_host(self, held: Held) -> None:
+        """The bytes are on the host too."""
+        held.host_bytes = held.num_bytes
+        self.on_host += held.host_bytes
+        self.peak_on_host = max(self.peak_on_host, self.on_host)
+
+    def leave_device(self, held: Held) -> None:
+        """The bytes are on the host alone, whoever holds them."""
+        if held.holders and held.num_bytes:
             self._note()
             self._change(held.category, held.label, -held.num_bytes)
+            held.away_bytes, held.num_bytes = held.num_bytes, 0
+
+    def bring_back(self, held: Held) -> None:
+        """They are on the device as well."""
+        if held.away_bytes:
+            self._change(held.category, held.label, held.away_bytes)
+            held.away_bytes, held.num_bytes = 0, held.away_bytes
 
     def touch(self, category: str, label: str, num_bytes: int) -> None:
         """Bytes that exist for a moment."""

@@ -55,6 +55,8 @@ class MemoryPlan:
     """What each block keeps for the backward pass of one micro-batch, by kind of operation."""
     timeline: list[tuple[int, str, dict[str, int]]]
     num_micro_batches: int
+    host_bytes: int = 0
+    """In the host's memory at most: offloaded activations, and of an offloaded optimizer masters, moments and gradients."""
 
     @property
     def by_category(self) -> dict[str, int]:
@@ -67,7 +69,7 @@ def is_replayed(model: Model, layout: Layout) -> bool:
 
     `plan.footprint` knows the rest.
     """
-    rest = layout.offload_activations or layout.precision == "fp8"
+    rest = layout.precision == "fp8"
     return not (model.num_nextn_predict_layers or rest or (layout.pp > 1 and layout.schedule == "dualpipe"))
 
 
@@ -97,8 +99,8 @@ def plan_memory(
     stages = {number: StageReplay(ledger, model, layout, shape, part, at) for number, part in parts.items()}
     ledger.take("other", "batch", count * _batch_bytes(model, layout, shape))
     shards = [stage.shards for stage in stages.values()]
-    on_device = 0 if layout.offload_optimizer else 2
-    moments = on_device * sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
+    elements = sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
+    moments = 0 if layout.offload_optimizer else 2 * elements
     between = ledger.now()
     for step in range(steps):
         if step == 0 and optimizer_state_exists:
@@ -119,6 +121,7 @@ def plan_memory(
         saved_by_layer=tuple(_saved_by_kind(model, layout, shape, layer) for layer in range(model.num_hidden_layers)),
         timeline=ledger.timeline,
         num_micro_batches=count,
+        host_bytes=ledger.peak_on_host + (4 * elements if layout.offload_optimizer else 0),
     )
 
 

@@ -42,7 +42,8 @@ def offloaded_update(workload: Workload, own: Floats, blocks: Floats) -> Floats:
     return slowest + (down + up + state - slowest) / np.maximum(blocks, 1)
 
 
-def exposed_seconds(workload: Workload, saved: Floats, computing: Floats) -> Floats:
-    """What shows of `saved` bytes that go to the host in the forward pass and come back in the backward pass, beside so many
-    seconds of computing in both."""
-    return np.maximum(2 * saved / host_link(workload) - computing, 0.0)
+def exposed_seconds(workload: Workload, saved: Floats, forward: Floats, backward: Floats) -> Floats:
+    """What shows of `saved` bytes that go to the host beside so many seconds of a forward pass, and come back beside those of a
+    backward pass."""
+    one_way = saved / host_link(workload)
+    return np.maximum(one_way - forward, 0.0) + np.maximum(one_way - backward, 0.0)

@@ -270,8 +270,8 @@ def _exposed_offload(workload: Workload, table: LayoutTable, passes: Passes, mic
     if len(rows):
         some = cut_stages(workload, table.take(rows))
         saved = rank_activations(workload, table.take(rows), some, micro_batches[rows]).of_blocks
-        computing = passes.compute[:, rows] + passes.recompute[:, rows]
-        seconds[:, rows] = micro_batches[rows] * exposed_seconds(workload, saved, computing)
+        shown = exposed_seconds(workload, saved, passes.forward[:, rows], passes.backward[:, rows])
+        seconds[:, rows] = micro_batches[rows] * shown
     return seconds
 
 

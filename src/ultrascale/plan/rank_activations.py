@@ -31,14 +31,13 @@ from ultrascale.plan.stages import Stages
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.executable import Schedule
+from ultrascale.spec.layout import OFFLOAD_LEFT
 from ultrascale.spec.work import Shape
 
 Floats = NDArray[np.float64]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 FORWARD_FIRST = np.array([name in ("afab", "breadth-first") for name in SCHEDULES])
 """By number: schedules in which all losses are there before the first backward pass."""
-OFFLOADED_BLOCKS_LEFT = 2
-"""Blocks whose activations are on the device although they are offloaded: one on its way out, one at work."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def rank_activations(
     current = of_blocks / v
     offloads = table.offload_activations > 0
     waiting = np.where(offloads, np.minimum(waiting, 0), waiting)
-    current = np.where(offloads, np.minimum(current, OFFLOADED_BLOCKS_LEFT * largest(saved)), current)
+    current = np.where(offloads, np.minimum(current, OFFLOAD_LEFT * largest(saved)), current)
     return RankActivations(
         waiting=waiting,
         current=current + before,

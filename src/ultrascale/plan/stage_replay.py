@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ultrascale.plan.ledger import Held, Ledger
+from ultrascale.plan.offload_replay import Checkpoint, OffloadReplay, Tape
 from ultrascale.plan.sharding import Bucket, Shards
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
@@ -48,21 +49,6 @@ class Waits(NamedTuple):
 
 
 @dataclass
-class Tape:
-    """What autograd remembers of operations of one pass: each with the bytes it saved."""
-
-    entries: list[tuple[Op, list[Held]]] = field(default_factory=list)
-
-
-@dataclass
-class Checkpoint:
-    """A block that is computed again: its input, and what selective recomputation keeps."""
-
-    block_input: Held
-    kept: dict[str, Held]
-
-
-@dataclass
 class Under:
     """What a micro-batch leaves between its forward and its backward pass."""
 
@@ -88,6 +74,7 @@ class StageReplay:
         self.waiting: dict[int, list[Waits]] = {}
         self._now = Under()
         self._shares: dict[str, Held] = {}
+        self._offload = OffloadReplay(ledger, layout, part.layers, part.is_first)
 
     def forward(self, micro_batch: int, given: Held | None = None) -> Held | None:
         """F. `given`: what the stage before made, which stays its owner's. Returns what the next stage takes."""
@@ -185,7 +172,7 @@ class StageReplay:
         if self._is_first(layer):
             self.shards.before_forward(bucket)
         ops = block_work(self.model, layer, self.shape)
-        made, leaves = {"hidden": hidden}, {"hidden_out"}
+        made, leaves, block_input = {"hidden": hidden}, {"hidden_out"}, hidden
         again = self.layout.again(layer)
         if again is not None:
             checkpoint = Checkpoint(hidden.hold(), {})
@@ -194,6 +181,7 @@ class StageReplay:
             self._now.tapes.append(checkpoint)
         else:
             self._now.tapes.append(self._run(ops, made, "activations", leaves, layer=layer))
+        self._offload.send_down(layer, self._now.tapes[-1], block_input, self._now.shared.values())
         if self._is_last(layer):
             self.shards.after_forward(bucket)
         return made.pop("hidden_out")
@@ -254,6 +242,7 @@ class StageReplay:
         if self._is_last(layer):
             self.shards.before_backward(bucket)
         tape = self._now.tapes.pop()
+        self._offload.bring_up(tape, *self._now.tapes[-1:])
         gradients = {"hidden_out": gradient}
         if isinstance(tape, Checkpoint):
             again = self._recompute(layer, tape)

@@ -43,6 +43,10 @@ _WHOLE = (
 )  # fmt: skip
 RANGES = dict.fromkeys(_WHOLE, (1, 1_000_000))
 """Lowest and highest value of whole numbers. The highest are far above any run: they catch slips of the finger."""
+OFFLOAD_FROM_BYTES = 1 << 16
+"""Saved tensors below this stay on the device: sending them takes a copy's start, some 10 microseconds, and frees nothing."""
+OFFLOAD_LEFT = 2
+"""Blocks whose activations are on the device although they are offloaded: one on its way, one at work."""
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an activation element. fp8 is the dtype of matrix products only: between them activations are bf16."""
 

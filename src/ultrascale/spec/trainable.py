@@ -11,21 +11,16 @@ TRAINED_FAMILIES = (
     "gpt_oss",
 )  # fmt: skip
 _PLANNED = "`ultrascale plan` handles it."
-# Field of `Layout`: the only value that runs, and the nearest thing that works.
-_LAYOUT: dict[str, tuple[object, str]] = {
-    "offload_activations": (False, "recompute = \"full\" or a smaller micro_batch_size saves activations"),
-}  # fmt: skip
 _PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 _TWO_COPIES = "dualpipe"
 
 
 def untrainable_layout(layout: Layout) -> list[Problem]:
     """Why the trainer cannot run `layout` yet, one problem per field; empty if it can. Planning is not affected."""
-    found = [
-        Problem(f"layout.{key}", f"the trainer runs {key} = {_toml(only)} only so far, is {_toml(value)}", _remedy(nearest))
-        for key, (only, nearest) in _LAYOUT.items()
-        if (value := getattr(layout, key)) != only
-    ]
+    found: list[Problem] = []
+    if layout.offload_activations and _keeps_results(layout):
+        rule = "keeps results apart from what autograd saves, and layout.offload_activations does not send those to the host"
+        found.append(Problem("layout.recompute", rule, _remedy('"full", "every-k" or "none"')))
     if layout.pp > 1 and layout.schedule == _TWO_COPIES:
         rule = "the trainer keeps one copy of every stage so far, and dualpipe needs two"
         found.append(Problem("layout.schedule", rule, _remedy("dualpipe-v, the same order of passes with one copy")))
@@ -34,6 +29,11 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
             rule = f"the trainer runs {', '.join(_PRECISIONS)} only so far, is {getattr(layout, key)}"
             found.append(Problem(f"layout.{key}", rule, _remedy("bf16")))
     return found
+
+
+def _keeps_results(layout: Layout) -> bool:
+    """Whether some block is recomputed selectively, or may be."""
+    return layout.recompute in ("selective", "auto") or any(text.startswith("selective") for text in layout.recompute_blocks)
 
 
 def untrainable_model(model: Model) -> list[Problem]:
@@ -53,9 +53,3 @@ def expect_trainable(model: Model, layout: Layout | None = None) -> None:
 
 def _remedy(nearest: str) -> str:
     return f"{_PLANNED} Nearest that runs: {nearest}."
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
