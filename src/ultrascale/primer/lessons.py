@@ -1,0 +1,67 @@
+"""All lessons of the primer, run on this machine's GPU, or on the CPU in Triton's interpreter (`primer.interpreter`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from ultrascale.measure.machine import device_name, measure_matmul_ceiling, this_gpu
+from ultrascale.primer.exercise import Exercise, Outcome, outcome
+
+LESSONS = ("access", "tiles", "coarsening", "divergence", "softmax", "attention")
+"""Modules of this package, in the order in which they are told."""
+COPIED = 2**30
+"""Bytes of the copy that measures the memory's rate."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the lessons run, and what it can reach. Peaks are per second, of the datasheet where the device is catalogued."""
+
+    device: torch.device
+    name: str
+    peak_bytes: float | None
+    peak_flops: float | None
+    origin: str
+    """Of the peaks."""
+    copy_bytes: float | None = None
+    """What a copy by torch reaches, read and written."""
+    product_flops: float | None = None
+    """What a large bf16 product by torch reaches."""
+
+
+def place(device: torch.device) -> Place:
+    """What `device` can reach."""
+    if device.type != "cuda":
+        return Place(device, device_name(device), None, None, "")
+    gpu, rate, product = this_gpu(device), _copy_rate(device), measure_matmul_ceiling("bf16", device).flops_per_second
+    if gpu is None:
+        return Place(device, device_name(device), rate, product, "what torch's copy and product reach here", rate, product)
+    memory, peak = gpu.memory_bytes_per_second, gpu.peak_flops_per_second("bf16")
+    return Place(device, gpu.title, rate if memory is None else memory.value, peak, "the datasheet's", rate, product)
+
+
+def lessons(device: torch.device, only: tuple[str, ...] = ()) -> Iterator[Exercise]:
+    """The exercises, each made when it is its turn: their tensors are large."""
+    for name in LESSONS:
+        if not only or name in only:
+            yield import_module(f"ultrascale.primer.{name}").exercise(device)
+
+
+def outcomes(exercise: Exercise, where: Place) -> list[Outcome]:
+    """Every variant of an exercise, checked and, on a GPU, timed. Kernels of fp32 are held to the same peak of bytes."""
+    flops = None if exercise.name == "divergence" else where.peak_flops  # its FLOPs are not those of tensor cores
+    return [
+        outcome(variant, device=where.device, peak_bytes=where.peak_bytes, peak_flops=flops) for variant in exercise.variants
+    ]
+
+
+def _copy_rate(device: torch.device) -> float:
+    from ultrascale.primer.exercise import timed
+
+    source = torch.empty(COPIED, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * COPIED / timed(lambda: target.copy_(source))
