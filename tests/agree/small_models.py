@@ -60,11 +60,17 @@ def batch_of(model: Model, micro_batch_size: int, length: int, *, documents: boo
 
 
 def measured_peak(
-    rank: int, model: Model, layout: Layout, length: int, num_micro_batches: int, documents: bool
+    rank: int,
+    model: Model,
+    layout: Layout,
+    length: int,
+    num_micro_batches: int,
+    documents: bool,
+    optimizer_name: Any = "adamw",
 ) -> dict[str, int]:
     """Bytes by category at the peak of the second step of a rank."""
     share = build_share(model, layout, Ranks(rank, layout.world_size, torch.device("cpu")), seed=0)
-    decoder, optimizer = share.decoder, build_optimizer(share, Optimizer())
+    decoder, optimizer = share.decoder, build_optimizer(share, Optimizer(name=optimizer_name))
     create_state(optimizer, 0)
     memory = LiveMemory(decoder, optimizer)
     with memory:

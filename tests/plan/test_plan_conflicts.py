@@ -40,7 +40,6 @@ def run_file(tmp_path) -> Path:
         (["--micro-batch-size", "5000", "--tokens-per-batch", "4M"], "5000 is more than the batch of 512 sequences"),
         (["--layout.dp", "7"], "dp = 7 does not divide 64 GPUs"),
         (["--optimizer", "sgd"], "no optimizer called 'sgd'"),
-        (["--optimizer", "muon", "--runnable"], "--runnable searches what"),
         (["--expert-imbalance", "1.5"], "the model has no experts"),
         (["--expert-imbalance", "0.5"], "at least 1, is 0.5"),
         (["--expert-imbalance", "nan"], "at least 1, is nan"),

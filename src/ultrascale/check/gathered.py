@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ultrascale.models.experts import moe_layers
 from ultrascale.parallel.share import Share
+from ultrascale.spec.run import Optimizer as Settings
+from ultrascale.train.optimizer import moment_of, moments_of
 
 
 class Part(NamedTuple):
@@ -35,6 +38,16 @@ def gather_parts(share: Share, value_of: Callable[[nn.Parameter], Tensor]) -> Ga
     Collective. Raises ValueError if the ranks together do not hold all of a weight.
     """
     own = [(one.name, one.weight.shape, Part(one.place.offsets, _uncut(value_of(one.parameter)))) for one in share.held]
+    return _joined(_everything(share, own))
+
+
+def gather_moments(share: Share, optimizer: Optimizer, settings: Settings, moment: str) -> Gathered:
+    """A moment of every weight that has it, whole, float64, on rank 0. Collective."""
+    own = [
+        (one.name, one.weight.shape, Part(one.place.offsets, _uncut(moment_of(optimizer, one, moment)).double()))
+        for one in share.held
+        if moment in moments_of(one.weight, settings)
+    ]
     return _joined(_everything(share, own))
 
 

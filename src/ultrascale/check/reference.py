@@ -1,7 +1,7 @@
-"""What one process computes: the oracle. Plain PyTorch in float64, one sequence at a time, and AdamW written out.
+"""What one process computes: the oracle. Plain PyTorch in float64, one sequence at a time, and the optimizers written out.
 
-It shares the decoder's code and the initial weights with the trainer and nothing else: no FSDP2, no schedule, no micro-batches,
-no fused optimizer, no norm over shards.
+It shares the decoder's code, the initial weights and the rounding of narrow moments with the trainer and nothing else: no
+FSDP2, no schedule, no micro-batches, no fused optimizer, no norm over shards; Muon's iterations by singular values.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from math import sqrt
 import torch
 
 from ultrascale.kernels.dropout import token_keys
+from ultrascale.kernels.newton_schulz import COEFFICIENTS, STEPS
+from ultrascale.kernels.stochastic import rounding_key
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import moe_layers, take_load, update_expert_bias
 from ultrascale.models.initialise import initialise
 from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
-from ultrascale.spec.weights import weights
+from ultrascale.spec.weights import Weight, weights
+from ultrascale.train.compact_adamw import FIRST, SECOND, as_kept
 from ultrascale.train.learning_rate import learning_rate
 from ultrascale.train.micro_batches import ReadsSequences
+from ultrascale.train.muon import update_size
+from ultrascale.train.optimizer import KINDS, moments_of
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,18 @@ class Reference:
     steps_done: int = 0
     decoder: Decoder = field(init=False)
     moments: dict[str, torch.Tensor] = field(init=False)
+    table: dict[str, Weight] = field(init=False)
 
     def __post_init__(self) -> None:
         self.decoder = Decoder(self.run.model).double()
         initialise(self.decoder, self.run.model, self.run.seed)
         named = self.named_weights()
-        self.moments = {f"{kind}.{n}": torch.zeros_like(w) for kind in ("exp_avg", "exp_avg_sq") for n, w in named.items()}
+        self.table = {weight.name: weight for weight in weights(self.run.model)}
+        self.moments = {
+            f"{moment}.{name}": torch.zeros_like(weight)
+            for name, weight in named.items()
+            for moment in moments_of(self.table[name], self.run.optimizer)
+        }
 
     def named_weights(self) -> dict[str, torch.Tensor]:
         """The weights themselves, by name."""
@@ -67,7 +78,7 @@ class Reference:
         norm = sqrt(sum(float((g * g).sum()) for g in gradients.values()))
         limit = self.run.optimizer.clip_grad_norm
         scale = limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
-        self._adamw({name: g * scale for name, g in gradients.items()})
+        self._update({name: g * scale for name, g in gradients.items()})
         experts = self._balance(num_targets)
         self.steps_done += 1
         copies = {name: w.clone() for name, w in self.named_weights().items()}
@@ -118,15 +129,35 @@ class Reference:
         return found | {"auxiliary": auxiliary / num_targets}
 
     @torch.no_grad()
-    def _adamw(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Loshchilov and Hutter 2019, algorithm 2, with decay scaled by the learning rate as torch does."""
-        settings, count = self.run.optimizer, self.steps_done + 1
+    def _update(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Decay, scaled by the learning rate as torch does, and then the optimizer's own step."""
+        settings = self.run.optimizer
         rate = learning_rate(settings, self.steps_done, self.run.steps)
-        decays = {weight.name: settings.weight_decay if weight.decay else 0.0 for weight in weights(self.run.model)}
         for name, weight in self.named_weights().items():
-            first, second, g = self.moments[f"exp_avg.{name}"], self.moments[f"exp_avg_sq.{name}"], gradients[name]
-            weight.mul_(1 - rate * decays[name])
-            first.mul_(settings.beta1).add_(g, alpha=1 - settings.beta1)
-            second.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
-            mean, square = first / (1 - settings.beta1**count), second / (1 - settings.beta2**count)
-            weight.sub_(rate * mean / (square.sqrt() + settings.eps))
+            weight.mul_(1 - rate * settings.weight_decay * self.table[name].decay)
+            is_muons = f"momentum_buffer.{name}" in self.moments
+            weight.sub_(rate * (self._muon if is_muons else self._adamw)(name, gradients[name]))
+
+    def _adamw(self, name: str, g: torch.Tensor) -> torch.Tensor:
+        """Loshchilov and Hutter 2019, algorithm 2."""
+        settings, count = self.run.optimizer, self.steps_done + 1
+        first, second = self.moments[f"exp_avg.{name}"], self.moments[f"exp_avg_sq.{name}"]
+        first.mul_(settings.beta1).add_(g, alpha=1 - settings.beta1)
+        second.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
+        mean, square = first / (1 - settings.beta1**count), second / (1 - settings.beta2**count)
+        update = mean / (square.sqrt() + settings.eps)
+        if (kind := KINDS.get(settings.name)) is not None:
+            for moment, values in ((FIRST, first), (SECOND, second)):
+                values.copy_(as_kept(values, kind, moment, rounding_key(self.run.seed, count, name, moment)))
+        return update
+
+    def _muon(self, name: str, g: torch.Tensor) -> torch.Tensor:
+        """Jordan et al. 2024, each matrix by its singular values: what the iterations do to a matrix they do to these."""
+        momentum = self.moments[f"momentum_buffer.{name}"]
+        momentum.mul_(self.run.optimizer.momentum).add_(g)
+        left, values, right = torch.linalg.svd(g + self.run.optimizer.momentum * momentum, full_matrices=False)
+        values = values / values.norm(dim=-1, keepdim=True).clamp_min(1e-7)
+        a, b, c = COEFFICIENTS
+        for _ in range(STEPS):
+            values = a * values + b * values**3 + c * values**5
+        return update_size(g.shape) * (left * values.unsqueeze(-2)) @ right

@@ -13,7 +13,7 @@ import tyro
 
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.cli.plan_conflicts import refuse_conflicts, refuse_imbalance, refuse_on_measured_device, refuse_precision
-from ultrascale.plan.report import TRAINED_OPTIMIZER, RunPlan, alternatives, first_that_fits, has_rates, not_trainable, plan_run
+from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, alternatives, first_that_fits, has_rates, not_trainable, plan_run
 from ultrascale.plan.storage import Storage
 from ultrascale.plan.trainers import stack_called
 from ultrascale.spec.cluster import Cluster, parse_cluster
@@ -240,6 +240,7 @@ SHORT = {
     "sequences_per_batch": "batch.sequences_per_batch", "zero_stage": "layout.zero_stage", "dp_shard": "layout.dp_shard",
     "recompute": "layout.recompute", "micro_batch_size": "layout.micro_batch_size", "precision": "layout.precision",
     "tp": "layout.tp", "cp": "layout.cp", "pp": "layout.pp", "ep": "layout.ep", "schedule": "layout.schedule",
+    "optimizer": "optimizer.name",
 }  # fmt: skip
 
 
@@ -362,9 +363,10 @@ def _next_command(chosen: RunPlan, parsed: dict[str, Any], arguments: list[str],
 def next_of_run(chosen: RunPlan, words: list[str]) -> str:
     """What to do with a run's file (and settings over it): train it, hand it to its trainer, or look at its step."""
     optimizer = chosen.stack.optimizer
-    told = " ".join([*words, *([] if optimizer == TRAINED_OPTIMIZER else ["--optimizer", optimizer])])
+    said = [] if optimizer == DEFAULT_OPTIMIZER or "--optimizer.name" in words else ["--optimizer.name", optimizer]
+    told = " ".join([*words, *said])
     if chosen.stack.name != "ultrascale":
         return f"ultrascale plan {told} --stack {chosen.stack.name} --print-flags"
-    if not_trainable(chosen.run, chosen.stack):
+    if not_trainable(chosen.run):
         return f"ultrascale plan {told} --perfetto step.json   (our trainer does not run it yet)"
     return f"ultrascale check {told}   then  ultrascale train {told}"

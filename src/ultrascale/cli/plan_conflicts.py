@@ -106,9 +106,6 @@ def _conditions(parsed: dict[str, Any]) -> list[Problem]:
     if not 1 <= parsed["expert_imbalance"] < inf:
         rule = f"is the busiest rank over the mean: at least 1, is {parsed['expert_imbalance']:g}"
         found.append(Problem("--expert-imbalance", rule, "1.1 to 1.5 is usual."))
-    if parsed["runnable"] and parsed["optimizer"] not in (None, "adamw"):
-        rule = f"is {parsed['optimizer']}, and --runnable searches what `ultrascale train` runs: adamw"
-        found.append(Problem("--optimizer", rule, "Leave out one."))
     return found
 
 

@@ -219,7 +219,7 @@ def _next_command(chosen: RunPlan, parsed: dict[str, Any], arguments: list[str])
         return verb.next_of_run(chosen, [parsed["save"]])
     if chosen.stack.name != "ultrascale":
         return " ".join([*words, "--print-flags"])
-    if not_trainable(chosen.run, chosen.stack):
+    if not_trainable(chosen.run):
         return " ".join([*words, "" if parsed["explain"] else "--explain"]).rstrip()
     return " ".join([*words, "--save run.toml"])
 

@@ -82,14 +82,15 @@ def plan_memory(
     documents: bool = False,
     device: Literal["cpu", "cuda"] = "cuda",
     rank: int = 0,
+    optimizer: str = "adamw",
     optimizer_state_exists: bool = True,
     steps: int = 1,
     keeps_timeline: bool = False,
 ) -> MemoryPlan:
     """Replay `steps` training steps of one rank: of the first, which holds the largest parts, or another.
 
-    `documents`: packed documents with masks. `optimizer_state_exists`: moments are there before the first step (as our trainer
-    makes them), not made by the first update.
+    `documents`: packed documents with masks. `optimizer`: one of `spec.stack.OPTIMIZERS`. `optimizer_state_exists`: moments
+    are there before the first step (as our trainer makes them), not made by the first update.
     Raises SpecError if the batch cannot be cut into micro-batches, or the pipeline's schedule does not suit.
     """
     count = num_micro_batches(layout, sequences_per_batch)
@@ -100,13 +101,16 @@ def plan_memory(
     ledger.take("other", "batch", count * _batch_bytes(model, layout, shape))
     shards = [stage.shards for stage in stages.values()]
     elements = sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
-    moments = 0 if layout.offload_optimizer else 2 * elements
+    moments = sum(one.moment_bytes(bucket, optimizer) for one in shards for bucket in one.buckets)
+    moments = 0 if layout.offload_optimizer else moments
+    wide = max((one.update_bytes(optimizer, device) for one in shards), default=0)
     between = ledger.now()
     for step in range(steps):
         if step == 0 and optimizer_state_exists:
             ledger.take("optimizer", "moments", moments)
         _play_step(ledger, layout, stages, count, step, at)
         ledger.mark("optimizer", step)
+        ledger.touch("optimizer", "wide copies", wide)
         if step == 0 and not optimizer_state_exists:
             ledger.take("optimizer", "moments", moments)
         for one in shards:

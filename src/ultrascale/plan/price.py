@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.blocks import price_blocks
+from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.compute import optimizer_seconds
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.data_traffic import data_parallel_seconds
@@ -54,6 +55,8 @@ NEWTON_SCHULZ_FLOPS = 30
 """Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan 2024)."""
 NEWTON_SCHULZ_EFFICIENCY = 0.6
 """Share of the peak that these products, thousands wide, reach."""
+MATRIX_BYTES = 2
+"""Of an element of a matrix that Muon orthogonalises: bf16."""
 
 
 @dataclass(frozen=True)
@@ -301,9 +304,20 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     accelerator = workload.cluster.accelerator
     seconds = optimizer_seconds(accelerator, num_bytes * constants.optimizer_passes)
     if stack.optimizer == "muon":
+        seconds = seconds + _matrix_exchange(workload, table, own.max(axis=0))
         flops = NEWTON_SCHULZ_FLOPS * workload.model.hidden_size * own.max(axis=0)
         seconds = seconds + flops / (half_precision_peak(accelerator) * NEWTON_SCHULZ_EFFICIENCY)
     if not table.offload_optimizer.any():
         return seconds
     there = offloaded_update(workload, own.max(axis=0), stages.layers.sum(axis=1).max(axis=0))
     return np.where(table.offload_optimizer > 0, there, seconds)
+
+
+def _matrix_exchange(workload: Workload, table: LayoutTable, own: Floats) -> Floats:
+    """Parts of matrices to their owners and back, in bf16, over ZeRO's ranks and over tp (`parallel.whole_matrices`)."""
+    shard = np.where(table.zero_stage > 0, table.dp_shard * table.cp, 1)
+    seconds = np.zeros(len(table))
+    for size, stride in ((shard, table.tp), (table.tp, np.ones_like(table.tp))):
+        sent = 2 * collective_seconds(workload.cluster, "all_to_all", own * MATRIX_BYTES, size=size, stride=stride)
+        seconds = seconds + np.where(size > 1, sent, 0.0)
+    return seconds

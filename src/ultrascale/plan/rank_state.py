@@ -78,6 +78,8 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     gathers = np.full(len(table), in_buckets) | ((table.zero_stage == 3) & (shard > 1))
     alone = table.dp * table.cp == 1
     moments = stack.moment_bytes / 4 * master * cut
+    if stack.optimizer == "muon":  # embedding and head are AdamW's, with two moments
+        moments = moments + master * root / shard
 
     grows = table.zero_stage < 2
     accumulated = np.where((micro_batches > 1) & grows, total, np.where(micro_batches > 1, cut, 0.0))

@@ -16,7 +16,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator, Cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
-from ultrascale.spec.stack import STACKS, Stack
+from ultrascale.spec.stack import STACKS, Stack, with_optimizer
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.weights import num_parameters
 
@@ -29,8 +29,8 @@ HEADROOM_FRACTION = {"cuda": 0.06, "cpu": 0.0}
 """Of the device's memory: what the allocator reserves and does not use. SimuMax takes 6 percent, others 10."""
 HEADROOM_BYTES = {"cuda": 3 * 2**30, "cpu": 2**29}
 """CUDA's context and kernels 0.5 to 0.9 GiB, NCCL 1 to 2 GiB; on a CPU the interpreter and torch, about 0.4 GiB a process."""
-TRAINED_OPTIMIZER = "adamw"
-"""What our trainer runs, and the replay counts."""
+DEFAULT_OPTIMIZER = "adamw"
+"""That need not be said."""
 RECOMPUTE_FROM_CHEAP = ("none", "selective", "full")
 Device = Literal["cpu", "cuda"]
 
@@ -97,7 +97,7 @@ class RunPlan:
             "num_micro_batches": self.num_micro_batches,
             "document_mask": run.data.document_mask,
             "optimizer": self.stack.optimizer,
-            "trainable": not not_trainable(run, self.stack),
+            "trainable": not not_trainable(run),
             "fits": self.fits,
             "memory": self._memory_json(),
             "time": self._time_json(),
@@ -208,10 +208,9 @@ _NO_RATES = (
 )  # fmt: skip
 
 
-def not_trainable(run: Run, stack: Stack = STACKS["ultrascale"]) -> list[str]:
-    """What of `run` and of how `stack` trains it our trainer does not run yet, as dotted keys."""
-    found = [problem.key for problem in (*untrainable_model(run.model), *untrainable_layout(run.layout))]
-    return [*found, "optimizer"] if stack.optimizer != TRAINED_OPTIMIZER else found
+def not_trainable(run: Run) -> list[str]:
+    """What of `run` our trainer does not run yet, as dotted keys."""
+    return [problem.key for problem in (*untrainable_model(run.model), *untrainable_layout(run.layout))]
 
 
 def plan_run(
@@ -222,14 +221,17 @@ def plan_run(
     expert_imbalance: float = 1.0,
     storage: Storage | None = None,
 ) -> RunPlan:
-    """Memory and time of `run` on `cluster`. Raises SpecError if the batch or the device does not suit the layout."""
+    """Memory and time of `run` on `cluster`, with the run's own optimizer. Raises SpecError if the batch or the device does not
+    suit the layout."""
+    if run.optimizer.name != DEFAULT_OPTIMIZER:
+        stack = with_optimizer(stack, run.optimizer.name)
     if run.layout.recompute == "auto":
         from ultrascale.plan.recompute_choice import with_recomputation  # here, so that a CPU is planned without NumPy
 
         run = with_recomputation(run, cluster, stack)
     device, knows_rates = device_of(cluster.accelerator), has_rates(cluster.accelerator, run.layout.precision)
     memory = None
-    ours = stack.name == "ultrascale" and is_replayed(run.model, run.layout) and not not_trainable(run, stack)
+    ours = stack.name == "ultrascale" and is_replayed(run.model, run.layout) and not not_trainable(run)
     # Of a pipeline every rank is replayed, which takes seconds where it is long: only where nothing else tells.
     if ours and (not knows_rates or not (run.layout.pp > 1 or run.model.num_experts)):
         memory = plan_fullest_rank(
@@ -239,6 +241,7 @@ def plan_run(
             sequences_per_batch=run.batch.sequences_per_batch,
             documents=run.data.document_mask,
             device=device,
+            optimizer=run.optimizer.name,
         )
     prediction = None
     if knows_rates:

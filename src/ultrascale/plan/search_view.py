@@ -13,7 +13,6 @@ from rich.text import Text
 from ultrascale.plan.explain import Change, Marginal, Rung, binding, changes, marginals, rungs
 from ultrascale.plan.footprint import MARGIN
 from ultrascale.plan.price import Prediction
-from ultrascale.plan.report import TRAINED_OPTIMIZER
 from ultrascale.plan.scaling import PAYS, Scaled, most_that_pay
 from ultrascale.plan.search import TIE, SearchResult, needed_bytes
 from ultrascale.spec.cluster import Cluster
@@ -86,7 +85,7 @@ def _batch_note(result: SearchResult) -> str:
 
 def _runs(one: Prediction) -> str:
     wanting = untrainable_layout(one.layout) or untrainable_model(one.workload.model)
-    return "" if wanting or one.workload.stack.optimizer != TRAINED_OPTIMIZER else "yes"
+    return "" if wanting else "yes"
 
 
 def layout_words(layout: Layout, num_micro_batches: int) -> str:

@@ -18,11 +18,13 @@ Read in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_colle
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
-from ultrascale.spec.weights import Weight
+from ultrascale.spec.stack import ITERATED_BYTES, ORTHOGONALISED_BYTES, SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES
+from ultrascale.spec.weights import Weight, is_hidden_matrix
 
 
 @dataclass
@@ -92,6 +94,22 @@ class Shards:
         """Elements of the largest shard without padding: rank 0's."""
         ranks = self.ranks_of(bucket)
         return sum(-(-w.shape[0] // ranks) * (w.numel // w.shape[0]) for w in bucket.weights)
+
+    def moment_bytes(self, bucket: Bucket, optimizer: str) -> int:
+        """Of the optimizer's state of the largest shard."""
+        ranks = self.ranks_of(bucket)
+        return sum(moment_bytes(weight, ranks, optimizer, self.master_itemsize) for weight in bucket.weights)
+
+    def update_bytes(self, optimizer: str, device: str) -> int:
+        """What an update makes and drops, at most at once."""
+        weights = [(weight, self.ranks_of(bucket)) for bucket in self.buckets for weight in bucket.weights]
+        sizes = [(weight, _rows(weight, ranks)) for weight, ranks in weights if len(weight.shape) > 1]
+        if optimizer == "muon":
+            matrices = [(prod(weight.shape[-2:]), size) for weight, size in sizes if is_hidden_matrix(weight)]
+            is_cut = self.ranks > 1 or self.layout.tp > 1
+            return ORTHOGONALISED_BYTES[is_cut] * sum(size for _, size in matrices) + ITERATED_BYTES * max(matrices)[0]
+        largest = max((size for _, size in sizes), default=0)
+        return WIDENED_BYTES.get(optimizer, 0) * min(largest, UPDATED_TOGETHER[device])
 
     def adds_in_place(self, bucket: Bucket, weight: Weight) -> bool:
         """Whether a product can add to the gradient that is there, of the dtype in which autograd makes it."""
@@ -273,6 +291,24 @@ class Shards:
         if self.reduce_input is not None:
             self.ledger.drop(self.reduce_input)
             self.reduce_input = None
+
+
+def moment_bytes(weight: Weight, ranks: int, optimizer: str, master_itemsize: int) -> int:
+    """Of the optimizer's state of a weight cut over so many ranks, on the first: what our trainer keeps."""
+    elements = _rows(weight, ranks)
+    if optimizer == "muon" and is_hidden_matrix(weight):
+        return elements * master_itemsize
+    if len(weight.shape) == 1 or optimizer in ("adamw", "muon"):
+        return 2 * elements * master_itemsize
+    if optimizer == "adamw-bf16":
+        return 2 * elements * 2
+    blocks = elements // weight.shape[-1] * -(-weight.shape[-1] // SCALED_TOGETHER)
+    return 2 * (elements + 4 * blocks)
+
+
+def _rows(weight: Weight, ranks: int) -> int:
+    """Elements of the rows that the first of so many ranks has."""
+    return -(-weight.shape[0] // ranks) * (weight.numel // weight.shape[0])
 
 
 def _padded(weight: Weight, ranks: int) -> int:

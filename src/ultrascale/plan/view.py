@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ultrascale.plan.cost import cost
 from ultrascale.plan.memory import MemoryPlan
-from ultrascale.plan.report import TRAINED_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval, workload_of
+from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval, workload_of
 from ultrascale.plan.time import NOT_IN_IT
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.units import format_bytes, format_count, format_flops_per_second, format_seconds
@@ -212,7 +212,7 @@ def _headline(plan: RunPlan) -> Text:
     micro_batches = f"{count} micro-batch{'' if count == 1 else 'es'}"
     who = "rank" if layout.world_size == layout.dp else "replica"
     trainer = "" if plan.stack.name == "ultrascale" else f", trained by {plan.stack.name}"
-    trainer += "" if plan.stack.optimizer == TRAINED_OPTIMIZER else f", {plan.stack.optimizer}"
+    trainer += "" if plan.stack.optimizer == DEFAULT_OPTIMIZER else f", {plan.stack.optimizer}"
     title.append(
         f"{_cut(layout)}{layout.precision}, {_state(layout)}, {_again(layout)}{trainer}\n"
         f"a step is {format_count(tokens)} tokens: {layout.dp} {who}{'' if layout.dp == 1 else 's'} "
@@ -281,7 +281,7 @@ def _verdict(plan: RunPlan) -> Text:
     text.append(f"  {format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)}, {rest}\n", style="not bold")
     text.append(_kept_free(plan), style="not bold dim")
     if plan.memory is None:
-        never = plan.stack.name == "ultrascale" and not_trainable(plan.run, plan.stack)
+        never = plan.stack.name == "ultrascale" and not_trainable(plan.run)
         how = ": our trainer does not run this yet" if never else f", as {plan.stack.name} keeps them"
         text.append(f"\nput together from parts{how}", style="not bold dim")
     return text

@@ -59,8 +59,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) and its learning rate."""
+    """What turns gradients into updates, and its learning rate."""
 
+    name: Literal["adamw", "adamw-bf16", "adamw-8bit", "muon"] = "adamw"
+    """adamw: Loshchilov and Hutter 2019. adamw-bf16, adamw-8bit: its moments kept in bf16, or in 8 bits with a scale for every
+    256, rounded stochastically. muon: hidden matrices by Jordan et al. 2024, all else by adamw."""
     learning_rate: float = 3e-4
     """The peak."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -71,6 +74,8 @@ class Optimizer:
     """wsd: steps of the final decay. None: a tenth of the run."""
     min_learning_rate_ratio: float = 0.1
     """The learning rate at the end, as a share of the peak."""
+    momentum: float = 0.95
+    """Of muon's matrices. Read only if name = "muon"."""
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8

@@ -194,13 +194,26 @@ STACKS: dict[str, Stack] = {
     )
 }  # fmt: skip
 
+UPDATED_TOGETHER = {"cpu": 1 << 16, "cuda": 1 << 23}
+"""Elements whose narrow moments we widen at once: in cache, or enough for few launches."""
+WIDENED_BYTES = {"adamw-bf16": 44, "adamw-8bit": 65}
+"""For each of them, beside their moments: moments widened, random numbers, their hashes. Measured (tests/agree)."""
+SCALED_TOGETHER = 256
+"""Moments in 8 bits that have one scale, in fp32 (torchao, bitsandbytes)."""
 OPTIMIZERS = {
     "adamw": 8.0,  # two moments in fp32
     "adamw-bf16": 4.0,  # two moments in bf16
-    "adamw-8bit": 2.0 + 2 * 4 / 256,  # two moments of one byte, a scale in fp32 for each 256 (Dettmers et al. 2022; torchao)
-    "muon": 4.0,  # one momentum in fp32 (Jordan et al. 2024); embeddings, head and norms are a small part and counted alike
+    "adamw-8bit": 2.0 + 2 * 4 / SCALED_TOGETHER,  # of one byte, a scale for each 256 (Dettmers et al. 2022; torchao)
+    "muon": 4.0,  # one momentum in fp32 (Jordan et al. 2024) of matrices; embedding and head have two, counted where they are
 }
 """Bytes of optimizer state per parameter beside the master weight."""
+
+
+ORTHOGONALISED_BYTES = (4, 7)
+"""Of a matrix's element, while ours has all of them together: what goes in and what comes out, in bf16; and with the buffers of
+messages, where matrices are cut."""
+ITERATED_BYTES = 8
+"""Of an element of the matrix that is worked on."""
 
 
 def with_optimizer(stack: Stack, name: str) -> Stack:
@@ -208,4 +221,6 @@ def with_optimizer(stack: Stack, name: str) -> Stack:
     if name not in OPTIMIZERS:
         rule = f"there is no optimizer called {name!r}"
         raise SpecError([Problem("optimizer", rule, f"Choose one of {', '.join(OPTIMIZERS)}.")])
-    return replace(stack, optimizer=name, moment_bytes=OPTIMIZERS[name])
+    ours = stack.name == "ultrascale" and name == "muon"
+    temporary = ORTHOGONALISED_BYTES[1] if ours else stack.optimizer_temporary_bytes
+    return replace(stack, optimizer=name, moment_bytes=OPTIMIZERS[name], optimizer_temporary_bytes=temporary)

@@ -96,6 +96,11 @@ def layer_weights(model: Model, layer: int) -> Iterator[Weight]:
         yield from _norm(model, f"{block}.shared_head.norm", layer, d)
 
 
+def is_hidden_matrix(weight: Weight) -> bool:
+    """Whether Muon moves it: matrices inside blocks, of experts each one's; not embedding, head and router, nor vectors."""
+    return weight.part in ("attention", "mlp") and len(weight.shape) == (3 if weight.is_expert else 2)
+
+
 def score_biases(model: Model) -> Iterator[Weight]:
     """The biases that balance experts' load: state of the model that no gradient teaches (`topk_method = "noaux_tc"`)."""
     if model.num_experts and model.topk_method == "noaux_tc":

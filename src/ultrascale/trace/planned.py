@@ -79,7 +79,7 @@ def planned_rank(run: Run, rank: int, device: Kind) -> Planned | None:
     batch = run.batch
     peak = plan_memory(
         run.model, run.layout, sequence_length=batch.sequence_length, sequences_per_batch=batch.sequences_per_batch,
-        documents=run.data.document_mask, device=device, rank=rank, steps=2,
+        documents=run.data.document_mask, device=device, rank=rank, steps=2, optimizer=run.optimizer.name,
     ).peak_by_step[1]  # fmt: skip
     shape = rank_shape(run.layout, batch.sequence_length, documents=run.data.document_mask, device=device)
     parts = _parts(run, shape, rank)
@@ -232,7 +232,7 @@ def _data_of(run: Run, rank: int, device: Kind, count: int) -> dict[Way, Any]:
         plan_memory(
             run.model, layout, sequence_length=run.batch.sequence_length,
             sequences_per_batch=count * layout.dp * layout.micro_batch_size, documents=run.data.document_mask, device=device,
-            rank=rank,
+            rank=rank, optimizer=run.optimizer.name,
         )  # fmt: skip
     return found
 

@@ -51,5 +51,6 @@ def peak_of(run: Run, rank: int, *, device: Kind) -> StagePeak:
         planned = plan_memory(
             run.model, run.layout, sequence_length=run.batch.sequence_length, sequences_per_batch=run.batch.sequences_per_batch,
             documents=run.data.document_mask, device=device, rank=rank, steps=2,
+            optimizer=run.optimizer.name,
         ).peak_by_step[1].total  # fmt: skip
     return StagePeak(Coordinates.of(run.layout, rank).pp, rank, trace.peak_bytes(1), planned, reserved_bytes(trace))

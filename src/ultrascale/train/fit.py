@@ -18,6 +18,7 @@ def stage_peaks(run: Run) -> list[int]:
         plan_memory(
             run.model, layout, sequence_length=batch.sequence_length, sequences_per_batch=batch.sequences_per_batch,
             documents=run.data.document_mask, device="cuda", rank=rank, steps=2,
+            optimizer=run.optimizer.name,
         ).peak.total
         for rank in range(0, layout.world_size, layout.world_size // layout.pp)
     ]  # fmt: skip

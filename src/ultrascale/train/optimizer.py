@@ -1,24 +1,56 @@
-"""AdamW over a rank's parameters, with weight decay where the weights table says."""
+"""The optimizer of a run over a rank's parameters, with weight decay where the weights table says."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from ultrascale.parallel.host_memory import host_tensor
-from ultrascale.parallel.share import Share
+from ultrascale.parallel.share import Held, Share
 from ultrascale.spec.run import Optimizer
+from ultrascale.spec.weights import Weight, is_hidden_matrix
+from ultrascale.train.compact_adamw import FIRST, SECOND, CompactAdamW, Kind
 from ultrascale.train.host_optimizer import HostAdamW
+from ultrascale.train.muon import Muon
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = (FIRST, SECOND, "momentum_buffer")
+KINDS: dict[str, Kind] = {"adamw-bf16": "bf16", "adamw-8bit": "8bit"}
+"""Of moments that are kept narrow, by the optimizer's name."""
 
 
-def build_optimizer(share: Share, settings: Optimizer) -> AdamW:
-    """Fused AdamW in two groups, with and without weight decay. Its state exists from the start, so that it can be saved,
-    loaded and planned at any step."""
+def moments_of(weight: Weight, settings: Optimizer) -> tuple[str, ...]:
+    """Names of what the optimizer keeps of a weight between steps."""
+    return MOMENTS[2:] if settings.name == "muon" and is_hidden_matrix(weight) else MOMENTS[:2]
+
+
+def saved_dtype(weight: Weight, settings: Optimizer, master: torch.dtype) -> torch.dtype:
+    """Of a weight's moments in a checkpoint."""
+    kind = None if len(weight.shape) == 1 else KINDS.get(settings.name)
+    return {"bf16": torch.bfloat16, "8bit": torch.float32}.get(kind or "", master)
+
+
+def build_optimizer(share: Share, settings: Optimizer, *, seed: int = 0) -> torch.optim.Optimizer:
+    """The optimizer that `settings` name. Its state exists from the start (`create_state`), so that it can be saved, loaded and
+    planned at any step. `seed`: of stochastic rounding."""
+    optimizer: torch.optim.Optimizer
+    if settings.name == "muon":
+        optimizer = Muon(share, settings)
+    elif settings.name in KINDS:
+        optimizer = CompactAdamW(share, settings, KINDS[settings.name], seed=seed)
+    else:
+        optimizer = _adamw(share, settings)
+    # The fused update does not tell autograd that it wrote; `parallel.precision` has to know.
+    optimizer.register_step_post_hook(lambda *unused: increment_version(share.parameters()))
+    return optimizer
+
+
+def _adamw(share: Share, settings: Optimizer) -> AdamW:
+    """Fused AdamW in two groups, with and without weight decay."""
     groups = [
         {"params": [one.parameter for one in share.held if one.weight.decay], "weight_decay": settings.weight_decay},
         {"params": [one.parameter for one in share.held if not one.weight.decay], "weight_decay": 0.0},
@@ -27,39 +59,56 @@ def build_optimizer(share: Share, settings: Optimizer) -> AdamW:
     options: dict[str, Any] = {
         "lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2), "eps": settings.eps, "fused": True,
     }  # fmt: skip
-    optimizer = HostAdamW(used, share.held, **options) if share.layout.offload_optimizer else AdamW(used, **options)
-    # The fused update does not tell autograd that it wrote; `parallel.precision` has to know.
-    optimizer.register_step_post_hook(lambda *unused: increment_version(share.parameters()))
-    return optimizer
+    return HostAdamW(used, share.held, **options) if share.layout.offload_optimizer else AdamW(used, **options)
 
 
-def create_state(optimizer: AdamW, steps_done: int) -> None:
-    """Give every parameter its moments (zero) and its count of updates, as AdamW's first step would."""
+def create_state(optimizer: torch.optim.Optimizer, steps_done: int) -> None:
+    """Give every parameter its moments (zero) and its count of updates, as the optimizer's first step would."""
+    if isinstance(optimizer, (Muon, CompactAdamW)):
+        optimizer.create_state(steps_done)
+        return
     offloads = isinstance(optimizer, HostAdamW)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             count = torch.empty((), dtype=torch.float32, device=parameter.device)
             optimizer.state[parameter] = {
                 "step": (host_tensor(count) if offloads else count).fill_(float(steps_done)),
-                **(optimizer.create_host_state(parameter, MOMENTS) if offloads else _zeros(parameter)),
+                **(optimizer.create_host_state(parameter, MOMENTS[:2]) if offloads else _zeros(parameter)),
             }
     if offloads:
         optimizer.read_parameters()
 
 
 def _zeros(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+    return {moment: torch.zeros_like(parameter) for moment in MOMENTS[:2]}
 
 
-def set_steps_done(optimizer: AdamW, steps_done: int) -> None:
-    """Go on after so many updates, with parameters that were loaded: AdamW's bias correction depends on the count."""
+def set_steps_done(optimizer: torch.optim.Optimizer, steps_done: int) -> None:
+    """Go on after so many updates, with parameters that were loaded: AdamW's bias correction and the rounding of narrow moments
+    depend on the count."""
+    if isinstance(optimizer, CompactAdamW):
+        optimizer.updates_done = steps_done
     for state in optimizer.state.values():
-        state["step"].fill_(float(steps_done))
+        if "step" in state:
+            state["step"].fill_(float(steps_done))
     if isinstance(optimizer, HostAdamW):
         optimizer.read_parameters()
 
 
-def set_learning_rate(optimizer: AdamW, rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Use `rate` for the next update."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def moment_of(optimizer: torch.optim.Optimizer, one: Held, moment: str) -> Tensor:
+    """A moment as its parameter is cut, widened if it is kept in codes."""
+    if not isinstance(optimizer, CompactAdamW):
+        return optimizer.state[one.parameter][moment]
+    own = optimizer.store(one).whole(moment).to(one.parameter.device)
+    if not isinstance(one.parameter, DTensor):
+        return own
+    whole = one.parameter
+    return DTensor.from_local(
+        own, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )

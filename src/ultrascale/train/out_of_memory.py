@@ -41,6 +41,7 @@ def out_of_memory(run: Run, rank: int, measured: Measured, run_file: Path, error
         peak = plan_memory(
             run.model, run.layout, sequence_length=run.batch.sequence_length,
             sequences_per_batch=run.batch.sequences_per_batch, documents=run.data.document_mask, device="cuda", rank=rank,
+            optimizer=run.optimizer.name,
         ).peak  # fmt: skip
         planned = f"{format_bytes(peak.total)} at the peak, in the {peak.phase} pass"
     allocated, reserved = map(format_bytes, measured)

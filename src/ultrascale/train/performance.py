@@ -139,7 +139,7 @@ class Performance:
             run.model, run.layout, sequence_length=run.batch.sequence_length,
             sequences_per_batch=sequences_per_batch, documents=run.data.document_mask,
             device="cuda" if self.ranks.device.type == "cuda" else "cpu", rank=self.ranks.rank, steps=steps,
-            keeps_timeline=keeps_timeline,
+            keeps_timeline=keeps_timeline, optimizer=run.optimizer.name,
         )  # fmt: skip
 
 

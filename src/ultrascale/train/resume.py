@@ -14,15 +14,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ultrascale.checkpoint import CheckpointError, Search, Slice, load, read_metadata, search
 from ultrascale.parallel.share import Held
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.resolve import run_from_toml, to_toml
 from ultrascale.spec.run import Run
+from ultrascale.train.compact_adamw import CompactAdamW, box_of
 from ultrascale.train.export import PREFIX
-from ultrascale.train.optimizer import MOMENTS, set_steps_done
+from ultrascale.train.optimizer import moments_of, set_steps_done
 from ultrascale.train.trainer import Trainer
 
 
@@ -33,14 +35,30 @@ def tensors_of(trainer: Trainer) -> dict[str, list[Slice]]:
     """
     tensors: dict[str, list[Slice]] = defaultdict(list)
     for one in trainer.share.held:
-        state = trainer.optimizer.state[one.parameter]
         tensors[f"{PREFIX}{one.name}"].append(_slice(one, one.parameter.detach()))
-        for moment in MOMENTS:
-            tensors[f"optimizer.{moment}.{one.name}"].append(_slice(one, state[moment]))
+        for moment in moments_of(one.weight, trainer.run.optimizer):
+            tensors[f"optimizer.{moment}.{one.name}"].append(_moment(trainer.optimizer, one, moment))
     for stage in trainer.share.stages.values():
         for name, bias in stage.named_buffers():
             tensors[f"{PREFIX}{name}"].append(Slice(bias, tuple(bias.shape), (0,) * bias.dim()))
     return dict(tensors)
+
+
+def _moment(optimizer: torch.optim.Optimizer, one: Held, moment: str) -> Slice:
+    """Of moments kept narrow a copy, on the CPU, of what they stand for; of others themselves."""
+    if not isinstance(optimizer, CompactAdamW):
+        return _slice(one, optimizer.state[one.parameter][moment])
+    return Slice(optimizer.store(one).whole(moment), one.weight.shape, box_of(one).offsets)
+
+
+def _take_back(trainer: Trainer, tensors: dict[str, list[Slice]]) -> None:
+    """Keep what was loaded into copies."""
+    if isinstance(trainer.optimizer, CompactAdamW):
+        waiting = {name: iter(slices) for name, slices in tensors.items()}
+        for one in trainer.share.held:
+            for moment in moments_of(one.weight, trainer.run.optimizer):
+                found = next(waiting[f"optimizer.{moment}.{one.name}"])
+                trainer.optimizer.store(one).take_back(moment, found.tensor)
 
 
 def _slice(held: Held, tensor: Tensor) -> Slice:
@@ -70,7 +88,9 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False) 
     """
     facts = read_metadata(checkpoint)
     _expect_same_run(trainer, facts, checkpoint, allow_changes=allow_changes)
-    load(checkpoint, tensors_of(trainer))
+    tensors = tensors_of(trainer)
+    load(checkpoint, tensors)
+    _take_back(trainer, tensors)
     trainer.steps_done = facts["steps_done"]
     trainer.skipped_steps = facts.get("skipped_steps", 0)
     set_steps_done(trainer.optimizer, trainer.steps_done - trainer.skipped_steps)
@@ -123,11 +143,21 @@ def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, 
         for key, before, now in _differences("", facts["decides"], decisive_parts(trainer.run))
         if _batch_remedy(key, before) or not allow_changes
     ]
+    problems += _optimizer_problem(run_from_toml(facts["run"], where=f"{checkpoint}, metadata"), trainer.run)
     if not allow_changes and facts["data"] != trainer.loader.fingerprint():
         rule = f"the prepared data is not what {checkpoint.name} was trained on (its fingerprint differs)"
         problems.append(Problem("data.sources", rule, remedy))
     if problems:
         raise SpecError(problems)
+
+
+def _optimizer_problem(before: Run, now: Run) -> list[Problem]:
+    """Moments of another kind cannot be gone on with; the same ones kept narrower or wider can."""
+    was, is_now = before.optimizer.name, now.optimizer.name
+    if (was == "muon") == (is_now == "muon"):
+        return []
+    rule = f"is {is_now!r}, but the checkpoint has the moments of {was}"
+    return [Problem("optimizer.name", rule, f'Set it back to "{was}", or start another run with --name.')]
 
 
 def _batch_remedy(key: str, before: Any) -> str:

@@ -22,7 +22,7 @@ from ultrascale.spec.weights import score_biases
 from ultrascale.spec.weights import weights as weights_of
 from ultrascale.train.corpora import build_loader, with_absolute_paths
 from ultrascale.train.export import PREFIX, tokenizer_of, weights_in
-from ultrascale.train.optimizer import MOMENTS
+from ultrascale.train.optimizer import moments_of, saved_dtype
 from ultrascale.train.resume import decisive_parts
 from ultrascale.train.run_folder import RunFolder
 
@@ -83,7 +83,11 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
         raise SpecError(problems)
     dtype = TORCH_DTYPE[run.layout.master_dtype]
     tensors = {f"{PREFIX}{name}": weight.to(dtype) for name, weight in weights.items()}
-    zeros = {f"optimizer.{m}.{one.name}": torch.zeros(one.shape, dtype=dtype) for one in weights_of(model) for m in MOMENTS}
+    zeros = {
+        f"optimizer.{moment}.{one.name}": torch.zeros(one.shape, dtype=saved_dtype(one, run.optimizer, dtype))
+        for one in weights_of(model)
+        for moment in moments_of(one, run.optimizer)
+    }
     facts = {
         "steps_done": 0,
         "run": to_toml(run),

@@ -92,7 +92,7 @@ class Trainer:
     """Draw initial weights where they live: faster, and other numbers than the CPU's, which are the same everywhere."""
     share: Share = field(init=False)
     passes: Passes = field(init=False)
-    optimizer: torch.optim.AdamW = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
     noise_scale: NoiseScale | None = field(init=False, default=None)
     loss_scale: DynamicScale | None = field(init=False, default=None)
     """Of fp16."""
@@ -120,7 +120,7 @@ class Trainer:
             compile_blocks=run.compile,
             draw_on_device=self.draw_on_device,
         )
-        self.optimizer = build_optimizer(self.share, run.optimizer)
+        self.optimizer = build_optimizer(self.share, run.optimizer, seed=run.seed)
         create_state(self.optimizer, 0)
         self.passes = Passes(self.share, self._tell_phase)
         if run.log.gradient_noise_scale:

@@ -1,0 +1,197 @@
+"""Whole matrices out of the parts that ranks hold, one owner for each, and back: for updates that need all of a matrix.
+
+    dp_shard   rows of a matrix over the ranks that share a copy of the state   -->  each rank the slices of some matrices
+    tp         rows or columns of it over tensor-parallel ranks                 -->  each rank some whole matrices
+               (experts: expert_tp; whole experts lie on ZeRO's ranks already)
+    work on the whole, then the same two exchanges backwards
+
+A rank that holds 1/k of every matrix gets every k-th matrix whole: nothing is computed twice inside a copy of the state, and of
+P elements that a rank holds it sends and receives P, twice (each exchange one `all_to_all_single`). Copies of the state
+(dp_replicate, or ZeRO 0) each do all of it: the same bits, without a message. The alternative, gathering every matrix
+everywhere, sends n times as much and computes everything n times; orthogonalising parts alone is another algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.mesh import MeshAxis
+from ultrascale.parallel.share import Held, Share
+from ultrascale.spec.places import Coordinates, place
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of one dimension that a rank holds."""
+
+    first: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the ranks of a group hold a tensor, and which of them gets all of it."""
+
+    dim: int
+    spans: tuple[Span, ...]
+    """Of each rank of the group; several may hold the same."""
+    cost: int
+    """Of the work on all of it, next to others'."""
+    owner: int = 0
+
+
+class WholeMatrices:
+    """The exchanges for some weights of a rank; made once. All ranks of the groups make theirs of the same weights."""
+
+    def __init__(self, share: Share, held: Sequence[Held]):
+        self.held = held
+        sharded = [n for n, one in enumerate(held) if not one.weight.is_expert and _shard_group(one) is not None]
+        self._stages = [_Stage({n: _shard_cut(held[n]) for n in sharded}, _shard_group(held[sharded[0]]))] if sharded else []
+        # What this rank owns after the first exchange meets the other slices of it, which their ranks of tp own alike.
+        mine = [n for n in range(len(held)) if n not in sharded or self._stages[0].is_mine(n)]
+        axes: tuple[tuple[MeshAxis, bool], ...] = (("tp", False), ("expert_tp", True))
+        for axis, wanted in axes:
+            group = share.mesh.group(axis)
+            some = [n for n in mine if held[n].weight.is_expert == wanted and held[n].weight.tp_dim is not None]
+            if group is not None and some:
+                self._stages.append(_Stage({n: _slice_cut(share, held[n], group) for n in some}, group))
+
+    def apply(self, parts: Sequence[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """`work` on each whole matrix (of experts: on [X, m, n] of those here) of which `parts` are this rank's, in the order
+        of the weights; this rank's parts of the results, of the same shapes. Collective."""
+        here: dict[int, Tensor] = dict(enumerate(parts))
+        for stage in self._stages:
+            here = stage.to_owners(here)
+        here = {number: work(matrix) if matrix.numel() else matrix for number, matrix in here.items()}
+        for stage in reversed(self._stages):
+            here = stage.to_parts(here)
+        return [here[number] for number in range(len(parts))]
+
+
+class _Stage:
+    """One exchange there and back. Tensors it does not know pass by."""
+
+    def __init__(self, cuts: dict[int, Cut], group: dist.ProcessGroup | None):
+        assert group is not None
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        owners = _balanced([cut.cost for cut in cuts.values()], self.size)
+        self.cuts = {n: replace(cut, owner=owner) for (n, cut), owner in zip(cuts.items(), owners, strict=True)}
+        self._rest: dict[int, tuple[int, ...]] = {}
+        """Shapes of parts."""
+
+    def is_mine(self, number: int) -> bool:
+        return self.cuts[number].owner == self.rank
+
+    def to_owners(self, parts: dict[int, Tensor]) -> dict[int, Tensor]:
+        self._rest = {number: tuple(parts[number].shape) for number in self.cuts}
+        sent = [[parts[n] for n, cut in self.cuts.items() if cut.owner == rank] for rank in range(self.size)]
+        owned = [n for n in self.cuts if self.is_mine(n)]
+        shapes = [[self._part_shape(n, rank) for n in owned] for rank in range(self.size)]
+        received = self._exchange(sent, shapes, next(iter(parts.values())))
+        wholes = {n: part for n, part in parts.items() if n not in self.cuts}
+        for index, n in enumerate(owned):
+            wholes[n] = self._assembled(n, [row[index] for row in received])
+        return dict(sorted(wholes.items()))
+
+    def to_parts(self, wholes: dict[int, Tensor]) -> dict[int, Tensor]:
+        owned = [n for n in self.cuts if self.is_mine(n)]
+        sent = [[self._part(wholes[n], n, rank) for n in owned] for rank in range(self.size)]
+        coming = [[n for n, cut in self.cuts.items() if cut.owner == rank] for rank in range(self.size)]
+        shapes = [[self._rest[n] for n in some] for some in coming]
+        like = next(iter(wholes.values()), None)
+        received = self._exchange(sent, shapes, like if like is not None else self._like)
+        parts = {n: whole for n, whole in wholes.items() if n not in self.cuts}
+        for some, row in zip(coming, received, strict=True):
+            parts |= dict(zip(some, row, strict=True))
+        return dict(sorted(parts.items()))
+
+    def _part(self, whole: Tensor, number: int, rank: int) -> Tensor:
+        span = self.cuts[number].spans[rank]
+        return whole.narrow(self.cuts[number].dim, span.first, span.length)
+
+    def _part_shape(self, number: int, rank: int) -> tuple[int, ...]:
+        shape, cut = list(self._rest[number]), self.cuts[number]
+        shape[cut.dim] = cut.spans[rank].length
+        return tuple(shape)
+
+    def _assembled(self, number: int, parts: list[Tensor]) -> Tensor:
+        cut = self.cuts[number]
+        shape = list(self._rest[number])
+        shape[cut.dim] = max(span.first + span.length for span in cut.spans)
+        whole = parts[0].new_empty(shape)
+        for span, part in zip(cut.spans, parts, strict=True):
+            whole.narrow(cut.dim, span.first, span.length).copy_(part)
+        return whole
+
+    def _exchange(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor) -> list[list[Tensor]]:
+        """What each rank sent to this one, of these shapes; `sent` goes to each rank."""
+        self._like = like.new_empty(0)
+        flat = torch.cat([like.new_empty(0), *(part.flatten() for some in sent for part in some)])
+        sizes = [sum(part.numel() for part in some) for some in sent]
+        counts = [sum(prod(shape) for shape in some) for some in shapes]
+        received = like.new_empty(sum(counts))
+        with waiting("matrices gathered for the optimizer", self.group):
+            dist.all_to_all_single(received, flat, counts, sizes, group=self.group)
+        found = []
+        for part, some in zip(received.split(counts), shapes, strict=True):
+            pieces = part.split([prod(shape) for shape in some])
+            found.append([piece.view(shape) for piece, shape in zip(pieces, some, strict=True)])
+        return found
+
+
+def shard_rows(parameter: Tensor) -> Span:
+    """The rows of dimension 0 of `parameter` that this rank holds: as FSDP2 cuts, in equal parts, the last ones shorter."""
+    if not isinstance(parameter, DTensor):
+        return Span(0, parameter.shape[0])
+    mesh = parameter.device_mesh["dp_shard"]
+    return _chunk(parameter.shape[0], mesh.size(), mesh.get_local_rank())
+
+
+def slice_spans(share: Share, one: Held, group: dist.ProcessGroup) -> list[Span]:
+    """What each rank of `group`, along tp or expert_tp, holds of the dimension of a weight that is cut over it."""
+    dim, layout = one.weight.tp_dim, share.layout
+    assert dim is not None
+    places = [place(one.weight, layout, Coordinates.of(layout, rank)) for rank in dist.get_process_group_ranks(group)]
+    return [Span(there.offsets[dim], there.shape[dim]) for there in places]
+
+
+def _chunk(rows: int, ranks: int, rank: int) -> Span:
+    size = -(-rows // ranks)
+    first = min(rank * size, rows)
+    return Span(first, min(size, rows - first))
+
+
+def _shard_group(one: Held) -> dist.ProcessGroup | None:
+    """The ranks that share one copy of the state, where they are several."""
+    if not isinstance(one.parameter, DTensor):
+        return None
+    mesh = one.parameter.device_mesh["dp_shard"]
+    return mesh.get_group() if mesh.size() > 1 else None
+
+
+def _shard_cut(one: Held) -> Cut:
+    ranks = one.parameter.device_mesh["dp_shard"].size()  # pyright: ignore[reportAttributeAccessIssue]
+    rows = one.parameter.shape[0]
+    return Cut(0, tuple(_chunk(rows, ranks, rank) for rank in range(ranks)), prod(one.weight.shape))
+
+
+def _slice_cut(share: Share, one: Held, group: dist.ProcessGroup) -> Cut:
+    assert one.weight.tp_dim is not None
+    return Cut(one.weight.tp_dim, tuple(slice_spans(share, one, group)), prod(one.weight.shape))
+
+
+def _balanced(costs: Sequence[int], ranks: int) -> list[int]:
+    """An owner for each, the dearest first to whoever has least."""
+    load, owners = [0] * ranks, [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
+        owners[number] = load.index(min(load))
+        load[owners[number]] += costs[number]
+    return owners
