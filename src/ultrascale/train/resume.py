@@ -20,7 +20,7 @@ from torch import Tensor
 from ultrascale.checkpoint import CheckpointError, Search, Slice, load, read_metadata, search
 from ultrascale.parallel.share import Held
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.resolve import run_from_toml, to_toml
+from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
 from ultrascale.train.compact_adamw import CompactAdamW, box_of
 from ultrascale.train.export import PREFIX
@@ -75,6 +75,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
         "decides": decisive_parts(trainer.run),
         "data": trainer.loader.fingerprint(),
         "noise_scale": noise.state() if noise is not None else None,
+        "optimizer": trainer.run.optimizer.name,
         "skipped_steps": trainer.skipped_steps,
         "loss_scale": None if trainer.loss_scale is None else trainer.loss_scale.state(),
     }
@@ -143,7 +144,7 @@ def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, 
         for key, before, now in _differences("", facts["decides"], decisive_parts(trainer.run))
         if _batch_remedy(key, before) or not allow_changes
     ]
-    problems += _optimizer_problem(run_from_toml(facts["run"], where=f"{checkpoint}, metadata"), trainer.run)
+    problems += _optimizer_problem(facts.get("optimizer", "adamw"), trainer.run.optimizer.name)
     if not allow_changes and facts["data"] != trainer.loader.fingerprint():
         rule = f"the prepared data is not what {checkpoint.name} was trained on (its fingerprint differs)"
         problems.append(Problem("data.sources", rule, remedy))
@@ -151,10 +152,9 @@ def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, 
         raise SpecError(problems)
 
 
-def _optimizer_problem(before: Run, now: Run) -> list[Problem]:
-    """Moments of another kind cannot be gone on with; the same ones kept narrower or wider can."""
-    was, is_now = before.optimizer.name, now.optimizer.name
-    if (was == "muon") == (is_now == "muon"):
+def _optimizer_problem(was: str, is_now: str) -> list[Problem]:
+    """Moments of another kind, or of a dtype of their own, cannot be gone on with; 8 bits are saved as AdamW's are."""
+    if was == is_now or {was, is_now} == {"adamw", "adamw-8bit"}:
         return []
     rule = f"is {is_now!r}, but the checkpoint has the moments of {was}"
     return [Problem("optimizer.name", rule, f'Set it back to "{was}", or start another run with --name.')]

@@ -94,6 +94,7 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
         "decides": decisive_parts(run),
         "data": build_loader(run, run.data.sources).fingerprint(),
         "noise_scale": None,
+        "optimizer": run.optimizer.name,
     }
     return save(root, 0, tensors | zeros, facts)
 
