@@ -20,6 +20,8 @@ from ultrascale.parallel.whole_matrices import WholeMatrices
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import PRESETS
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.resolve import resolve
+from ultrascale.spec.rules import run_notes
 from ultrascale.spec.run import Batch, Optimizer, Run
 from ultrascale.spec.weights import is_hidden_matrix, weights
 from ultrascale.train.compact_adamw import CompactAdamW
@@ -191,3 +193,11 @@ def test_codes_are_the_same_bits_on_two_ranks_as_on_one():
 
 def test_experts_are_given_to_their_own_ranks_only():
     assert {len(w.shape) for w in weights(EXPERTS) if is_hidden_matrix(w) and w.is_expert} == {3}
+
+
+def test_the_host_updates_by_adamw_alone_and_settings_nobody_reads_are_told():
+    words = {"model.preset": "tiny-llama", "batch.sequence_length": 64, "layout.offload_optimizer": True}
+    with pytest.raises(SpecError) as caught:
+        resolve(None, words | {"optimizer.name": "muon"})
+    assert [problem.key for problem in caught.value.problems] == ["optimizer.name"]
+    assert any("momentum has no effect" in note for note in run_notes(Run(MODEL, optimizer=Optimizer(momentum=0.5))))

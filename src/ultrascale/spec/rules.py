@@ -13,7 +13,7 @@ from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.families import export_problems
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.run import LossScale, Run
+from ultrascale.spec.run import LossScale, Optimizer, Run
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 
 # key: lowest, highest value. None as a value is always allowed where the field allows it.
@@ -36,7 +36,7 @@ _READ_WITH = {
 SPLITTING_SCHEDULES = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 """With I and W in the place of some backward passes."""
 _ABOVE_ZERO = ("collective_timeout_seconds", "optimizer.eps", "optimizer.clip_grad_norm", "faults.hang_seconds")
-_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -106,6 +106,8 @@ def run_notes(run: Run) -> list[str]:
             notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.{axis} = 1).")
     if own.precision != "fp16" and run.loss_scale != LossScale():
         notes.append(f"loss_scale has no effect: only fp16 scales the loss (layout.precision = {own.precision}).")
+    if run.optimizer.name != "muon" and run.optimizer.momentum != Optimizer.momentum:
+        notes.append(f"optimizer.momentum has no effect: only muon reads it (optimizer.name = {run.optimizer.name}).")
     if own.dp > 1 and own.zero_stage and own.shard_size == 1:
         notes.append(
             f"layout.zero_stage = {own.zero_stage} saves no memory: every rank keeps a whole copy (layout.dp_shard = 1)."
@@ -172,6 +174,12 @@ def _loss_scale(run: Run) -> Iterator[Problem]:
         if not low <= value <= high or frexp(value)[0] != 0.5:
             rule = f"must be a power of two from {low:g} to {high:g}, is {value:g}"
             yield Problem(f"loss_scale.{name}", rule, f"{getattr(LossScale, name):g} is usual.")
+
+
+def _offloaded_optimizer(run: Run) -> Iterator[Problem]:
+    if run.layout.offload_optimizer and run.optimizer.name != "adamw":
+        rule = f"is {run.optimizer.name}, but layout.offload_optimizer updates on the host, by adamw alone"
+        yield Problem("optimizer.name", rule, 'Set optimizer.name = "adamw", or leave offload_optimizer out.')
 
 
 def _checkpoints(run: Run) -> Iterator[Problem]:
@@ -281,6 +289,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("batch.sequence_length", "model"), _sequence_length),
     (("steps", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule"), _schedule),
     (("loss_scale",), _loss_scale),
+    (("optimizer.name", "layout.offload_optimizer"), _offloaded_optimizer),
     (("checkpoint.every_steps", "checkpoint.keep_every_steps"), _checkpoints),
     (("layout.recompute", "layout.recompute_every"), _recompute_every),
     (("evaluation.every_steps", "data.validation"), _evaluation),
