@@ -198,7 +198,7 @@ def with_recomputation(run: Run, cluster: Cluster, stack: Stack = STACKS["ultras
         rank = pp * layout.world_size // layout.pp
         return not is_replayed(run.model, tried) or plan_memory(
             run.model, tried, sequence_length=workload.sequence_length, sequences_per_batch=workload.sequences_per_batch,
-            documents=workload.documents, device=device, rank=rank, steps=2,
+            documents=workload.documents, device=device, rank=rank, steps=2, optimizer=run.optimizer.name,
         ).peak.total <= usable  # fmt: skip
 
     asked = None if layout.recompute_budget is not None else fits

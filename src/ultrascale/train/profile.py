@@ -101,8 +101,9 @@ def _watch_memory(trainer: Trainer, steps: int, folder: Path) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
     plan = plan_memory(
         run.model, run.layout, sequence_length=run.batch.sequence_length,
-        sequences_per_batch=step_span(run.batch, 0).num_sequences, documents=run.data.document_mask, optimizer=run.optimizer.name,
+        sequences_per_batch=step_span(run.batch, 0).num_sequences, documents=run.data.document_mask,
         device="cuda" if on_cuda else "cpu", rank=ranks.rank, steps=steps, keeps_timeline=True,
+        optimizer=run.optimizer.name,
     )  # fmt: skip
     if ranks.is_first:
         told: dict[str, Any] = {"planned_timeline": [{"step": s, "phase": p, "bytes": b} for s, p, b in plan.timeline]}
