@@ -31,7 +31,14 @@ def test_steps_are_one_or_two_numbers(text, steps):
 
 @pytest.mark.parametrize(
     ("text", "rule"),
-    [("two", "must be a step"), ("1-3", "the first 2 are cold"), ("9-8", "ends before it begins"), ("", "must be")],
+    [
+        ("two", "must be a step"),
+        ("1-3", "the first 2 are cold"),
+        ("9-8", "ends before it begins"),
+        ("", "must be"),
+        ("100000-100001", "all steps before"),
+        ("8-90", "asks for 83 steps"),
+    ],
 )
 def test_other_steps_are_refused(text, rule):
     with pytest.raises(SpecError, match=rule):

@@ -130,6 +130,11 @@ def test_each_axis_is_told_by_its_name(corpus, tmp_path, layout, shown):
     assert all(of_rank(report, rank, axis) == 0 for rank in (0, 1) for axis in others)
 
 
+def test_recomputation_is_chosen_as_training_chooses_it(corpus, tmp_path):
+    report = profile_run(profiled(corpus, "auto", recompute="auto", micro_batch_size=4), FIRST, FIRST, tmp_path)
+    assert report is not None and report.facts["layout"]["recompute"] == "blocks"
+
+
 def test_recomputed_blocks_are_told_apart_and_the_trainer_is_left_as_it_was(corpus, tmp_path, monkeypatch):
     from ultrascale.train import profile
 

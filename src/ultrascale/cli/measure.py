@@ -28,6 +28,8 @@ It has --help with an example.
 """
 FIRST = 3
 """The earliest step that can be profiled: one is cold or compiles, one warms the profiler up."""
+MOST_BEFORE, MOST_STEPS = 100, 20
+"""Steps that are run before the first profiled one, and profiled ones: a trace has some megabytes a step and rank."""
 
 
 def measure(
@@ -69,6 +71,8 @@ def command(arguments: list[str]) -> int:
     what, path, steps, out, processes, top, as_json = parsed
     if what != "step":
         raise SpecError([Problem("measure", f"knows `step`, not {what!r}", f"`ultrascale measure step {path}`.")])
+    if top < 0:
+        raise SpecError([Problem("--top", f"must be at least 0, is {top}", "0 lists none.")])
     first, last = parse_steps(steps)
     run = resolve(path, rest, require_data=True, processes=processes).run
     folder = out or RunFolder.of(run).path / "profile"
@@ -89,6 +93,10 @@ def parse_steps(text: str) -> tuple[int, int]:
         rule = f"starts at step {first}: the first {FIRST - 1} are cold, and warm the profiler up"
     elif last < first:
         rule = f"ends before it begins: {text}"
+    elif first > MOST_BEFORE:
+        rule = f"starts at step {first:,}: all steps before it would be run too, and one is as long as another"
+    elif last - first >= MOST_STEPS:
+        rule = f"asks for {last - first + 1:,} steps, and traces of more than {MOST_STEPS} are too large to look at"
     if rule:
         raise SpecError([Problem("--steps", rule, "Such as 8-10.")])
     return first, last

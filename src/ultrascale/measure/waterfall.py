@@ -72,10 +72,11 @@ class TopRow(NamedTuple):
 
 def waterfall(events: RankEvents) -> Waterfall:
     """Where the time between the first step's start and the last one's end went."""
-    pieces = _on_device(events) if events.kernels else _on_host(events)
-    windows = _windows(events.steps)
-    steps = tuple(sums(clipped(pieces, window)) for window in windows)
-    return Waterfall(steps, tuple(pieces), _communication(events, (windows[0][0], windows[-1][1])))
+    host, windows = _Host(events), _windows(events.steps)
+    busy, window = _busy(events.kernels, host), _window(events)
+    pieces = _on_device(busy, host, window) if busy else partition(window, [host.doing()], rest=HOST)
+    steps = tuple(sums(clipped(pieces, one)) for one in windows)
+    return Waterfall(steps, tuple(pieces), _communication(busy, window))
 
 
 def top(events: RankEvents, *, count: int = 15) -> list[TopRow]:
@@ -145,19 +146,13 @@ def _nested(ranges: Iterable[Range]) -> list[Range]:
     return [one for one in ranges if not one.name.startswith(PHASE)]
 
 
-def _on_host(events: RankEvents) -> list[Piece]:
-    return partition(_window(events), [_Host(events).doing()], rest=HOST)
-
-
-def _on_device(events: RankEvents) -> list[Piece]:
-    host = _Host(events)
-    busy = _busy(events.kernels, host)
+def _on_device(busy: Sequence[Piece], host: _Host, window: tuple[float, float]) -> list[Piece]:
     layers = [[piece for piece in busy if piece.category == name] for name in (*COMPUTE, *AXES, EVERYBODY)]
     empty = "nothing runs"
-    pieces = partition(_window(events), layers, rest=empty)
+    pieces = partition(window, layers, rest=empty)
     waits = [piece for piece in host.doing() if piece.category in (DATA, EVERYBODY)]
     gaps = [piece for piece in pieces if piece.category == empty]
-    return sorted([piece for piece in pieces if piece.category != empty] + list(_explained(gaps, events.kernels, waits)))
+    return sorted([piece for piece in pieces if piece.category != empty] + list(_explained(gaps, host.events.kernels, waits)))
 
 
 def _busy(kernels: Iterable[Kernel], host: _Host) -> list[Piece]:
@@ -185,16 +180,10 @@ def _explained(gaps: Sequence[Piece], kernels: Sequence[Kernel], waits: Sequence
             yield Piece(launched, gap.end, IDLE)
 
 
-def _communication(events: RankEvents, window: tuple[float, float]) -> dict[str, float]:
-    if not events.kernels:
-        return {}
-    host = _Host(events)
-    found: dict[str, float] = {}
-    for axis in (*AXES, EVERYBODY):
-        own = [piece for piece in _busy(events.kernels, host) if piece.category == axis]
-        if own:
-            found[axis] = sums(partition(window, [own], rest="")).get(axis, 0.0)
-    return found
+def _communication(busy: Sequence[Piece], window: tuple[float, float]) -> dict[str, float]:
+    """Seconds in which at least one of an axis's NCCL kernels ran."""
+    by_axis = {axis: [piece for piece in busy if piece.category == axis] for axis in (*AXES, EVERYBODY)}
+    return {axis: sums(partition(window, [own], rest=""))[axis] for axis, own in by_axis.items() if own}
 
 
 def _named(events: RankEvents) -> Iterator[tuple[str, str, float]]:

@@ -76,10 +76,10 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
     ):
         leaving.enter_context(watched(run, ranks))
         expect_same_run(run, ranks)
-        run = choose_recomputation(run, ranks, folder, cluster_of(run, ranks.device), _memory_bytes(run, ranks.device))
+        run = choose_recomputation(run, ranks, folder, cluster_of(run, ranks.device), memory_bytes(run, ranks.device))
         fits = None
         if ranks.device.type == "cuda":
-            fits = expect_fits(run, _memory_bytes(run, ranks.device), anyway=ignore_memory)
+            fits = expect_fits(run, memory_bytes(run, ranks.device), anyway=ignore_memory)
         if ranks.is_first:
             leaving.enter_context(folder.owned())
             check_writable(folder.checkpoints)
@@ -236,7 +236,7 @@ def cluster_of(run: Run, device: torch.device) -> Cluster:
     return parse_cluster(f"{run.layout.world_size}x{here.name if here is not None else 'cpu'}")
 
 
-def _memory_bytes(run: Run, device: torch.device) -> int:
+def memory_bytes(run: Run, device: torch.device) -> int:
     """Of this rank's device; of a CPU an equal share of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

@@ -46,9 +46,11 @@ from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
 from ultrascale.spec.trainable import expect_trainable
 from ultrascale.train.agreement import expect_same_run
+from ultrascale.train.chosen_recompute import choose_recomputation
 from ultrascale.train.corpora import build_loader, with_absolute_paths
-from ultrascale.train.loop import cluster_of
-from ultrascale.train.run_folder import environment
+from ultrascale.train.loop import cluster_of, memory_bytes
+from ultrascale.train.out_of_memory import measured_here, out_of_memory
+from ultrascale.train.run_folder import RunFolder, environment
 from ultrascale.train.trainer import Trainer
 
 REPORT = "report.json"
@@ -72,14 +74,24 @@ def profile_run(run: Run, first: int, last: int, folder: Path, *, rendezvous: st
     ) as ranks:
         expect_same_run(run, ranks)
         folder.mkdir(parents=True, exist_ok=True)
-        trainer = Trainer(run, ranks, build_loader(run, run.data.sources))
-        _watch_memory(trainer, min(MEMORY_STEPS, first - 2), folder)
-        while trainer.steps_done < first - 2:
-            trainer.train_step()
+        cluster = cluster_of(run, ranks.device)
+        run = choose_recomputation(run, ranks, RunFolder(folder), cluster, memory_bytes(run, ranks.device))
         trace = folder / f"rank-{ranks.rank}.json.gz"
-        _profiled_steps(trainer, last - first + 1, trace)
-        unprofiled = _timed_steps(trainer, last - first + 1)
+        try:
+            unprofiled = _steps(run, ranks, first, last, trace)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(run, ranks.rank, measured_here(), folder / "run.toml", error) from error
         return _report(run, ranks, trace, list(range(first, last + 1)), unprofiled)
+
+
+def _steps(run: Run, ranks: Ranks, first: int, last: int, trace: Path) -> float:
+    """All that the head of this file lists; what a step takes that nobody watches."""
+    trainer = Trainer(run, ranks, build_loader(run, run.data.sources))
+    _watch_memory(trainer, min(MEMORY_STEPS, first - 2), trace.parent)
+    while trainer.steps_done < first - 2:
+        trainer.train_step()
+    _profiled_steps(trainer, last - first + 1, trace)
+    return _timed_steps(trainer, last - first + 1)
 
 
 def _watch_memory(trainer: Trainer, steps: int, folder: Path) -> None:
