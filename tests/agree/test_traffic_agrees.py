@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from ranks import run_ranks
 
 from ultrascale.plan.memory import rank_shape, stage_parts
+from ultrascale.plan.recomputed_ops import sent_again
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.messages import messages
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
@@ -21,7 +22,6 @@ from ultrascale.spec.ops import Collective
 from ultrascale.spec.places import Coordinates, place
 from ultrascale.spec.weights import weights
 from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
-from ultrascale.trace.planned import sent_again
 
 BLOCKWISE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 OF_CONTEXT = {("all_gather", "cp"): "keys", ("reduce_scatter", "cp"): "gradients of keys", ("all_to_all", "cp"): "swap"}
@@ -86,8 +86,8 @@ def planned_of(case: Case, at: Coordinates) -> list[tuple[Collective, str]]:
         for layer in part.layers:
             ops = block_work(case.model, layer, shape)
             found += [(item, item.when) for op in ops for item in op.collectives]
-            found += [(item, "backward") for op in sent_again(case.layout, layer, ops) for item in op.collectives
-                      if item.when == "forward"]  # fmt: skip
+            again = sent_again(case.layout, layer, ops)
+            found += [(item, "backward") for op in again for item in op.collectives if item.when == "forward"]
     return found
 
 

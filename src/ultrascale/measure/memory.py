@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ultrascale.parallel import pipeline
 from ultrascale.parallel.host_memory import is_on_host
 from ultrascale.parallel.precision import computing_copies
 
@@ -235,6 +236,8 @@ class LiveMemory(TorchDispatchMode):
         self._patch(FSDPParamGroup, "unshard", region="communication")
         self._patch(FSDPParamGroup, "wait_for_unshard", self._after_gather, region="gathered")
         self._patch(FSDPParamGroup, "post_backward", self._after_reduce, region="communication")
+        for name in ("make_gradients", "reduce_weight_gradients"):  # W, in which autograd has no part
+            self._patch(pipeline, name, region="gradients")
 
     def _after_gather(self, group: Any, *unused: Any) -> None:
         """Watch the gradients of the gathered parameters, which exist from the first all-gather on."""

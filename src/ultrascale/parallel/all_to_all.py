@@ -116,8 +116,9 @@ def sum_rows(rows: Tensor, lengths: list[int], group: str) -> Tensor:
     with waiting("a sum of rows of tokens", ranks):
         dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), [own] * ranks.size(), lengths, group=ranks)
     total = parts[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total += part
+    for number in range(1, len(parts)):
+        total += parts[number]
+    del parts  # before the sum is rounded
     return total.to(rows.dtype)
 
 

@@ -6,13 +6,15 @@ while the blocks before them still compute. W is no backward pass to it: gradien
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ultrascale.models.decoder import Decoder
+from ultrascale.models.decoder import Decoder, PredictionBlock
 from ultrascale.parallel.data import prepare_action
 from ultrascale.parallel.torch_private import end_backward, fsdp_buckets, fsdp_state
 from ultrascale.schedules.actions import Action
@@ -27,12 +29,20 @@ def order_gathers(stage: Decoder) -> None:
     if not isinstance(stage, FSDPModule):
         return
     blocks = reversed([block for _, block in stage.blocks()])
-    modules = [stage, *(module for block in blocks for module in block.modules() if isinstance(module, FSDPModule))]
+    modules = [stage, *(module for block in blocks for module in _way_back(block) if isinstance(module, FSDPModule))]
     buckets = {fsdp_state(module): module for module in modules}
     for module, following in pairwise(buckets.values()):
         module.set_modules_to_backward_prefetch([following])
     for module in list(buckets.values())[-1:]:  # itself, which is there: with none named FSDP2 goes by past forward passes
         module.set_modules_to_backward_prefetch([module])
+
+
+def _way_back(block: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a block in the order of its backward pass, as far as FSDP2 manages them: the norm that is read behind a
+    block of multi-token prediction, the block, its experts."""
+    if isinstance(block, PredictionBlock):
+        yield block.shared_head.norm
+    yield from block.modules()
 
 
 def prepare_backward(stage: Decoder, action: Action) -> None:

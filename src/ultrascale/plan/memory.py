@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ultrascale.plan.ledger import Ledger, Moment
 from ultrascale.plan.pipeline_replay import MailReplay, RankReplay
 from ultrascale.plan.stage_cut import stage_layers
 from ultrascale.plan.stage_replay import Part, StageReplay
+from ultrascale.plan.tally import Tally
 from ultrascale.schedules.accumulate import accumulate
-from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
 from ultrascale.schedules.messages import messages
 from ultrascale.schedules.sharded import sharded
@@ -49,8 +50,14 @@ class MemoryPlan:
     """The highest moment of any step."""
     peak_by_step: dict[int, Moment]
     """Step 0 differs from the later ones only if the optimizer's state is made by the first update."""
+    before_update: Moment
+    """When all gradients are there, in the last step."""
     between_steps: Moment
     """Parameters and optimizer state, when nothing runs."""
+    tally: Tally
+    """Messages and FLOPs of the last step, of the micro-batches that were replayed."""
+    num_replayed: int
+    """Micro-batches: some stand for all."""
     saved_by_layer: tuple[dict[str, int], ...]
     """What each block keeps for the backward pass of one micro-batch, by kind of operation."""
     timeline: list[tuple[int, str, dict[str, int]]]
@@ -65,12 +72,8 @@ class MemoryPlan:
 
 
 def is_replayed(model: Model, layout: Layout) -> bool:
-    """Whether `plan_memory` knows all that `layout` does to `model`: what our trainer runs, without multi-token prediction.
-
-    `plan.footprint` knows the rest.
-    """
-    rest = layout.precision == "fp8"
-    return not (model.num_nextn_predict_layers or rest or (layout.pp > 1 and layout.schedule == "dualpipe"))
+    """Whether `plan_memory` knows all that `layout` does to `model`: what our trainer runs. `plan.footprint` knows the rest."""
+    return not (layout.precision == "fp8" or (layout.pp > 1 and layout.schedule == "dualpipe"))
 
 
 def plan_memory(
@@ -96,20 +99,24 @@ def plan_memory(
     count = num_micro_batches(layout, sequences_per_batch)
     shape = rank_shape(layout, sequence_length, documents=documents, device=device)
     ledger, at = Ledger(keeps_timeline=keeps_timeline), Coordinates.of(layout, rank)
+    tally, orders = Tally(layout, shape, at.cp), _orders(layout, count)
     parts = stage_parts(model, layout, sequence_length, at)
-    stages = {number: StageReplay(ledger, model, layout, shape, part, at) for number, part in parts.items()}
+    splits = any(part.kind is Kind.INPUT_GRADIENT for row in orders.schedule for action in row for part in action.parts)
+    stages = {number: StageReplay(ledger, tally, model, part, at, splits=splits) for number, part in parts.items()}
     ledger.take("other", "batch", count * _batch_bytes(model, layout, shape))
     shards = [stage.shards for stage in stages.values()]
     elements = sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
     moments = sum(one.moment_bytes(bucket, optimizer) for one in shards for bucket in one.buckets)
     moments = 0 if layout.offload_optimizer else moments
     wide = max((one.update_bytes(optimizer, device) for one in shards), default=0)
-    between = ledger.now()
+    between = before_update = ledger.now()
     for step in range(steps):
         if step == 0 and optimizer_state_exists:
             ledger.take("optimizer", "moments", moments)
-        _play_step(ledger, layout, stages, count, step, at)
+        tally.clear()
+        _play_step(ledger, tally, stages, orders, step, at)
         ledger.mark("optimizer", step)
+        before_update = ledger.now()
         ledger.touch("optimizer", "wide copies", wide)
         if step == 0 and not optimizer_state_exists:
             ledger.take("optimizer", "moments", moments)
@@ -121,7 +128,10 @@ def plan_memory(
     return MemoryPlan(
         peak=max(peaks.values(), key=lambda moment: moment.total),
         peak_by_step=peaks,
+        before_update=before_update,
         between_steps=between,
+        tally=tally,
+        num_replayed=orders.num_micro_batches,
         saved_by_layer=tuple(_saved_by_kind(model, layout, shape, layer) for layer in range(model.num_hidden_layers)),
         timeline=ledger.timeline,
         num_micro_batches=count,
@@ -163,11 +173,15 @@ def num_micro_batches(layout: Layout, sequences_per_batch: int) -> int:
 
 def stage_parts(model: Model, layout: Layout, sequence_length: int, at: Coordinates) -> dict[int, Part]:
     """The stages of the rank at `at`, by number."""
+    layers = model.num_hidden_layers
+    predictions = range(layers, layers + model.num_nextn_predict_layers)
     if layout.pp == 1:
-        return {0: Part(range(model.num_hidden_layers))}
+        return {0: Part(range(layers), predictions=predictions)}
     cut, last = stage_layers(model, layout, sequence_length), layout.num_stages - 1
     held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)[at.pp]
-    return {number: Part(cut[number], number == 0, number == last) for number in held}
+    return {
+        number: Part(cut[number], number == 0, number == last, predictions if number == last else range(0)) for number in held
+    }
 
 
 def _batch_bytes(model: Model, layout: Layout, shape: Shape) -> int:
@@ -180,25 +194,41 @@ def _batch_bytes(model: Model, layout: Layout, shape: Shape) -> int:
     return (3 if model.dropout else 2) * local + (local if given else alike) + (whole if shape.documents else 0)
 
 
-def _play_step(
-    ledger: Ledger, layout: Layout, stages: Mapping[int, StageReplay], count: int, step: int, at: Coordinates
-) -> None:
-    """The passes of a step. Of many micro-batches that come and go alike only some are played."""
+class _Orders(NamedTuple):
+    """A step as it is replayed: without a pipeline a list of one rank."""
+
+    schedule: list[list[Action]]
+    num_micro_batches: int
+
+
+def _orders(layout: Layout, count: int) -> _Orders:
+    """Of many micro-batches that come and go alike only some."""
     if layout.pp == 1:
-        for action in accumulate(min(count, MAX_REPLAYED), layout.zero_stage):
+        count = min(count, MAX_REPLAYED)
+        return _Orders([accumulate(count, layout.zero_stage)], count)
+    if layout.schedule not in FORWARD_FIRST and not is_file(layout.schedule):
+        count = min(count, MAX_IN_FLIGHT * layout.num_stages)
+    return _Orders(build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages), count)
+
+
+def _play_step(
+    ledger: Ledger, tally: Tally, stages: Mapping[int, StageReplay], orders: _Orders, step: int, at: Coordinates
+) -> None:
+    """The passes of a step."""
+    layout = tally.layout
+    if layout.pp == 1:
+        for action in orders.schedule[0]:
             ledger.mark("forward" if action.kind is Kind.FORWARD else "backward", step)
             if action.kind is Kind.FORWARD:
                 stages[0].forward(action.micro_batch)
             else:
                 stages[0].backward(action)
         return
-    if layout.schedule not in FORWARD_FIRST and not is_file(layout.schedule):
-        count = min(count, MAX_IN_FLIGHT * layout.num_stages)
-    schedule = build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages)
     stage = next(iter(stages.values()))
-    mail = MailReplay(ledger, messages(schedule), at.pp, stage.hidden_bytes, over_gloo=stage.shards.over_gloo)
+    sent = messages(orders.schedule)
+    mail = MailReplay(ledger, tally, sent, at.pp, stage.hidden_bytes, over_gloo=stage.shards.over_gloo)
     replay = RankReplay(ledger, stages, mail, layout.num_stages - 1)
-    replay.play(sharded(schedule[at.pp], layout.zero_stage), step)
+    replay.play(sharded(orders.schedule[at.pp], layout.zero_stage), step)
 
 
 def _saved_by_kind(model: Model, layout: Layout, shape: Shape, layer: int) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ultrascale.plan.ledger import Held, Ledger
@@ -21,9 +21,11 @@ class Tape:
 
 @dataclass
 class Checkpoint:
-    """A block that is computed again: its input, and what selective recomputation keeps."""
+    """A block that is computed again: what it reads, and what selective recomputation keeps."""
 
-    block_input: Held
+    reads: dict[str, Held]
+    shared: list[Held]
+    """What it reads that all blocks do."""
     kept: dict[str, Held]
     trip: list[Held] = field(default_factory=list)
 
@@ -34,7 +36,7 @@ class OffloadReplay:
 
     ledger: Ledger
     layout: Layout
-    layers: range
+    layers: Sequence[int]
     is_first: bool
     leaving: list[list[Held]] = field(default_factory=list)
 
@@ -42,7 +44,8 @@ class OffloadReplay:
         """What a block saved begins to leave; what the block before it saved has left. `shared` stays: all blocks read it."""
         if not self.layout.offload_activations or (self.layout.pp == 1 and layer == self.layers[-1]):
             return
-        saved = [tape.block_input] if isinstance(tape, Checkpoint) else [held for _, some in tape.entries for held in some]
+        is_again = isinstance(tape, Checkpoint)
+        saved = list(tape.reads.values()) if is_again else [held for _, some in tape.entries for held in some]
         stays = {id(one) for one in shared}
         stays |= {id(block_input)} if layer == self.layers[0] and not self.is_first else set()
         own = {id(one): one for one in saved if id(one) not in stays and one.num_bytes >= OFFLOAD_FROM_BYTES}

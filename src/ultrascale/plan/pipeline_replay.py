@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.stage_replay import StageReplay
+from ultrascale.plan.tally import Tally
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.messages import Message, made_by, read_by
 
@@ -19,9 +20,11 @@ from ultrascale.schedules.messages import Message, made_by, read_by
 class MailReplay:
     """The messages of one rank in one step."""
 
-    def __init__(self, ledger: Ledger, messages: Sequence[Message], rank: int, num_bytes: int, *, over_gloo: bool):
+    def __init__(
+        self, ledger: Ledger, tally: Tally, messages: Sequence[Message], rank: int, num_bytes: int, *, over_gloo: bool
+    ):
         """`messages` of the whole step, `num_bytes` each."""
-        self.ledger, self.num_bytes, self.over_gloo = ledger, num_bytes, over_gloo
+        self.ledger, self.tally, self.num_bytes, self.over_gloo = ledger, tally, num_bytes, over_gloo
         self.outgoing = {message.key: message for message in messages if message.sender == rank}
         self.incoming = {message.key: message for message in messages if message.receiver == rank}
         self._channels: defaultdict[int, deque[Message]] = defaultdict(deque)
@@ -50,6 +53,8 @@ class MailReplay:
 
     def send(self, message: Message, held: Held) -> None:
         """Keep `held` until it has left. NCCL says when that is; soon, here at once."""
+        layout = self.tally.layout
+        self.tally.send("send", (layout.pp, layout.group("pp")[1]), self.num_bytes)
         if self.over_gloo:
             self._leaving[message.receiver].append((message, held))
         else:

@@ -25,3 +25,20 @@ def again_of(again: Again, ops: tuple[Op, ...], *, stops_behind: bool) -> list[O
         return list(run)
     sums = {name for op in ops if op.kept(again.kinds) for name in op.reads}
     return [op for op in run if not op.kept(again.kinds) and not (op.makes_partial_sums and op.makes[0].name in sums)]
+
+
+def sent_again(layout: Layout, layer: int | None, ops: tuple[Op, ...]) -> list[Op]:
+    """Operations of block `layer` whose messages recomputation repeats: up to the last that saves something, with the sum that
+    it is one with; or those whose results selective recomputation does not keep."""
+    again = None if layer is None else layout.again(layer)
+    if again is None:
+        return []
+    last = max(index for index, op in enumerate(ops) if op.saves)
+    run = ops[: last + 1 + ops[last].makes_partial_sums]
+    if again.whole:
+        return list(run)
+    made_again = [op for op in run if op.again_kind in again.kinds]
+    read = {name for op in made_again for name in op.reads}
+    return [op for op in run if op in made_again or op.name == "mlp.expert_gather"
+            or any(item.axis == "cp" for item in op.collectives)
+            or (op.kind == "gather" and op.makes[0].name in read)]  # fmt: skip

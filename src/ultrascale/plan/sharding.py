@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ultrascale.plan.ledger import Held, Ledger
+from ultrascale.plan.tally import Tally
 from ultrascale.schedules.actions import Action
-from ultrascale.spec.layout import DTYPE_BYTES, Layout
+from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.stack import ITERATED_BYTES, ORTHOGONALISED_BYTES, SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES
 from ultrascale.spec.weights import Weight, is_hidden_matrix
 
@@ -54,14 +55,15 @@ class Shards:
     """One rank's parameters and gradients as they come and go. One process's are whole."""
 
     def __init__(
-        self, ledger: Ledger, layout: Layout, buckets: list[Bucket], *, over_gloo: bool = False, has_experts: bool = False
+        self, ledger: Ledger, tally: Tally, buckets: list[Bucket], *, over_gloo: bool = False, has_experts: bool = False
     ):
         """`buckets` in the order in which they end in a forward pass, the one outside the blocks first.
 
         `over_gloo`: collectives are those of `parallel.collectives`. `has_experts`: FSDP2 is wherever they have copies.
         """
         self.over_gloo = over_gloo
-        self.ledger, self.layout, self.buckets = ledger, layout, buckets
+        layout = tally.layout
+        self.ledger, self.tally, self.layout, self.buckets = ledger, tally, layout, buckets
         experts_differ = has_experts and layout.tp * layout.ep * layout.expert_tp > 1
         self.sharded = layout.dp * layout.cp > 1 or (experts_differ and layout.expert_dp > 1)
         self.ranks = layout.group("shard")[0]
@@ -178,11 +180,19 @@ class Shards:
             self._widen(bucket)
 
     def complete_gradients(self, bucket: Bucket) -> None:
-        """Zeros for weights that have none (`parallel.pipeline_data`): reductions of a bucket want all of it."""
+        """A gradient of every weight in the dtype of sums, zeros where there was none (`parallel.pipeline_data`): reductions
+        want all of a bucket in one dtype."""
         for weight in bucket.weights if self.sharded else ():
             if weight.name not in bucket.whole_gradients:
                 size = weight.numel * self.compute_itemsize
                 bucket.whole_gradients[weight.name] = self.ledger.take("gradients", bucket.label, size)
+            self._widen_one(bucket, weight)
+
+    def complete_some(self) -> None:
+        """The same before a backward pass that reduces, of buckets that have gradients in that dtype already."""
+        for bucket in self.buckets if self.sharded else ():
+            if any(self._is_wide(bucket, weight) for weight in bucket.weights):
+                self.complete_gradients(bucket)
 
     def end_backward(self) -> None:
         self._drop_reduce_input()
@@ -204,10 +214,19 @@ class Shards:
         if ranks == 1 or bucket.flat is not None:
             return
         whole = self.padded_elements(bucket) * self.compute_itemsize
+        if bucket.parameters is None and bucket.weights:
+            self.tally.send("all_gather", self._groups(bucket)[0], whole)
         narrow = self.compute_itemsize != self.master_itemsize
         own = self.ledger.take("communication", "all-gather input", whole // ranks if narrow else 0)
         bucket.flat = self.ledger.take("communication", "all-gather output", whole)
         self.ledger.drop(own)
+
+    def _groups(self, bucket: Bucket) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of the ranks that cut a bucket, and of those that repeat it."""
+        if bucket.ranks is None:
+            return self.layout.group("shard"), self.layout.group("replicate")
+        size, stride = bucket.ranks, self.layout.group("expert_dp")[1]
+        return (size, stride), (self.layout.expert_dp // size, stride * size)
 
     def _finish_gather(self, bucket: Bucket) -> None:
         whole = self.padded_elements(bucket) * self.compute_itemsize
@@ -230,20 +249,30 @@ class Shards:
 
     def _widen(self, bucket: Bucket) -> None:
         """Cast gradients to the dtype of the reduction, one at a time."""
-        wider = self.reduce_itemsize // self.compute_itemsize
-        if wider > 1:
-            for name, held in bucket.whole_gradients.items():
-                weight_bytes = next(w.numel for w in bucket.weights if w.name == name) * self.compute_itemsize
-                if held.num_bytes == weight_bytes:
-                    wide = self.ledger.take("gradients", bucket.label, weight_bytes * wider)
-                    self.ledger.drop(held)
-                    bucket.whole_gradients[name] = wide
+        for weight in bucket.weights:
+            if weight.name in bucket.whole_gradients:
+                self._widen_one(bucket, weight)
+
+    def _widen_one(self, bucket: Bucket, weight: Weight) -> None:
+        if self.reduce_itemsize > self.compute_itemsize and not self._is_wide(bucket, weight):
+            wide = self.ledger.take("gradients", bucket.label, weight.numel * self.reduce_itemsize)
+            self.ledger.drop(bucket.whole_gradients[weight.name])
+            bucket.whole_gradients[weight.name] = wide
+
+    def _is_wide(self, bucket: Bucket, weight: Weight) -> bool:
+        """Whether there is a gradient in the dtype of sums over micro-batches, which autograd did not make."""
+        there = bucket.whole_gradients.get(weight.name)
+        return there is not None and there.num_bytes > weight.numel * self.compute_itemsize
 
     def _reduce(self, bucket: Bucket, action: Action) -> None:
         self._drop_reduce_input()
         if not bucket.weights:
             return
         elements, ranks = self.padded_elements(bucket), self.ranks_of(bucket)
+        cut_over, copies = self._groups(bucket)
+        self.tally.send("reduce_scatter", cut_over, elements * self.reduce_itemsize)
+        if action.sum_replicas:
+            self.tally.send("all_reduce", copies, elements * self.reduce_itemsize // ranks)
         self.reduce_input = self.ledger.take("communication", "reduce-scatter input", elements * self.reduce_itemsize)
         # On several ranks a loop variable of torch's foreach_reduce holds the last parameter's gradient until it returns.
         lingering = bucket.whole_gradients.pop(bucket.weights[-1].name) if ranks > 1 else None

@@ -18,15 +18,27 @@ from typing import NamedTuple
 
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.offload_replay import Checkpoint, OffloadReplay, Tape
+from ultrascale.plan.recomputed_ops import computed_again, sent_again
 from ultrascale.plan.sharding import Bucket, Shards
+from ultrascale.plan.tally import Tally
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.spec.layout import DTYPE_BYTES, Layout
+from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates, place
 from ultrascale.spec.weights import Weight, layer_weights, weights_outside_layers
-from ultrascale.spec.work import Op, Shape, block_work, embedding_work, head_work, shared_work
+from ultrascale.spec.work import (
+    Op,
+    block_work,
+    coming_work,
+    embedding_work,
+    head_work,
+    prediction_block_work,
+    prediction_head_work,
+    shared_work,
+)
 
 EXPERTS = "mlp.experts."
+PREDICTION_NORM = "shared_head.norm"
 NEVER_WAIT = (EXPERTS, "mlp.router")
 """Products that are no linear layers: their weights' gradients are made in I (`parallel.pipeline_weights`)."""
 
@@ -37,6 +49,13 @@ class Part(NamedTuple):
     layers: range
     is_first: bool = True
     is_last: bool = True
+    predictions: range = range(0)
+    """Blocks of multi-token prediction, which follow the others on the last stage."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """All of them."""
+        return [*self.layers, *self.predictions]
 
 
 class Waits(NamedTuple):
@@ -44,8 +63,10 @@ class Waits(NamedTuple):
 
     name: str
     held: tuple[Held, ...]
+    source: Held
+    """Of the two sides the one that tp cuts, which several products may have in common."""
     gathered_bytes: int
-    """Of the other side of the product over all ranks of tp; 0 where it is whole here."""
+    """Of that side over all ranks of tp; 0 where it is whole here."""
 
 
 @dataclass
@@ -59,22 +80,28 @@ class Under:
 class StageReplay:
     """The state of a stage between operations."""
 
-    def __init__(self, ledger: Ledger, model: Model, layout: Layout, shape: Shape, part: Part, at: Coordinates):
-        self.ledger, self.model, self.layout, self.shape, self.part = ledger, model, layout, shape, part
+    def __init__(
+        self, ledger: Ledger, tally: Tally, model: Model, part: Part, at: Coordinates, *, splits: bool = False
+    ):  # fmt: skip
+        """`splits`: whether the schedule cuts backward passes in two, which makes products operations of their own."""
+        layout, shape = tally.layout, tally.shape
+        self.ledger, self.tally, self.model, self.layout, self.shape, self.part = ledger, tally, model, layout, shape, part
+        self.splits = splits
         self.per_bucket = layout.layers_per_bucket if layout.dp * layout.cp > 1 else 1
         self.hidden_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
         self._local = {w.name: replace(w, shape=place(w, layout, at).shape) for w in self._weights()}
         buckets = self._buckets()
         self.by_name = {weight.name: (bucket, weight) for bucket in buckets for weight in bucket.weights}
-        self.shards = Shards(ledger, layout, buckets, over_gloo=shape.device == "cpu", has_experts=model.num_experts > 0)
-        before, after = self._before(), self._after()
-        self.uses = Counter(name for op in (*before, *after) for name in op.weights)
+        self.shards = Shards(ledger, tally, buckets, over_gloo=shape.device == "cpu", has_experts=model.num_experts > 0)
+        self.uses = Counter(name for ops in self._outside() for op in ops for name in op.weights)
+        self.arrived: Counter[str] = Counter()
         self.pending: dict[str, Held] = {}
         self.under_way: dict[int, Under] = {}
         self.waiting: dict[int, list[Waits]] = {}
         self._now = Under()
         self._shares: dict[str, Held] = {}
-        self._offload = OffloadReplay(ledger, layout, part.layers, part.is_first)
+        self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
+        self._gathered_in_w: set[str] = set()
 
     def forward(self, micro_batch: int, given: Held | None = None) -> Held | None:
         """F. `given`: what the stage before made, which stays its owner's. Returns what the next stage takes."""
@@ -84,36 +111,34 @@ class StageReplay:
         made: dict[str, Held] = {} if given is None else {"hidden": given.hold()}
         now.tapes.append(self._run(self._before(), made, "activations", {"hidden"}))
         hidden = made.pop("hidden")
-        ops = shared_work(model, shape)
+        ops = shared_work(model, shape)  # held by whoever reads it on the way back
         self._run(ops, now.shared, "activations", {result.name for op in ops for result in op.makes})
         for layer in self.part.layers:
             hidden = self._forward_block(layer, hidden)
         if self.part.is_last:
-            made = {"hidden": hidden}
-            now.tapes.append(self._run(self._after(), made, "activations", {"loss"}))
-            self._drop_all(made.values())
+            self._forward_end(hidden)
+        self._drop_all(now.shared.values())
         self.shards.end_forward()
         return None if self.part.is_last else hidden
 
     def backward(self, action: Action, gradient: Held | None = None) -> Held | None:
         """B, or I: the micro-batch of `action`, from the gradient of its result, which stays its owner's, or from the loss.
         Returns the gradient of its input."""
-        ledger, shards = self.ledger, self.shards
-        now = self._now = self.under_way.pop(action.micro_batch)
+        shards = self.shards
+        self._now = self.under_way.pop(action.micro_batch)
         waits: list[Waits] | None = [] if action.kind is Kind.INPUT_GRADIENT else None
+        if action.reduce_gradients:
+            shards.complete_some()
         shards.before_backward(shards.root)
         if self.part.is_last:
-            gradients = {"loss": ledger.take("temporary", "loss", 0)}
-            self._unwind(self._pop_tape(), gradients, None, waits)
-            hidden = gradients.pop("hidden")
+            hidden = self._backward_end(action, waits)
         else:
             assert gradient is not None
             hidden = gradient.hold()
         for layer in reversed(self.part.layers):
-            hidden = self._backward_block(layer, hidden, action, waits)
+            hidden = self._backward_block(layer, hidden, action, waits).pop("hidden")
         gradients = {"hidden": hidden}
         self._unwind(self._pop_tape(), gradients, None, waits)
-        self._drop_all(now.shared.values())
         shards.after_backward(shards.root, action)
         shards.end_backward()
         if waits is not None:
@@ -122,25 +147,35 @@ class StageReplay:
 
     def weight_gradients(self, action: Action) -> None:
         """W: what I left of the micro-batch of `action`."""
+        whole: tuple[Held, Held] | None = None  # what was gathered last, and of what
         for waits in self.waiting.pop(action.micro_batch):
-            gathered = self.ledger.take("temporary", "gathered for gradients of weights", waits.gathered_bytes)
+            if whole is None or whole[0] is not waits.source or whole[1].num_bytes != waits.gathered_bytes:
+                self._drop_all([] if whole is None else [whole[1]])
+                whole = waits.source, self._gather_again(waits.gathered_bytes)
             if not self.shards.adds_in_place(*self.by_name[waits.name]):
                 self._arrive(waits.name, self._weight_gradient(waits.name))
-            self._drop_all([*waits.held, gathered])
+            self._drop_all(waits.held)
+        self._drop_all([] if whole is None else [whole[1]])
         for bucket in reversed(self.shards.buckets):
             if action.reduce_gradients:
                 self.shards.complete_gradients(bucket)
             self.shards.after_backward(bucket, action)
         self.shards.end_backward()
 
+    def _gather_again(self, num_bytes: int) -> Held:
+        """Over tp, for W."""
+        if num_bytes:
+            self.tally.send("all_gather", self.layout.group("tp"), num_bytes)
+        return self.ledger.take("temporary", "gathered for gradients of weights", num_bytes)
+
     # What the stage is
 
     def _weights(self) -> list[Weight]:
         """Of the whole model's, those of this stage."""
         part = self.part
-        named = {name for op in (*self._before(), *self._after()) for name in op.weights}
+        named = {name for ops in self._outside() for op in ops for name in op.weights}
         outside = [w for w in weights_outside_layers(self.model) if w.name in named]
-        return [*outside, *(w for layer in part.layers for w in layer_weights(self.model, layer))]
+        return [*outside, *(w for layer in part.blocks for w in layer_weights(self.model, layer))]
 
     def _buckets(self) -> list[Bucket]:
         """In the order in which FSDP2 sees them end in a forward pass, what is outside the blocks first: experts that are cut
@@ -149,14 +184,15 @@ class StageReplay:
         root = Bucket([w for w in local.values() if w.layer is None], "outside the blocks")
         buckets = [root]
         apart = self.model.num_experts > 0 and layout.tp * layout.ep * layout.expert_tp > 1
-        layers = list(self.part.layers)
+        layers = self.part.blocks
         for first in range(0, len(layers), self.per_bucket):
             members = layers[first : first + self.per_bucket]
             for layer in members if apart else ():
                 if experts := [w for w in local.values() if w.layer == layer and w.is_expert]:
                     buckets.append(Bucket(experts, "experts", ranks=layout.expert_shard_size))
-            rest = [w for w in local.values() if w.layer in members and not (apart and w.is_expert)]
-            buckets.append(Bucket(rest, "blocks"))
+            norms = [w for w in local.values() if w.layer in members and PREDICTION_NORM in w.name]
+            rest = [w for w in local.values() if w.layer in members and not (apart and w.is_expert) and w not in norms]
+            buckets += [Bucket(rest, "blocks"), *(Bucket([norm], "norms of predictions") for norm in norms)]
         return buckets
 
     def _before(self) -> tuple[Op, ...]:
@@ -165,17 +201,65 @@ class StageReplay:
     def _after(self) -> tuple[Op, ...]:
         return head_work(self.model, self.shape) if self.part.is_last else ()
 
+    def _outside(self) -> list[tuple[Op, ...]]:
+        """What is done outside the blocks in a forward pass."""
+        predicting = [coming_work(self.model, self.shape), prediction_head_work(self.model, self.shape)]
+        return [self._before(), self._after(), *predicting * len(self.part.predictions)]
+
     # Forward
 
-    def _forward_block(self, layer: int, hidden: Held) -> Held:
+    def _forward_end(self, hidden: Held) -> None:
+        """The head, and what predicts tokens further on: each from what the last norm, or the block before, made."""
+        model, shape, tapes = self.model, self.shape, self._now.tapes
+        norm, *head = self._after()
+        made = {"hidden": hidden}
+        tapes.append(self._run((norm,), made, "activations", {"final"}))
+        source = made["final"].hold()
+        tapes.append(self._run(tuple(head), made, "activations", {"loss"}))
+        self._drop_all(made.values())
+        for layer in self.part.predictions:
+            made = {}
+            tapes.append(self._run(coming_work(model, shape), made, "activations", {"coming"}))
+            hidden = self._forward_block(layer, source, made["coming"])
+            source = hidden.hold()
+            self.shards.before_forward(self._norm_bucket(layer))
+            made = {"hidden": hidden}
+            tapes.append(self._run(prediction_head_work(model, shape), made, "activations", {"loss"}, layer=layer))
+            self._drop_all(made.values())
+        self.ledger.drop(source)
+
+    def _backward_end(self, action: Action, waits: list[Waits] | None) -> Held:
+        """The gradient of what the last block made. What was done last comes first."""
+        source: dict[str, Held] = {}
+        for layer in reversed(self.part.predictions):
+            bucket = self._norm_bucket(layer)
+            self.shards.before_backward(bucket)
+            gradients = {"loss": self.ledger.take("temporary", "loss", 0), **source}
+            self._unwind(self._pop_tape(), gradients, layer, waits)
+            self.shards.after_backward(bucket, action)
+            gradients = self._backward_block(layer, gradients.pop("hidden"), action, waits)
+            source = {"hidden": gradients.pop("hidden")}
+            self._unwind(self._pop_tape(), gradients, None, waits)
+        gradients = {"loss": self.ledger.take("temporary", "loss", 0)}
+        if source:
+            gradients["final"] = source["hidden"]
+        self._unwind(self._pop_tape(), gradients, None, waits)
+        self._unwind(self._pop_tape(), gradients, None, waits)
+        return gradients.pop("hidden")
+
+    def _forward_block(self, layer: int, hidden: Held, coming: Held | None = None) -> Held:
         bucket = self._bucket(layer)
         if self._is_first(layer):
             self.shards.before_forward(bucket)
-        ops = block_work(self.model, layer, self.shape)
+        ops = self._block_work(layer)
         made, leaves, block_input = {"hidden": hidden}, {"hidden_out"}, hidden
+        if coming is not None:
+            made["coming"] = coming
         again = self.layout.again(layer)
         if again is not None:
-            checkpoint = Checkpoint(hidden.hold(), {})
+            shared = {name for op in ops for name in op.saves} & self._now.shared.keys()
+            reads = {name: held.hold() for name, held in made.items()}
+            checkpoint = Checkpoint(reads, [self._now.shared[name].hold() for name in sorted(shared)], {})
             keep = None if again.whole else checkpoint.kept
             self._run(ops, made, "activations", leaves, layer=layer, saves=False, keep=keep, kinds=again.kinds)
             self._now.tapes.append(checkpoint)
@@ -198,16 +282,20 @@ class StageReplay:
         keep: dict[str, Held] | None = None,
         kept: dict[str, Held] | None = None,
         kinds: Collection[str] = (),
+        is_again: bool = False,
     ) -> Tape:
         """Run operations forward. `made` are the activations there are; after its last reader each goes, except `leaves`.
 
-        `keep` collects results that selective recomputation keeps; `kept` are those of the first run, used again.
+        `keep` collects results that selective recomputation keeps; `kept` are those of the first run, used again. `is_again`:
+        in a backward pass, where FSDP2 lets go of nothing, and whoever calls counts what is done.
         """
         tape = Tape()
         last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves)}
         there = set() if kept is None else {name for op in ops if op.reads and op.makes[0].name in kept for name in op.reads}
         experts, first, last = self._experts(layer, ops)
         for index, op in enumerate(ops):
+            if not is_again:
+                self.tally.forward(op)
             if experts is not None and index == first:
                 self.shards.before_forward(experts)
             for result in op.makes:
@@ -223,7 +311,7 @@ class StageReplay:
                 tape.entries.append((op, self._save(op, made)))
             for name in [n for n in made if n not in leaves and last_reader.get(n, -1) <= index]:
                 self.ledger.drop(made.pop(name))
-            if experts is not None and index == last:
+            if experts is not None and index == last and not is_again:
                 self.shards.after_forward(experts)
         return tape
 
@@ -237,7 +325,12 @@ class StageReplay:
         assert isinstance(tape, Tape)
         return tape
 
-    def _backward_block(self, layer: int, gradient: Held, action: Action, waits: list[Waits] | None) -> Held:
+    def _block_work(self, layer: int) -> tuple[Op, ...]:
+        work = prediction_block_work if layer in self.part.predictions else block_work
+        return work(self.model, layer, self.shape)
+
+    def _backward_block(self, layer: int, gradient: Held, action: Action, waits: list[Waits] | None) -> dict[str, Held]:
+        """The gradients of what it reads."""
         bucket = self._bucket(layer)
         if self._is_last(layer):
             self.shards.before_backward(bucket)
@@ -247,20 +340,21 @@ class StageReplay:
         if isinstance(tape, Checkpoint):
             again = self._recompute(layer, tape)
             self._unwind(again, gradients, layer, waits, action)
-            self._drop_all([tape.block_input, *tape.kept.values()])
+            self._drop_all([*tape.reads.values(), *tape.shared, *tape.kept.values()])
         else:
             self._unwind(tape, gradients, layer, waits, action)
         if self._is_first(layer):
             self.shards.after_backward(bucket, action)
-        return gradients.pop("hidden")
+        return gradients
 
     def _recompute(self, layer: int, checkpoint: Checkpoint) -> Tape:
         """Run a block again up to the last operation that saves something: torch stops there, before computing it."""
-        ops = block_work(self.model, layer, self.shape)
+        ops = self._block_work(layer)
         last = max(index for index, op in enumerate(ops) if op.saves)
         kept = None if self.layout.recomputes(layer) else checkpoint.kept
-        made = {"hidden": checkpoint.block_input.hold()}
-        tape = self._run(ops[:last], made, "temporary", set(ops[last].saves), layer=layer, kept=kept)
+        made = {name: held.hold() for name, held in checkpoint.reads.items()}
+        tape = self._run(ops[:last], made, "temporary", set(ops[last].saves), layer=layer, kept=kept, is_again=True)
+        self._count_again(layer, ops)
         tape.entries += [(ops[last], self._save(ops[last], made)), *((op, []) for op in ops[last + 1 :])]
         self._drop_all(made.values())
         return tape
@@ -275,7 +369,7 @@ class StageReplay:
     ) -> None:
         """Run the backward pass of the operations on a tape, last first. `gradients` of results in, of what was read out."""
         sizes = {a.name: a.num_bytes for op, _ in tape.entries for a in op.makes}
-        sizes["hidden"] = self.hidden_bytes
+        sizes |= dict.fromkeys(("hidden", "final", "coming"), self.hidden_bytes)
         ops = tuple(op for op, _ in tape.entries)
         experts, first, last = self._experts(layer, ops)
         for index, (op, saved) in reversed(list(enumerate(tape.entries))):
@@ -308,12 +402,18 @@ class StageReplay:
         else:
             leaving = {name: ledger.take("temporary", "gradients of activations", sizes[name]) for name in op.reads}
         scratch = op.backward_scratch_bytes
+        self._count_backward(op)
         if waits is not None and _gathers_gradient(op):
             self._shares[op.reads[0]] = arriving.hold()
         share = self._shares.pop(op.makes[0].name, None)
         if waits is not None and _may_wait(op):
-            gathered_bytes = scratch if share is None else arriving.num_bytes
-            waits.append(Waits(names[0], (share or arriving.hold(), *(held.hold() for held in saved)), gathered_bytes))
+            given = saved[0].hold()
+            gathered_bytes, source = (scratch, given) if share is None else (arriving.num_bytes, share)
+            if scratch:
+                self._gathered_in_w.add(op.reads[0])
+            item = Waits(names[0], (share or arriving.hold(), given), source, gathered_bytes)
+            alike = [number for number, other in enumerate(waits) if gathered_bytes and other.source is source]
+            waits.insert(alike[0] if alike else len(waits), item)  # products of one input wait in their order
             names, share, scratch = names[1:], None, 0  # of its bias
         new = [(names[0], saved[1].hold())] if op.hands_on_saved else [(name, self._weight_gradient(name)) for name in names]
         ledger.touch("temporary", "scratch", scratch)
@@ -322,6 +422,22 @@ class StageReplay:
             self._arrive(name, gradient)
         for name, gradient in leaving.items():
             gradients[name] = self._added(gradients[name], gradient) if name in gradients else gradient
+
+    def _count_again(self, layer: int, ops: tuple[Op, ...]) -> None:
+        """What recomputation of a block does. torch stops where the last tensor is saved: before a plain product, but behind an
+        operation of our own: over tp (with its sum), of experts, and where W has a product as an operation."""
+        behind = self.splits or self.layout.tp > 1 or any(op.name.startswith(EXPERTS) for op in ops)
+        for op in computed_again(self.layout, layer, ops, stops_behind=behind):
+            self.tally.compute(op, op.flops)
+        for op in sent_again(self.layout, layer, ops):
+            self.tally.send_all(op, "forward")
+
+    def _count_backward(self, op: Op) -> None:
+        """What W gathers is not gathered now."""
+        if op.makes[0].name in self._gathered_in_w:
+            self._gathered_in_w.remove(op.makes[0].name)
+            op = replace(op, collectives=tuple(one for one in op.collectives if one.kind != "all_gather"))
+        self.tally.backward(op)
 
     def _added(self, there: Held, gradient: Held) -> Held:
         """The sum: autograd adds to the one that is there, unless somebody else holds it too."""
@@ -333,20 +449,23 @@ class StageReplay:
         return there
 
     def _names(self, weights: Sequence[str], layer: int | None) -> list[str]:
-        return [name if layer is None else f"layers.{layer}.{name}" for name in weights]
+        """Of the whole model; a prediction's head is the model's own."""
+        return [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
 
     def _weight_gradient(self, name: str) -> Held:
         _, weight = self.by_name[name]
         return self.ledger.take("temporary", "gradients of weights", weight.numel * DTYPE_BYTES[self.layout.precision])
 
     def _arrive(self, name: str, gradient: Held) -> None:
-        """A gradient reaches its weight; a tied one waits for its other half first."""
+        """A gradient reaches its weight; one of several uses waits for the rest first."""
         if name in self.pending:
             self.ledger.drop(gradient)
             gradient = self.pending.pop(name)
-        elif self.uses[name] > 1:
+        self.arrived[name] += 1
+        if self.arrived[name] < self.uses[name]:
             self.pending[name] = gradient
             return
+        del self.arrived[name]
         bucket, weight = self.by_name[name]
         self.shards.add_gradient(bucket, weight, gradient)
 
@@ -354,6 +473,9 @@ class StageReplay:
 
     def _bucket(self, layer: int) -> Bucket:
         return self.by_name[f"layers.{layer}.input_layernorm.weight"][0]
+
+    def _norm_bucket(self, layer: int) -> Bucket:
+        return self.by_name[f"layers.{layer}.{PREDICTION_NORM}.weight"][0]
 
     def _experts(self, layer: int | None, ops: Sequence[Op]) -> tuple[Bucket | None, int, int]:
         """The bucket that a block's experts have for themselves, and the first and the last operation that read it."""
@@ -370,7 +492,7 @@ class StageReplay:
         return (layer - self.part.layers.start) % self.per_bucket == 0
 
     def _is_last(self, layer: int) -> bool:
-        return (layer + 1 - self.part.layers.start) % self.per_bucket == 0 or layer + 1 == self.part.layers.stop
+        return (layer + 1 - self.part.layers.start) % self.per_bucket == 0 or layer == self.part.blocks[-1]
 
     def _drop_all(self, held: Iterable[Held]) -> None:
         for one in held:
@@ -383,7 +505,4 @@ def _may_wait(op: Op) -> bool:
 
 def _gathers_gradient(op: Op) -> bool:
     """From this rank's positions, for the row product before it."""
-    return (
-        any((one.kind, one.axis, one.when) == ("all_gather", "tp", "backward") for one in op.collectives)
-        and op.kind == "exchange"
-    )
+    return op.name.endswith(".scatter") and any(one.axis == "tp" for one in op.collectives)

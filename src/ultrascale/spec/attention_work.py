@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import column_source, cut, linear, local_source, norm, row_linear
-from ultrascale.spec.ops import Activation, Collective, Op, Product, Scores, Shape
+from ultrascale.spec.ops import Activation, Collective, Op, Product, Scores, Shape, When
 
 
 def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
@@ -90,7 +90,13 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
         ops += [_rotary(shape, x, read, n * width * a) for x, read, width in (("q", query, q), ("k", key, kv))]
         query, key = "q_rotated", "k_rotated"
     has_mask = mask_elements(model.window(layer), shape) > 0
-    if shape.device == "cuda" and kv < q and not shape.kernels.masks_in_kernel and (has_mask or shape.itemsize != 2):
+    if (
+        shape.device == "cuda"
+        and shape.cp == 1
+        and kv < q
+        and not shape.kernels.masks_in_kernel
+        and (has_mask or shape.itemsize != 2)
+    ):
         # No fused kernel on CUDA takes fewer key/value heads here: they are repeated.
         ops += [
             Op(f"self_attn.{x}_repeat", "elementwise", (x,), (Activation(f"{x}_repeated", n * q * a),),
@@ -164,9 +170,10 @@ def _swap_heads(model: Model, shape: Shape, names: tuple[str, str, str]) -> tupl
     if shape.cp_grid[1] == 1:
         return (), names, "attended"
     made = ("q_swapped", "k_swapped", "v_swapped")
-    ops = tuple(
-        _all_to_all(f"self_attn.{make}", read, make, num_bytes)
-        for read, make, num_bytes in zip(names, made, _bytes_of_swapped(model, shape), strict=True)
+    sizes = _bytes_of_swapped(model, shape)
+    ops = tuple(  # keys and values travel with the queries
+        _all_to_all(f"self_attn.{make}", read, make, num_bytes, num_messages=int(make == made[0]))
+        for read, make, num_bytes in zip(names, made, sizes, strict=True)
     )
     return ops, made, "attended_swapped"
 
@@ -177,8 +184,9 @@ def _swap_back(model: Model, shape: Shape, attended: str) -> tuple[Op, ...]:
     return (_all_to_all("self_attn.swap_back", attended, "attended", _attended_bytes(model, shape)),)
 
 
-def _all_to_all(name: str, read: str, make: str, num_bytes: int) -> Op:
-    traffic = tuple(Collective("all_to_all", "cp", num_bytes, when) for when in ("forward", "backward"))
+def _all_to_all(name: str, read: str, make: str, num_bytes: int, *, num_messages: int = 1) -> Op:
+    passes: tuple[When, ...] = ("forward", "backward")
+    traffic = tuple(Collective("all_to_all", "cp", num_bytes, when, num_messages=num_messages) for when in passes)
     return Op(name, "exchange", (read,), (Activation(make, num_bytes),), collectives=traffic)
 
 
@@ -237,13 +245,14 @@ def _flash(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], 
     logsumexp = Activation("logsumexp", rows * shape.wide_itemsize, False)
     has_mask = mask_elements(model.window(layer), shape) > 0
     saves = (*dict.fromkeys(names), attended, "logsumexp", *((mask_name(model.window(layer)),) if has_mask else ()))
-    square = 2 * rows * shape.sequence_length * (model.head_dim + model.value_head_dim)
+    square, e, v = 2 * rows * shape.sequence_length, model.head_dim, model.value_head_dim
     traffic, scratch, backward_scratch = _key_value_traffic(model, model.window(layer), shape)
     core = Op(
         "self_attn.core", "attention", tuple(dict.fromkeys(names)),
         (Activation(attended, _attended_bytes(model, shape)), logsumexp),
-        saves, ("self_attn.sinks",) if model.attention_sinks else (), flops=square, backward_flops=square * 5 // 2,
-        scratch_bytes=scratch, backward_scratch_bytes=backward_scratch, scores=scores, collectives=traffic,
+        saves, ("self_attn.sinks",) if model.attention_sinks else (), flops=square * (e + v),
+        backward_flops=square * (3 * e + 2 * v), scratch_bytes=scratch,
+        backward_scratch_bytes=backward_scratch, scores=scores, collectives=traffic,
     )  # fmt: skip
     return (core,)
 
@@ -258,10 +267,11 @@ def _key_value_traffic(model: Model, window: int | None, shape: Shape) -> tuple[
     whole = places * (key + value)
     beside = "attention" if shape.rings else ""
     keys, gradients = _ring_shares(places, window, shape) if shape.rings else (1.0, 1.0)
+    near = window if window is not None and window < shape.sequence_length else None
     traffic = (
-        Collective("all_gather", "cp", whole, "forward", beside, keys),
-        Collective("all_gather", "cp", whole, "backward", beside, keys),
-        Collective("reduce_scatter", "cp", widened * whole, "backward", beside, gradients),
+        Collective("all_gather", "cp", whole, "forward", beside, keys, near),
+        Collective("all_gather", "cp", whole, "backward", beside, keys, near),
+        Collective("reduce_scatter", "cp", widened * whole, "backward", beside, gradients, near),
     )
     # A ring holds the pair at work and the one that arrives; backward their gradients as well.
     room = 2 * (key + value) if shape.rings else whole

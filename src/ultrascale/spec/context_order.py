@@ -41,6 +41,7 @@ class Piece(NamedTuple):
         return (last * (last + 1) - first * (first + 1)) // 2
 
 
+_NOTHING = (0, 0)
 Pieces = tuple[Piece, ...]
 """What a rank holds of one sequence, in the order in which it holds them: the rank's slots."""
 
@@ -113,6 +114,62 @@ def views(queries: Pieces, keys: Pieces, window: int | None) -> list[View]:
         else:
             found.append(view)
     return found
+
+
+class RingTraffic(NamedTuple):
+    """What one place of a ring sends for one layer: (messages, slots of keys and values in them)."""
+
+    keys: tuple[int, int]
+    """As often as keys and values go round."""
+    gradients: tuple[int, int]
+    """Going home."""
+
+
+@lru_cache(maxsize=1024)
+def ring_traffic(length: int, ring: int, place: int, window: int | None) -> RingTraffic:
+    """What `place` sends of a sequence of one document (`parallel.context_ring`): of the keys that it holds at a hop those that
+    anybody further on needs, and their gradients as far as anybody has touched them, until the last that does sends them home.
+    """
+    needs, keys, gradients = _needs(length, ring, window), [], []
+    for distance in range(ring):
+        source = needs[(place + distance) % ring]
+        last = max(d for d in range(ring) if source[d] != _NOTHING)
+        keys.append(_span_of_some(source[distance + 1 :]))
+        if 1 <= distance <= last:
+            gradients.append(_span_of_some(source[1 : distance + 1]))
+    return RingTraffic(_messages(keys), _messages(gradients))
+
+
+@lru_cache(maxsize=1024)
+def pairs_worked_on(length: int, ring: int, place: int, window: int | None) -> int:
+    """Pairs of queries of `place` and keys that kernels are given, those included that a causal mask or a window hides."""
+    order = ring_order(length, ring)
+    own = num_slots(order[place])
+    pairs = own * own if window is None else _pairs(views(order[place], order[place], window))
+    return pairs + sum(_pairs(views(order[place], keys, window)) for keys in (*order[:place], *order[place + 1 :]))
+
+
+@lru_cache(maxsize=64)
+def _needs(length: int, ring: int, window: int | None) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """[source][d]: slots of keys of `source` that the place d before it works on."""
+    order = ring_order(length, ring)
+    return tuple(
+        tuple(span([view.keys for view in views(order[source - distance], order[source], window)]) for distance in range(ring))
+        for source in range(ring)
+    )
+
+
+def _messages(sent: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    some = [stop - start for start, stop in sent if stop > start]
+    return len(some), sum(some)
+
+
+def _span_of_some(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return span([one for one in ranges if one != _NOTHING])
+
+
+def _pairs(seen: Sequence[View]) -> int:
+    return sum((view.queries[1] - view.queries[0]) * (view.keys[1] - view.keys[0]) for view in seen)
 
 
 def hull(parts: Sequence[View]) -> View:

@@ -125,13 +125,19 @@ def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) 
     if shape.expert_tp > 1:
         traffic = (Collective("all_gather", "expert_tp", gathered, "forward"),
                    Collective("reduce_scatter", "expert_tp", gathered, "backward"))  # fmt: skip
-        ops.append(Op("mlp.expert_gather", "gather", (name,), (Activation("gathered", gathered),), collectives=traffic))
+        ops.append(Op("mlp.expert_gather", "gather", (name,), (Activation("gathered", gathered),), collectives=traffic,
+                      backward_scratch_bytes=_room_of_sum(shape, received, gathered)))  # fmt: skip
         name = "gathered"
     # What came from several ranks is put next to each other by expert, and back; the order is kept.
     order = () if name == "permuted" else (Activation("sorted_rows", rows * ROW_BYTES, False),)
     ops.append(Op("mlp.sort", "permute", (name,), (Activation("expert_in", gathered), *order), tuple(o.name for o in order),
                   moved_bytes=2 * gathered, backward_moved_bytes=2 * gathered))  # fmt: skip
     return ops
+
+
+def _room_of_sum(shape: Shape, own: int, parts: int) -> int:
+    """Beside the sum over expert_tp, `own` bytes: all ranks' parts of it, and of narrow rows the wide sum before it."""
+    return 0 if shape.kernels.weighs_before_combining else parts + own * (shape.wide_itemsize // shape.itemsize - 1)
 
 
 def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> list[Op]:
@@ -171,7 +177,8 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
     if shape.expert_tp > 1:
         traffic = (Collective("reduce_scatter", "expert_tp", gathered, "forward"),
                    Collective("all_gather", "expert_tp", gathered, "backward"))  # fmt: skip
-        ops.append(Op("mlp.expert_scatter", "exchange", (name,), (Activation("expert_sum", sent),), collectives=traffic))
+        ops.append(Op("mlp.expert_scatter", "exchange", (name,), (Activation("expert_sum", sent),), collectives=traffic,
+                      scratch_bytes=_room_of_sum(shape, sent, gathered)))  # fmt: skip
         name = "expert_sum"
     if shape.ep > 1:
         traffic = tuple(Collective("all_to_all", "ep", max(sent, returned), when) for when in ("forward", "backward"))
@@ -182,9 +189,12 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
     cut_over_tp = shape.tp > 1 and not shape.cuts_sequence
     made = Activation(f"{make}_cut" if cut_over_tp else make, summed)
     saves = ("permuted_rows",) if weighed else (name, "scores", "permuted_rows")
+    # Backward: the gradient of each row, what came back, and their product, all wide, before the first is narrowed.
+    wide = shape.wide_itemsize // a
+    room = 0 if weighed else returned * ((3 if wide > 1 else 2) * wide - 1)
     ops.append(
         Op("mlp.unpermute", "permute", (name,) if weighed else (name, "scores"), (made,), saves, moved_bytes=returned + summed,
-           backward_moved_bytes=2 * returned + summed)
+           backward_moved_bytes=2 * returned + summed, backward_scratch_bytes=room)
     )  # fmt: skip
     if cut_over_tp:
         whole = shape.num_tokens * d * a

@@ -20,6 +20,7 @@ from ultrascale.spec.stack import KERNELS, Kernels
 
 OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "gather", "exchange", "router", "permute"]
 CpMethod = Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"]
+When = Literal["forward", "backward"]
 
 
 class Product(NamedTuple):
@@ -52,12 +53,16 @@ class Collective(NamedTuple):
     axis: Literal["tp", "cp", "ep", "expert_tp"]
     num_bytes: int
     """Of the whole buffer that is gathered or reduced; for all_to_all, of what one rank holds, its own part included."""
-    when: Literal["forward", "backward"]
+    when: When
     hideable: Literal["", "product", "attention"] = ""
     """What can run beside it: a ring of keys and values beside attention, Megatron's tp traffic beside products."""
     sent_share: float = 1.0
     """What a rank sends over what it would send of the whole buffer, the mean of all ranks. The rank that waits longest gets
     all of it, so that time is that of the whole buffer."""
+    window: int | None = None
+    """Of attention: the sliding window, if it is shorter than the sequence. Keys out of reach of all do not travel."""
+    num_messages: int = 1
+    """To each other rank; 0: it travels in another one's."""
 
 
 class Activation(NamedTuple):

@@ -31,8 +31,9 @@ SLAB_COLUMNS_MULTIPLE = 128
 INDEX_BYTES = 8
 
 __all__ = [
-    "Activation", "Collective", "Op", "Product", "Scores", "Shape", "attended_share", "block_work", "chunk_rows",
-    "embedding_work", "head_work", "mask_elements", "mask_name", "prediction_work", "shared_work", "slab_columns", "work",
+    "Activation", "Collective", "Op", "Product", "Scores", "Shape", "attended_share", "block_work", "chunk_rows", "coming_work",
+    "embedding_work", "head_work", "mask_elements", "mask_name", "prediction_block_work", "prediction_head_work",
+    "prediction_work", "shared_work", "slab_columns", "work",
 ]  # fmt: skip
 
 
@@ -121,14 +122,56 @@ def block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
 
 @lru_cache(maxsize=4096)
 def prediction_work(model: Model, shape: Shape) -> tuple[Op, ...]:
-    """What a block of multi-token prediction does before it is a block like the last: the embedding of the tokens to come,
-    beside what was made of those before, through one product, whose columns tp joins again (DeepSeek-V3, section 2.2)."""
+    """What a block of multi-token prediction does before it is a block like the last: the embedding of the tokens to come
+    (`coming_work`), beside what was made of those before, through one product (DeepSeek-V3, section 2.2)."""
+    return (*coming_work(model, shape), *_joining_work(model, shape))
+
+
+@lru_cache(maxsize=4096)
+def coming_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+    """From tokens to come to `coming` [M, D]: the embedding once more, of indices that are made for it."""
+    first, *rest = (_renamed(op, {"hidden": "coming"}) for op in embedding_work(replace(model, dropout=0.0), shape))
+    if shape.tp == 1:
+        indices = Activation("coming_tokens", shape.num_tokens * INDEX_BYTES, False)
+        first = replace(first, makes=(*first.makes, indices), saves=(*first.saves, indices.name))
+    return (first, *rest)
+
+
+@lru_cache(maxsize=4096)
+def prediction_block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
+    """A block of multi-token prediction, from `hidden` and `coming` to `hidden_out`, all [M, D]."""
+    block = (_renamed(op, {"hidden": "predicted"}) for op in block_work(model, layer, shape))
+    return (*_joining_work(model, shape), *block)
+
+
+@lru_cache(maxsize=4096)
+def prediction_head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+    """From a prediction block's `hidden` to its `loss`: a norm of its own, and the model's head."""
+    first, *rest = head_work(model, shape)
+    return (replace(first, name="shared_head.norm", weights=("shared_head.norm.weight",)), *rest)
+
+
+def _renamed(op: Op, names: dict[str, str]) -> Op:
+    """The same with other names of activations, whole or before `_partial`."""
+
+    def name(old: str) -> str:
+        whole = old.removesuffix("_partial")
+        return names.get(whole, whole) + old[len(whole) :]
+
+    return replace(
+        op, reads=tuple(map(name, op.reads)), saves=tuple(map(name, op.saves)),
+        makes=tuple(one._replace(name=name(one.name)) for one in op.makes),
+    )  # fmt: skip
+
+
+def _joining_work(model: Model, shape: Shape) -> tuple[Op, ...]:
+    """From `hidden` and `coming` to `predicted`, [M, D]: one product, whose columns tp joins again."""
     m, d = shape.outer_tokens, model.hidden_size
     joined = Activation("joined", m * 2 * d * shape.itemsize)
     gather, source = column_source(shape, joined.name, 2 * d)
-    project = linear(shape, "eh_proj", source, "columns", 2 * d, cut(d, shape.tp), collectives=source.collectives)
+    make = "predicted" if shape.tp == 1 else "columns"
+    project = linear(shape, "eh_proj", source, make, 2 * d, cut(d, shape.tp), collectives=source.collectives)
     return (
-        *embedding_work(replace(model, dropout=0.0), shape),
         norm(model, shape, "enorm", "coming", "coming_in", d, d, m),
         norm(model, shape, "hnorm", "hidden", "hidden_in", d, d, m),
         Op("join", "elementwise", ("coming_in", "hidden_in"), (joined,), moved_bytes=2 * joined.num_bytes,
@@ -148,8 +191,9 @@ def _columns_home(shape: Shape, d: int) -> tuple[Op, ...]:
         traffic = (Collective("reduce_scatter", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
     else:
         traffic = (Collective("all_reduce", "tp", whole, "forward"),)
-    made = Activation("joined_out", shape.outer_tokens * d * shape.itemsize)
-    return (Op("columns_home", "exchange", ("columns",), (made,), collectives=traffic),)
+    made = Activation("predicted", shape.outer_tokens * d * shape.itemsize)
+    room = whole + exchanged_bytes(shape, whole)  # zeros around the columns
+    return (Op("columns_home", "exchange", ("columns",), (made,), scratch_bytes=room, collectives=traffic),)
 
 
 @lru_cache(maxsize=4096)

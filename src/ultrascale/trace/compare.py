@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ultrascale.plan.ledger import CATEGORIES
+from ultrascale.plan.tally import Traffic, Way
 from ultrascale.trace.groups import axis_of
-from ultrascale.trace.planned import Planned, Traffic, Way
+from ultrascale.trace.planned import Planned
 from ultrascale.trace.record import RankTrace, Sent
 
 NOT_COUNTED = ("receive", "barrier")

@@ -116,6 +116,11 @@ class RankTrace:
         later = [mark.tick for mark in self.marks if mark.step > step and mark.phase != "between"]
         return min(starts, default=0), min(later, default=self.ticks + 1)
 
+    def last_before(self, step: int, phase: str) -> int:
+        """Index of the last change before a phase of a step begins."""
+        tick = next(mark.tick for mark in self.marks if (mark.step, mark.phase) == (step, phase))
+        return max(index for index, (at, _, _) in enumerate(self.changes) if at <= tick)
+
     def alive_at(self, index: int) -> list[tuple[Block, int]]:
         """Storages that live after a change, with the category that they had then, and their bytes; the largest first."""
         sizes: Counter[int] = Counter()

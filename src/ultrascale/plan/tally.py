@@ -1,0 +1,136 @@
+"""What a rank does in a replayed step, counted where it happens: messages by kind and group, and FLOPs.
+
+Who replays tells it of every operation and its backward pass (`plan.stage_replay`), of gathers and reductions of buckets
+(`plan.sharding`) and of a pipeline's messages (`plan.pipeline_replay`). So traffic follows the moves that memory does, and a
+gather that the replay makes too often is wrong in both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ultrascale.spec.context_order import pairs_worked_on, ring_traffic
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.ops import Collective, Op, Shape, When
+
+HEAD_DIM_MULTIPLE = 8
+"""Elements in 16 bytes of bf16: attention's kernels on CUDA load no less (`kernels.attention_with_lse`)."""
+
+
+class Way(NamedTuple):
+    """Messages that are counted together."""
+
+    kind: str
+    size: int
+    stride: int
+
+
+class Traffic(NamedTuple):
+    """How many, and their bytes."""
+
+    count: int
+    num_bytes: int
+
+
+@dataclass
+class Tally:
+    """Counts of one rank."""
+
+    layout: Layout
+    shape: Shape
+    cp_rank: int
+    products: int = 0
+    """FLOPs of matrix products, recomputed ones included; attention apart."""
+    attention: int = 0
+    """FLOPs, of every pair of a query and a key that a kernel is given."""
+    counts: Counter[Way] = field(default_factory=Counter)
+    sizes: Counter[Way] = field(default_factory=Counter)
+
+    @property
+    def traffic(self) -> dict[Way, Traffic]:
+        """Messages by way."""
+        return {way: Traffic(count, self.sizes[way]) for way, count in self.counts.items()}
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.products = self.attention = 0
+        self.counts.clear()
+        self.sizes.clear()
+
+    def send(self, kind: str, group: tuple[int, int], num_bytes: int, count: int = 1) -> None:
+        """`count` messages, together of so many bytes, among `group` (size, stride). One rank sends nothing."""
+        if group[0] > 1 and num_bytes:
+            way = Way(kind, *group)
+            self.counts[way] += count
+            self.sizes[way] += num_bytes
+
+    def forward(self, op: Op) -> None:
+        """`op` runs, for the first time or again."""
+        self.compute(op, op.flops)
+        self.send_all(op, "forward")
+
+    def backward(self, op: Op) -> None:
+        """The backward pass of `op`; of what waits for W its products are counted too, and its messages are not."""
+        self.compute(op, op.backward_flops)
+        self.send_all(op, "backward")
+
+    def send_all(self, op: Op, when: When) -> None:
+        """What `op` sends in one pass."""
+        for item in op.collectives:
+            if item.when == when:
+                self._send(item)
+
+    def compute(self, op: Op, flops: int) -> None:
+        """FLOPs of a pass of `op`."""
+        if op.kind == "attention":
+            self.attention += self._worked_on(op, flops)
+        else:
+            self.products += flops
+
+    def _worked_on(self, op: Op, flops: int) -> int:
+        """Over cp: of the full square of scores what a place of a ring works on, with heads of one width."""
+        scores, (places, heads) = op.scores, self.layout.cp_grid
+        if self.layout.cp == 1 or scores is None:
+            return flops
+        e, v = scores.head_dim, scores.value_head_dim
+        width = max(e, v) if self.shape.device == "cpu" else -(-max(e, v) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+        flops = flops // (e + v) * 2 * width if flops == op.flops else flops // (3 * e + 2 * v) * 5 * width
+        if places == 1 or self.shape.documents:
+            return flops
+        length, window = self.shape.sequence_length, op.collectives[0].window
+        pairs = pairs_worked_on(length, places, self.cp_rank // heads, window)
+        return flops * pairs // (scores.queries * scores.keys)
+
+    def _send(self, item: Collective) -> None:
+        if item.axis == "cp":
+            self._send_in_context(item)
+            return
+        # Sums of experts' rows are an exchange and additions.
+        kind = "all_to_all" if (item.axis, item.kind) == ("expert_tp", "reduce_scatter") else item.kind
+        self.send(kind, self.layout.group(item.axis), item.num_bytes)
+
+    def _send_in_context(self, item: Collective) -> None:
+        """Over cp: what leaves the rank, in messages to single ranks except where NCCL gathers."""
+        group, (places, heads) = self.layout.group("cp"), self.layout.cp_grid
+        if item.kind == "all_to_all":
+            self.send("send", group, item.num_bytes * (heads - 1) // heads, item.num_messages * (heads - 1))
+        elif not self.shape.rings or self.shape.documents:  # who needs keys of which documents is not known to a plan
+            kind, count = (item.kind, 1) if self.shape.device == "cuda" and not self.shape.rings else ("send", places - 1)
+            self.send(kind, group, round(item.num_bytes * (places - 1) / places * item.sent_share), count)
+        else:
+            sent = ring_traffic(self.shape.sequence_length, places, self.cp_rank // heads, item.window)
+            count, slots = sent.keys if item.kind == "all_gather" else sent.gradients
+            self.send("send", group, item.num_bytes * slots // self.shape.sequence_length, count)
+
+
+def per_step(few: Tally, fewer: Tally, more: int) -> Tally:
+    """The tally of `more` micro-batches than those of `few`, which has one more than `fewer`: each sends and computes alike."""
+    found = Tally(few.layout, few.shape, few.cp_rank)
+    found.products = few.products + more * (few.products - fewer.products)
+    found.attention = few.attention + more * (few.attention - fewer.attention)
+    for way in few.counts:
+        found.counts[way] = few.counts[way] + more * (few.counts[way] - fewer.counts[way])
+        found.sizes[way] = few.sizes[way] + more * (few.sizes[way] - fewer.sizes[way])
+    return found
