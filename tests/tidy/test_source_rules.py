@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
@@ -13,45 +12,8 @@ from tidy.sources import MODULES, PACKAGE, ROOT, parsed, short
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, LossScale, Optimizer, RampStage, Run, Source
 
-UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-WRITES = {"dumps"}
-"""What of them reads nothing."""
-UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "np.load"}
-UNSAFE_ARGUMENTS = {"shell", "trust_remote_code", "allow_pickle"}
 LONGEST_FILE = 400
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "common", "misc"}
-
-
-def unsafe_places(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of everything that can run code found in a file or an argument."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in UNSAFE_MODULES)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNSAFE_MODULES:
-            if {alias.name for alias in node.names} - WRITES:
-                yield node.lineno, node.module or ""
-        elif isinstance(node, ast.Call):
-            if (name := ast.unparse(node.func)) in UNSAFE_CALLS:
-                yield node.lineno, f"{name}()"
-            for keyword in node.keywords:
-                if keyword.arg in UNSAFE_ARGUMENTS and not is_false(keyword.value):
-                    yield node.lineno, f"{keyword.arg}="
-
-
-def is_false(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is False
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["import pickle", "from pickle import loads", "torch.load(p)", "eval(t)", "run(c, shell=True)", "f(trust_remote_code=x)"],
-)
-def test_the_search_for_unsafe_calls_finds(line):
-    assert len(list(unsafe_places(ast.parse(line)))) == 1
-
-
-def test_nothing_can_run_code_found_in_a_file():
-    assert [f"{short(path)}:{line} {what}" for path in MODULES for line, what in unsafe_places(parsed(path))] == []
 
 
 def test_no_file_is_longer_than_400_lines():

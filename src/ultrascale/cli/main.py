@@ -45,6 +45,7 @@ VERBS = {
     "soak": Verb("soak", "a storm of faults over a small run, which must end like a calm one", "A run and after"),
     "generate": Verb("generate", "sample text from a checkpoint or an exported folder", "A run and after"),
     "export": Verb("export", "a checkpoint as a Hugging Face folder", "A run and after"),
+    "convert": Verb("convert", "a checkpoint in pickles as safetensors, read in a confined process", "A run and after"),
     "import": Verb("import_", "a Hugging Face folder as a first checkpoint", "A run and after"),
 }
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ultrascale.models.folders import fill_folder
 from ultrascale.models.stored import Stored, stored_weights, weight_shapes
 from ultrascale.models.tokenizer_files import TOKENIZER_FILES, copy_tokenizer
-from ultrascale.spec.huggingface import from_hf, to_hf
+from ultrascale.spec.huggingface import CONVERT, PICKLES, from_hf, to_hf
 from ultrascale.spec.model import Model
 from ultrascale.spec.parsing import parse_json
 from ultrascale.spec.problems import Problem, SpecError
@@ -181,8 +181,8 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS_FILE).exists():
         return [folder / WEIGHTS_FILE]
     remedy = f"A folder with {WEIGHTS_FILE}, or with shards and {INDEX_FILE}, is needed."
-    if list(folder.glob("*.bin")) or list(folder.glob("*.pt*")):
-        remedy += " Pickle files are never read; save the model with safetensors first."
+    if any(path.suffix in PICKLES for path in folder.glob("*")):
+        remedy += f" {CONVERT}"
     raise SpecError([Problem(str(folder), "holds no safetensors weights", remedy)])
 
 

@@ -19,6 +19,9 @@ from ultrascale.spec.parsing import line_of, parse_json
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rope_config import Rope, read_rope, write_rope
 
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+"""Endings of files that may run a program when they are read."""
+CONVERT = "Pickles are read by `ultrascale convert SOURCE FOLDER` alone, which makes safetensors of them in a confined process."
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # another name for the same computation
 # n_embd and friends are GPT-2's own words for the same things; transformers accepts both.
 _GPT2_NAMES = {
@@ -34,6 +37,8 @@ def from_hf(path: str | Path) -> Model:
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
+    if file.suffix in PICKLES:
+        raise SpecError([Problem(str(file), "is a pickle, and pickles are not read here", CONVERT)])
     try:
         config = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

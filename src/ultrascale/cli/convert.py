@@ -1,0 +1,54 @@
+"""`ultrascale convert`: a foreign checkpoint in pickles as a folder of safetensors."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ultrascale.cli.parse import parse
+
+
+def convert(
+    source: Annotated[Path, tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.Positional],
+    /,
+    overwrite: bool = False,
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Make a folder of safetensors from a checkpoint in pickles (.bin, .pt, .pth, .ckpt), which nothing else here reads.
+
+    A pickle is a program. It is read in a process without network and privileges, with bounded memory and time, and only what
+    can be a tensor is taken.
+
+    Example: ultrascale convert downloads/old-model models/old-model
+
+    Args:
+        source: A folder with pytorch_model.bin (or its index and shards), or one file.
+        out: The folder to make. It appears whole or not at all.
+        overwrite: Replace `out` if it is an earlier export; nothing else is ever replaced.
+        json: Print one JSON object.
+    """
+    from ultrascale.models.convert import convert as converted
+
+    done = converted(source, out, overwrite=overwrite)
+    if json:
+        print(jsonlib.dumps(asdict(done) | {"folder": str(done.folder)}))
+        return 0
+    print(f"{source} -> {done.folder}: {done.tensors} tensors of {done.files} pickle{'s' * (done.files > 1)}")
+    print(f"read without: {', '.join(done.given_up)}")
+    if "network" not in done.given_up:
+        print("warning: this machine does not let a process leave the network; convert what you do not trust elsewhere")
+    if done.left_out:
+        print(f"left out, being no tensors: {', '.join(done.left_out[:10])}")
+    if not done.has_config:
+        print("there is no config.json beside it: put one into the folder before `ultrascale import`")
+    return 0
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb; returns its exit code."""
+    return parse(convert, "convert", arguments)
