@@ -49,7 +49,7 @@ def apply_activation_offload(stage: Decoder, layout: Layout) -> None:
         setattr(block, "forward", forward)  # noqa: B010
 
 
-@dataclass
+@dataclass(eq=False)
 class Saved:
     """One storage: on the device, on the host, or both."""
 
@@ -72,7 +72,7 @@ class View(NamedTuple):
     offset: int | torch.SymInt
 
 
-@dataclass
+@dataclass(eq=False)
 class Trip:
     """What one block saved of one micro-batch."""
 

@@ -23,7 +23,9 @@ from ultrascale.spec.ops import Op, Scores, Shape
 from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
 
 Floats = NDArray[np.float64]
-SHAPE_FIELDS = ("micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "ep", "expert_tp")
+SHAPE_FIELDS = (
+    "micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "ep", "expert_tp", "mlp_chunks",
+)  # fmt: skip
 PASSES = ("forward", "backward")
 
 
@@ -158,6 +160,7 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
         cp_heads=int(table.cp_heads[row]),
         ep=int(table.ep[row]),
         expert_tp=int(table.expert_tp[row]),
+        mlp_chunks=int(table.mlp_chunks[row]),
         expert_imbalance=workload.expert_imbalance,
         kernels=workload.stack.kernels,
     )
@@ -191,6 +194,11 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
     wide = "bf16" if shape.precision == "fp8" else shape.precision
     for op in ops:
         count += 1
+        if op.inside:
+            each, again = (compute_seconds(workload, shape, some, head) for some in (op.inside, op.inside[:-1]))
+            product, elementwise = product + op.pieces * each[0], elementwise + op.pieces * each[2]
+            inputs += op.pieces * (each[3] + again[0] + again[2])
+            weights, count = weights + op.pieces * each[4], count + op.pieces * each[7]
         if op.product is not None:
             m, n, k, copies = op.product
             forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies)

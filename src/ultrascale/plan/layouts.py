@@ -44,6 +44,7 @@ class LayoutTable:
     schedule: Column
     ep: Column
     expert_tp: Column
+    mlp_chunks: Column
     offload_activations: Column
     offload_optimizer: Column
     modes: tuple[str, ...] = ()
@@ -113,5 +114,5 @@ def _row(layout: Layout) -> list[int]:
         layout.recompute_every, PRECISIONS.index(layout.precision), {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
         layout.layers_per_bucket, layout.tp, int(layout.sequence_parallel), layout.cp, CP_METHODS.index(layout.cp_method),
         layout.cp_heads, layout.pp, layout.virtual_stages, schedule, layout.ep, layout.expert_tp,
-        int(layout.offload_activations), int(layout.offload_optimizer),
+        layout.mlp_chunks, int(layout.offload_activations), int(layout.offload_optimizer),
     ]  # fmt: skip

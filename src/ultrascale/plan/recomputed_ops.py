@@ -20,7 +20,7 @@ def computed_again(layout: Layout, layer: int | None, ops: tuple[Op, ...], *, st
 def again_of(again: Again, ops: tuple[Op, ...], *, stops_behind: bool) -> list[Op]:
     """The same by what a block computes again."""
     last = max(index for index, op in enumerate(ops) if op.saves)
-    run = ops[: last + stops_behind]
+    run = ops[: last + (stops_behind or bool(ops[last].inside))]
     if again.whole:
         return list(run)
     sums = {name for op in ops if op.kept(again.kinds) for name in op.reads}

@@ -112,7 +112,7 @@ def hardware_flops_per_token(model: Model, layout: Layout, sequence_length: int,
 
 def hardware_flops(model: Model, layout: Layout, sequence_length: int, *, documents: bool = False) -> dict[str, float]:
     """The same by kind: matrix products, attention, and the recomputation of both."""
-    shape, more = Shape(1, sequence_length, documents=documents), model.num_nextn_predict_layers
+    shape, more = Shape(1, sequence_length, documents=documents, mlp_chunks=layout.mlp_chunks), model.num_nextn_predict_layers
     products = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
     products += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
     attention = again = 0.0
@@ -120,6 +120,7 @@ def hardware_flops(model: Model, layout: Layout, sequence_length: int, *, docume
         share = 1.0 if mask_elements(model.window(layer), shape) else _causal_share(model, layer, shape)
         ops = block_work(model, layer, shape)
         products += 3 * sum(op.flops for op in ops if op.kind != "attention")
+        again += sum(op.backward_flops - 2 * op.flops for op in ops if op.inside)
         attention += 3.5 * sum(_flops(op, share) for op in ops if op.kind == "attention")
         again += sum(_flops(op, share) for op in computed_again(layout, layer, ops, stops_behind=False))
     found = {"matrix products": products, "attention": attention, "recomputation": again}

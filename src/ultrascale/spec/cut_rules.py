@@ -72,7 +72,10 @@ def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
 
 
 def _recomputed(model: Model, layout: Layout) -> Iterator[Problem]:
-    """Every block has a way to recompute it."""
+    """Every block has a way to recompute it, and there is a layer to be taken in pieces."""
+    if layout.mlp_chunks > 1 and model.num_experts and not model.first_k_dense_replace:
+        rule = f"is {layout.mlp_chunks}, but the model has no dense feed-forward layer"
+        yield Problem("layout.mlp_chunks", rule, "Leave it out: experts see their tokens in pieces already.")
     named = 0
     with suppress(ValueError):  # `Layout.problems` tells it
         named = len(modes_of(layout.recompute_blocks))

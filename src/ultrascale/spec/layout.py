@@ -39,7 +39,7 @@ SCHEDULE_FILES = (".csv", ".json")
 """Endings of files that hold the actions of a schedule."""
 _WHOLE = (
     "dp", "dp_shard", "micro_batch_size", "recompute_every", "layers_per_bucket", "tp", "cp", "cp_heads", "pp",
-    "virtual_stages", "ep", "expert_tp",
+    "virtual_stages", "ep", "expert_tp", "mlp_chunks",
 )  # fmt: skip
 RANGES = dict.fromkeys(_WHOLE, (1, 1_000_000))
 """Lowest and highest value of whole numbers. The highest are far above any run: they catch slips of the finger."""
@@ -105,6 +105,8 @@ class Layout:
     """Expert parallelism: groups of ranks that share the experts between them."""
     expert_tp: int = 1
     """Ranks that cut each expert's matrix products between them."""
+    mlp_chunks: int = 1
+    """Pieces in which dense feed-forward layers take the tokens of a micro-batch, forward and, computed again, backward."""
     offload_activations: bool = False
     """What is saved for the backward pass waits in the host's memory."""
     offload_optimizer: bool = False

@@ -8,6 +8,8 @@ before they are routed, so that no two ranks send the same one.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import Source, column_source, cut, linear, local_source, row_linear
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
@@ -34,6 +36,8 @@ def mlp_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
 
 
 def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: str, *, prefix: str = "") -> tuple[Op, ...]:
+    if shape.mlp_chunks > 1 and block == "mlp":
+        return (_in_pieces(model, shape, width, read, make),)
     d, f, bias = model.hidden_size, cut(width, shape.tp), model.mlp_bias
     gather, source = column_source(shape, read, d)
     names = ("gate", "up") if model.gated_mlp else ("up",)
@@ -52,6 +56,29 @@ def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: 
     ops += _activate(model, shape, block, tuple(prefix + name for name in names), f"{prefix}product", shape.num_tokens * f)
     saved, source = local_source(shape, f"{prefix}product", f, shape.num_tokens, cheap=True)
     return (*ops, *saved, *row_linear(shape, f"{block}.down_proj", source, make, f, d, bias=bias))
+
+
+def _in_pieces(model: Model, shape: Shape, width: int, read: str, make: str) -> Op:
+    """The layer, one piece of the tokens after the other (`parallel.mlp_chunks`): its input is kept, and wide activations exist
+    for a piece alone, backward with their gradients."""
+    a, w, d, n = shape.itemsize, shape.wide_itemsize, model.hidden_size, cut(shape.num_tokens, shape.mlp_chunks)
+    piece = replace(shape, micro_batch_size=1, sequence_length=n * shape.cp, mlp_chunks=1)
+    inside = _dense(model, piece, "mlp", width, read, make)
+    products = [op for op in inside if op.kind == "matmul"]
+    again = sum(op.flops for op in products[:-1])
+    wide = n * width * a
+    gated = model.gated_mlp
+    sums = 0
+    if a < w:  # in fp32, beside one product of a piece and what is returned
+        sizes = [op.product.n * op.product.k for op in products if op.product is not None]
+        sums = (w - a) * sum(sizes) + a * max(sizes)
+    flops = shape.mlp_chunks * sum(op.flops for op in products)
+    return Op(
+        "mlp.pieces", "matmul", (read,), (Activation(make, shape.num_tokens * d * a),), (read,),
+        tuple(name for op in products for name in op.weights), flops, 2 * flops + shape.mlp_chunks * again,
+        scratch_bytes=(3 if gated else 2) * wide, backward_scratch_bytes=(6 if gated else 3) * wide + sums,
+        pieces=shape.mlp_chunks, inside=inside,
+    )  # fmt: skip
 
 
 def _activate(

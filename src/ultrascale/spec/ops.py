@@ -98,6 +98,9 @@ class Op:
     moved_bytes: int = 0
     backward_moved_bytes: int = 0
     collectives: tuple[Collective, ...] = ()
+    pieces: int = 1
+    inside: tuple[Op, ...] = ()
+    """What it does for each of `pieces`: forward, and all but the last once more before their backward passes."""
 
     @property
     def passes_gradient(self) -> bool:
@@ -158,6 +161,8 @@ class Shape:
     """For cp_method = "ring+all-to-all": ranks at each place of the ring that swap sequence for heads."""
     ep: int = 1
     expert_tp: int = 1
+    mlp_chunks: int = 1
+    """Pieces of the tokens that a dense feed-forward layer works on one after the other."""
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
     kernels: Kernels = KERNELS

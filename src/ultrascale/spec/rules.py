@@ -239,6 +239,12 @@ def _compile(run: Run) -> Iterator[Problem]:
         yield compiled_halves(run.layout.schedule)
 
 
+def _compiled_pieces(run: Run) -> Iterator[Problem]:
+    if run.compile and run.layout.mlp_chunks > 1:
+        rule = f"is {run.layout.mlp_chunks}, and pieces are computed again by hand, which does not go with compile"
+        yield Problem("layout.mlp_chunks", rule, "Leave one of the two out.")
+
+
 def _compiled_kinds(run: Run) -> Iterator[Problem]:
     if run.compile and any("+" in text for text in run.layout.recompute_blocks):
         rule = "names kinds of products, and compiled blocks are recomputed as none, selective or full alone"
@@ -297,6 +303,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout"), _noise_scale),
     (("compile", "layout.schedule", "layout.pp"), _compile),
     (("compile", "layout.recompute_blocks"), _compiled_kinds),
+    (("compile", "layout.mlp_chunks"), _compiled_pieces),
     (("log.sinks",), _sinks),
     (("model", "layout", "batch.sequence_length"), _cut),
     (("cluster", "layout"), _cluster),

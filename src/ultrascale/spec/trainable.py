@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
@@ -21,6 +23,7 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
     if layout.offload_activations and _keeps_results(layout):
         rule = "keeps results apart from what autograd saves, and layout.offload_activations does not send those to the host"
         found.append(Problem("layout.recompute", rule, _remedy('"full", "every-k" or "none"')))
+    found += _uncut_pieces(layout)
     if layout.pp > 1 and layout.schedule == _TWO_COPIES:
         rule = "the trainer keeps one copy of every stage so far, and dualpipe needs two"
         found.append(Problem("layout.schedule", rule, _remedy("dualpipe-v, the same order of passes with one copy")))
@@ -29,6 +32,23 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
             rule = f"the trainer runs {', '.join(_PRECISIONS)} only so far, is {getattr(layout, key)}"
             found.append(Problem(f"layout.{key}", rule, _remedy("bf16")))
     return found
+
+
+def _uncut_pieces(layout: Layout) -> Iterator[Problem]:
+    """What feed-forward layers in pieces do not go with so far."""
+    if layout.mlp_chunks == 1:
+        return
+    split = layout.pp > 1 and layout.schedule in ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
+    beside = [
+        (layout.tp > 1, f"tp = {layout.tp}", "cp, which cuts long sequences too"),
+        (split, f"schedule = {layout.schedule}", 'schedule = "1f1b"'),
+        (_keeps_results(layout), f"recompute = {layout.recompute}", 'recompute = "full" or "none"'),
+        (layout.precision == "fp8", "precision = fp8", 'precision = "bf16"'),
+    ]
+    for holds, what, nearest in beside:
+        if holds:
+            rule = f"the trainer runs feed-forward layers in pieces without {what} only so far"
+            yield Problem("layout.mlp_chunks", rule, _remedy(nearest))
 
 
 def _keeps_results(layout: Layout) -> bool:
