@@ -13,22 +13,28 @@ import pytest
 from rich.console import Console
 
 import ultrascale
-from ultrascale.measure.categories import AXES, AXIS_OF, CORE, EVERYBODY, PHASE, READING, RECOMPUTED, axis_of, axis_of_group
+from ultrascale.measure.categories import AXIS_OF, CORE, EVERYBODY, PHASE, READING, RECOMPUTED, axis_of, axis_of_group
 from ultrascale.measure.profile_events import STEP, RankEvents, events_of
 from ultrascale.measure.spans import Piece
 from ultrascale.measure.step_report import RankSteps, StepReport, hidden_lines, waterfall_table, write_merged
 from ultrascale.measure.waterfall import Waterfall, top, waterfall
 from ultrascale.parallel.lost import AWAITED
+from ultrascale.parallel.pipeline_messages import BETWEEN_STAGES
 from ultrascale.parallel.tags import Tag
 
 MAIN, BACKWARD_THREAD = 7, 8
 MICROSECONDS = 1e-6
 
 
-def host(name: str, start: float, end: float, *, thread: int = MAIN, op: bool = True, sequence: int | None = None):
-    arguments = {} if sequence is None else {"Sequence number": sequence}
+def host(name: str, start: float, end: float, *, thread: int = MAIN, op: bool = True, link: int | None = None):
+    """With the arrow from a forward operation or to its backward pass."""
     category = "cpu_op" if op else "user_annotation"
-    return {"ph": "X", "cat": category, "name": name, "tid": thread, "ts": start, "dur": end - start, "args": arguments}
+    ran = {"ph": "X", "cat": category, "name": name, "tid": thread, "ts": start, "dur": end - start, "args": {}}
+    return (
+        (ran,)
+        if link is None
+        else (ran, {"ph": "s", "cat": "fwdbwd", "name": "fwdbwd", "tid": thread, "ts": start, "id": link})
+    )
 
 
 def mark(name: str, start: float, end: float, thread: int = MAIN):
@@ -50,7 +56,7 @@ def kernel(name: str, start: float, end: float, *, launched: float, stream: int 
 
 def read(*events) -> RankEvents:
     flat = [one for event in events for one in (event if isinstance(event, tuple) else (event,))]
-    return events_of({"traceEvents": [*flat, {"ph": "M", "name": "process_name"}, {"ph": "s", "cat": "fwdbwd", "name": "x"}]})
+    return events_of({"traceEvents": [*flat, {"ph": "M", "name": "process_name"}, {"ph": "s", "cat": "other", "name": "x"}]})
 
 
 def microseconds(found: Waterfall) -> dict[str, float]:
@@ -65,11 +71,11 @@ def test_on_a_cpu_the_innermost_operation_of_the_main_thread_tells():
         mark(f"{AWAITED}a sum over all ranks", 60, 90),
         mark(f"{PHASE}forward", 100, 400),
         host("aten::linear", 110, 160), host("aten::t", 111, 121), host("aten::mm", 121, 160),
-        mark(CORE, 160, 260), host("aten::scaled_dot_product_attention", 165, 245, sequence=5), host("aten::bmm", 170, 240),
+        mark(CORE, 160, 260), host("aten::scaled_dot_product_attention", 165, 245, link=5), host("aten::bmm", 170, 240),
         host("aten::silu", 270, 300),
         mark(f"{AWAITED}{Tag.SEQUENCE_SUMS.what}", 300, 340),
         mark(f"{PHASE}backward", 400, 800),
-        host("autograd::engine::evaluate_function: SomethingBackward0", 400, 500, sequence=5), host("aten::mul", 420, 490),
+        host("autograd::engine::evaluate_function: SomethingBackward0", 400, 500, link=5), host("aten::mul", 420, 490),
         mark("FSDP::post_backward_reduce", 500, 600), host("aten::cat", 510, 530), host("c10d::allreduce_", 530, 540),
         mark(f"{PHASE}optimizer", 800, 950), host("aten::_fused_adamw_", 810, 940),
         mark("gloo:recv", 30, 900),
@@ -87,13 +93,13 @@ def test_on_a_cpu_the_innermost_operation_of_the_main_thread_tells():
 def test_a_block_inside_a_backward_pass_is_recomputation():
     found = waterfall(read(
         mark(f"{STEP}8", 0, 100),
-        mark(f"{PHASE}forward", 0, 40), mark(RECOMPUTED, 0, 40), host("aten::mm", 0, 40, sequence=1),
-        mark(f"{PHASE}backward", 40, 100), host("autograd::engine::evaluate_function: MmBackward0", 40, 100, sequence=1),
-        mark(RECOMPUTED, 40, 70), mark(CORE, 40, 50), host("aten::bmm", 40, 50, sequence=2),
-        host("aten::mm", 50, 70, sequence=3),
+        mark(f"{PHASE}forward", 0, 40), mark(RECOMPUTED, 0, 40), host("aten::mm", 0, 40, link=1),
+        mark(f"{PHASE}backward", 40, 100), host("autograd::engine::evaluate_function: MmBackward0", 40, 100, link=1),
+        mark(RECOMPUTED, 40, 70), mark(CORE, 40, 50), host("aten::bmm", 41, 50, link=2),
+        host("aten::mm", 50, 70, link=3),
         host("aten::mm", 70, 100),
     ))  # fmt: skip
-    assert microseconds(found) == {"matrix products": 40 + 30, "recomputation": 30}
+    assert microseconds(found) == {"matrix products": 40 + 30, "recomputation": 29, "launch gaps": 1}
 
 
 def test_on_a_device_computing_hides_messages_and_the_host_explains_the_gaps():
@@ -129,12 +135,21 @@ def test_several_streams_of_one_axis_count_once_and_ranges_say_more_than_groups(
     assert microseconds(found) == {"ep": 70, "launch gaps": 5, "idle": 15, "element-wise": 10}
 
 
+def test_a_kernel_of_nccl_that_fsdp_launched_without_a_named_group_is_dp():
+    found = waterfall(read(
+        mark(f"{STEP}8", 0, 100), mark("FSDP::all_gather (layers.0)", 0, 30),
+        kernel("ncclDevKernel_AllGather", 20, 60, launched=5),
+        kernel("ncclDevKernel_AllReduce", 60, 90, launched=40),
+    ))  # fmt: skip
+    assert microseconds(found) == {"dp": 40, "all ranks": 30, "launch gaps": 15, "idle": 15}
+
+
 def test_what_the_backward_thread_launches_belongs_to_the_main_threads_phase():
     found = waterfall(read(
-        mark(f"{STEP}8", 0, 100), mark(f"{PHASE}forward", 0, 20), mark(CORE, 0, 20), host("aten::bmm", 1, 9, sequence=3),
+        mark(f"{STEP}8", 0, 100), mark(f"{PHASE}forward", 0, 20), mark(CORE, 0, 20), host("aten::bmm", 1, 9, link=3),
         kernel("gemm_scores", 0, 20, launched=8),
         mark(f"{PHASE}backward", 20, 100),
-        host("autograd::engine::evaluate_function: BmmBackward0", 21, 30, thread=BACKWARD_THREAD, sequence=3),
+        host("autograd::engine::evaluate_function: BmmBackward0", 21, 30, thread=BACKWARD_THREAD, link=3),
         kernel("gemm_scores_backward", 20, 60, launched=25, thread=BACKWARD_THREAD),
         mark(RECOMPUTED, 31, 40, thread=BACKWARD_THREAD),
         kernel("gemm_again", 60, 100, launched=35, thread=BACKWARD_THREAD),
@@ -166,7 +181,7 @@ def test_a_trace_of_something_else_is_refused():
 
 
 def test_times_are_those_of_the_clock_that_ranks_of_a_machine_share():
-    trace = {"baseTimeNanoseconds": 5_000_000_000, "traceEvents": [mark(f"{STEP}1", 1e6, 2e6)]}
+    trace = {"baseTimeNanoseconds": 5_000_000_000, "traceEvents": [*mark(f"{STEP}1", 1e6, 2e6)]}
     found = events_of(trace)
     assert (found.steps[0][:2], found.origin) == ((0.0, 1.0), 6.0)
 
@@ -181,9 +196,15 @@ def waited_for() -> set[str]:
     return found | {tag.what for tag in Tag}
 
 
-def test_everything_that_is_waited_for_has_an_axis():
-    assert waited_for() - set(AXIS_OF) == set()
-    assert {axis_of(what) for what in waited_for()} <= {*AXES, EVERYBODY}
+def test_what_is_known_of_an_axis_is_still_said_so():
+    assert set(AXIS_OF) - waited_for() - {BETWEEN_STAGES} == set()
+
+
+def test_messages_of_every_axis_have_it():
+    told = {what: axis_of(what) for what in ("a sum over tp", "scales of blocks that tp cuts", "the norm of the gradient")}
+    assert list(told.values()) == ["tp", "tp", EVERYBODY]
+    assert {axis_of(tag.what) for tag in Tag} == {"dp", "tp", "cp", "pp", EVERYBODY}
+    assert axis_of(BETWEEN_STAGES) == "pp" and axis_of("an exchange of tokens between experts") == "ep"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ PHASE = f"{MARK}phase "
 UPDATE, BACKWARD = f"{PHASE}optimizer", f"{PHASE}backward"
 
 AXIS_OF = {
+    "matrices gathered for the optimizer": "dp",
     Tag.PARAMETERS.what: "dp", Tag.GRADIENTS.what: "dp", "the sum of experts' loads": "dp",
     Tag.SEQUENCE_PARTS.what: "tp", Tag.SEQUENCE_SUMS.what: "tp", "a collective over tp": "tp",
     "the sum of copies along tp": "tp", "a sum of rows of tokens": "tp", "a gather of rows of tokens": "tp",
@@ -56,8 +57,9 @@ _PRODUCT_KERNELS = re.compile(r"gemm|nvjet|cublas|xmma|cutlass|matmul|splitk|tri
 
 
 def axis_of(what: str) -> str:
-    """The axis of what a rank waits for, as `parallel.lost.waiting` says it."""
-    return AXIS_OF.get(what, EVERYBODY)
+    """The axis of what a rank waits for, as `parallel.lost.waiting` says it: known, or named in the words, or all ranks."""
+    named = re.search(r"\b(dp|tp|cp|pp|ep)\b", what)
+    return AXIS_OF.get(what) or (named[0] if named else EVERYBODY)
 
 
 def axis_of_group(group: str) -> str:
@@ -70,15 +72,15 @@ def awaited_axis(stack: Sequence[Range]) -> str | None:
     for one in reversed(stack):
         if one.name.startswith(AWAITED):
             return axis_of(one.name.removeprefix(AWAITED))
-    if any(one.name.startswith("FSDP::") for one in stack) and stack[-1].name.startswith(("FSDP::", "c10d::")):
+    if _in_fsdp(stack) and stack[-1].name.startswith(("FSDP::", "c10d::")):
         return "dp"  # torch's own collectives, which our ranges do not surround
     return None
 
 
-def computing(stack: Sequence[Range], phase: str, attention_numbers: frozenset[int]) -> str:
+def computing(stack: Sequence[Range], phase: str, attention_links: frozenset[int]) -> str:
     """What a thread of the host does that runs the operations in `stack` itself (a CPU), outermost first.
 
-    `attention_numbers`: of forward operations inside attention; their backward passes have the same.
+    `attention_links`: of forward operations inside attention; their backward passes have the same.
     """
     names = [one.name for one in stack]
     if (axis := awaited_axis(stack)) is not None:
@@ -91,23 +93,27 @@ def computing(stack: Sequence[Range], phase: str, attention_numbers: frozenset[i
         return HOST
     if RECOMPUTED in names and phase == BACKWARD:
         return AGAIN
-    if CORE in names or any(map(_ATTENTION_OPS.match, names)) or any(one.sequence in attention_numbers for one in stack):
+    if CORE in names or any(map(_ATTENTION_OPS.match, names)) or any(one.link in attention_links for one in stack):
         return ATTENTION
     return PRODUCTS if any(map(_PRODUCT_OPS.match, names)) else ELEMENTWISE
 
 
-def kind_of_kernel(kernel: Kernel, stack: Sequence[Range], phase: str, attention_numbers: frozenset[int]) -> str:
+def kind_of_kernel(kernel: Kernel, stack: Sequence[Range], phase: str, attention_links: frozenset[int]) -> str:
     """What a kernel is: an axis for NCCL's, else a kind of computing. `stack`, `phase`: where the host launched it."""
     if "nccl" in kernel.name.lower():
-        return awaited_axis(stack) or (axis_of_group(kernel.group) if kernel.group else EVERYBODY)
+        return awaited_axis(stack) or (axis_of_group(kernel.group) if kernel.group else "dp" if _in_fsdp(stack) else EVERYBODY)
     if phase == UPDATE:
         return OPTIMIZER
     names = [one.name for one in stack]
     if RECOMPUTED in names and phase == BACKWARD:
         return AGAIN
-    if _ATTENTION_KERNELS.search(kernel.name) or CORE in names or any(one.sequence in attention_numbers for one in stack):
+    if _ATTENTION_KERNELS.search(kernel.name) or CORE in names or any(one.link in attention_links for one in stack):
         return ATTENTION
     return PRODUCTS if _PRODUCT_KERNELS.search(kernel.name) else ELEMENTWISE
+
+
+def _in_fsdp(stack: Sequence[Range]) -> bool:
+    return any(one.name.startswith("FSDP::") for one in stack)
 
 
 def _computes(name: str) -> bool:

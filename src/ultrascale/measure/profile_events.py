@@ -1,9 +1,10 @@
 """A torch profiler's trace read back: what the host's threads did, what ran on the device, and who launched it.
 
 The file is the Trace Event Format as `torch.profiler` exports it (Kineto): complete events with `cat` cpu_op, user_annotation,
-cuda_runtime, kernel, gpu_memcpy, gpu_memset; `args.correlation` ties a kernel to the call that launched it, and NCCL's kernels
-carry their process group's description. Times become seconds since the first step's start, which `origin` puts on the clock
-that the ranks of a machine share: as seconds since the epoch they would be rounded to a quarter of a microsecond.
+cuda_runtime, kernel, gpu_memcpy, gpu_memset; `args.correlation` ties a kernel to the call that launched it, arrows of `cat`
+fwdbwd tie a forward operation to its backward pass (sequence numbers, which are there too, begin anew on each thread), and
+NCCL's kernels carry their process group's description. Times become seconds since the first step's start, which `origin` puts on
+the clock that the ranks of a machine share: as seconds since the epoch they would be rounded to a quarter of a microsecond.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def read_trace(path: Path) -> RankEvents:
 def events_of(trace: Mapping[str, Any]) -> RankEvents:
     """The same, of a trace that is read already."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    links = {(one["tid"], one["ts"]): one["id"] for one in trace["traceEvents"] if one.get("cat") == "fwdbwd"}
     marks = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(STEP)]
     if not marks:
         raise ValueError("the trace holds no step of ours: it was not made by `ultrascale measure step`")
@@ -83,7 +85,8 @@ def events_of(trace: Mapping[str, Any]) -> RankEvents:
                 launches[arguments["correlation"]] = (end, event["tid"])
             ranges[event["tid"]].append(Range(start, end, name))
         elif category in ("cpu_op", "user_annotation") and not name.startswith(_WITHOUT_A_THREAD):
-            ranges[event["tid"]].append(Range(start, end, name, arguments.get("Sequence number")))
+            link = links.get((event["tid"], event["ts"])) if category == "cpu_op" else None
+            ranges[event["tid"]].append(Range(start, end, name, link))
     main_thread = marks[0]["tid"]
     return RankEvents(
         main_thread,

@@ -26,8 +26,8 @@ class Range(NamedTuple):
     start: float
     end: float
     name: str
-    sequence: int | None = None
-    """torch's number of a forward operation, which its backward pass carries too."""
+    link: int | None = None
+    """Number that a forward operation and its backward pass share."""
 
 
 class Segment(NamedTuple):

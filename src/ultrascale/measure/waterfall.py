@@ -106,7 +106,7 @@ class _Host:
         self.timelines = {thread: Timeline(innermost(_nested(ranges))) for thread, ranges in events.ranges.items()}
         phases = [one for one in events.ranges[events.main_thread] if one.name.startswith(PHASE)]
         self._phases = Timeline(innermost(phases))
-        self.attention_numbers = frozenset(self._numbers_inside(CORE))
+        self.attention_links = frozenset(self._links_inside(CORE))
 
     def phase(self, when: float) -> str:
         """The range of the trainer's phase at `when`; empty outside of all."""
@@ -132,13 +132,13 @@ class _Host:
     def category(self, segment: Segment) -> str:
         """What the main thread does in one of its segments."""
         middle = (segment.start + segment.end) / 2
-        return computing(segment.stack, self.phase(middle), self.attention_numbers)
+        return computing(segment.stack, self.phase(middle), self.attention_links)
 
-    def _numbers_inside(self, name: str) -> Iterator[int]:
+    def _links_inside(self, name: str) -> Iterator[int]:
         for timeline in self.timelines.values():
             for _, _, stack in timeline.segments:
                 inside = dropwhile(lambda one: one.name != name, stack)
-                yield from (one.sequence for one in inside if one.sequence is not None)
+                yield from (one.link for one in inside if one.link is not None)
 
 
 def _nested(ranges: Iterable[Range]) -> list[Range]:
@@ -161,7 +161,7 @@ def _busy(kernels: Iterable[Kernel], host: _Host) -> list[Piece]:
             kernel.start,
             kernel.end,
             kind_of_kernel(
-                kernel, host.stack(kernel.thread, kernel.launched), host.phase(kernel.launched), host.attention_numbers
+                kernel, host.stack(kernel.thread, kernel.launched), host.phase(kernel.launched), host.attention_links
             ),
         )
         for kernel in kernels
