@@ -93,7 +93,8 @@ def test_a_run_folder_tells_everything_about_its_run(home):
     assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == {
         "run.toml", "plan.json", "metrics.jsonl", "events.jsonl", "environment.json", "log.txt", "checkpoints",
     }  # fmt: skip
-    assert [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()] == ["start", "end"]
+    events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert events == ["start", "stepped", "end"]
 
 
 def test_the_console_line_says_what_is_known(home):

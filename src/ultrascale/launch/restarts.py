@@ -123,6 +123,9 @@ def account_of(events: Iterable[dict[str, Any]]) -> Account:
             stretches.append(_Stretch(event))
         elif event["event"] == "failure" and (not stretches or stretches[-1].end is not None):
             stretches.append(_Stretch(event | {"step": None}, end=event))  # ranks that failed before they started
+        elif stretches and event["event"] == "rewind":
+            stretches[-1].end = event | {"event": "failure"}
+            stretches.append(_Stretch(event | {"step": event["to"]}))
         elif stretches and event["event"] == "stepped":
             stretches[-1].stepped = event
         elif stretches and event["event"] in ("failure", "stop", "end"):

@@ -42,6 +42,8 @@ KINDS = {
     "skip": Kind(18, "a rank skips a collective"),
     "shape": Kind(18, "a rank comes to a collective with another shape"),
     "lock": Kind(19, "a rank holds the interpreter's lock"),
+    "nan": Kind(49, "a NaN in the gradient of a rank"),
+    "flip-bit": Kind(51, "a bit of a weight is flipped on one rank"),
     "flip-file": Kind(27, "a bit of the newest checkpoint is flipped, then SIGKILL"),
     "cut-file": Kind(28, "a file of the newest checkpoint is cut short, then SIGKILL"),
 }

@@ -39,6 +39,7 @@ MEAN_GAP = 12.0
 ENDLESS = 1_000_000
 POLL_SECONDS = 0.1
 HANG_SECONDS = 4.0
+DIGEST_STEPS = 5
 STOP_SECONDS = 180.0
 MARK = ".soak"
 
@@ -135,7 +136,7 @@ def make_run(folder: Path, processes: int, *, name: str = "stormy") -> Run:
         data=Data(sources=(Source(str(tokens)),)), 
         optimizer=Optimizer(learning_rate=3e-3, warmup_steps=20, schedule="constant"),
         checkpoint=Checkpoint(every_steps=INTERVAL, keep=3, export=False), log=Log(memory_steps=0),
-        faults=Faults(hang_seconds=HANG_SECONDS),
+        faults=Faults(hang_seconds=HANG_SECONDS, on_anomaly="rewind", digest_every_steps=DIGEST_STEPS),
     )  # fmt: skip
 
 
@@ -225,14 +226,15 @@ def strikes_of(struck: list[tuple[Planted, float]], events: list[dict[str, Any]]
     found = []
     for (fault, when), end in zip(struck, ends, strict=True):
         after = [event for event in events if event["time"] >= when]
-        failure = next((e for e in after if e["event"] in ("failure", "stop") and e["time"] < end), None)
-        start = next((e for e in after if e["event"] == "start"), None)
+        failure = next((e for e in after if e["event"] in ("failure", "stop", "rewind") and e["time"] < end), None)
+        start = next((e for e in after if e["event"] in ("start", "rewind")), None)
+        resumed = 0 if start is None else start.get("to", start["step"])
         stepped = next((e for e in after if e["event"] == "stepped"), None)
         found.append(
             Strike(
                 fault, when, _detector(failure), None if failure is None else failure["time"] - when,
                 None if stepped is None else stepped["time"] - when,
-                0 if start is None else max(0, ((failure or {}).get("step") or fault.step) - start["step"]),
+                0 if start is None else max(0, ((failure or {}).get("step") or fault.step) - resumed),
             )
         )  # fmt: skip
     return found
@@ -241,6 +243,8 @@ def strikes_of(struck: list[tuple[Planted, float]], events: list[dict[str, Any]]
 def _detector(failure: dict[str, Any] | None) -> str:
     if failure is None:
         return "the command given again"
+    if failure["event"] == "rewind":
+        return "digests" if "bits" in failure["cause"] else "the norm of the gradient"
     if failure["event"] == "stop":
         return "an orderly stop"
     cause = failure["cause"]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from ultrascale import heartbeat
 from ultrascale.checkpoint.folders import candidates
 from ultrascale.failpoints import VARIABLE
 from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.share import local
 from ultrascale.soak.storm import Planted, fire, read
 from ultrascale.train import worker
 from ultrascale.train.run_folder import RunFolder
@@ -143,6 +145,24 @@ def _other_shape(trainer: Trainer, fault: Planted) -> None:
     trainer.ranks.sum(torch.zeros(3, dtype=torch.int64))
 
 
+def _spoil_loss(trainer: Trainer, fault: Planted) -> None:
+    """Of the next micro-batch, and with it the gradient."""
+    forward = trainer.passes.forward
+
+    def spoilt(*arguments: Any, **at: Any) -> torch.Tensor:
+        trainer.passes.forward = forward
+        return forward(*arguments, **at) * float("nan")
+
+    trainer.passes.forward = spoilt
+
+
+def _flip_weight(trainer: Trainer, fault: Planted) -> None:
+    """The lowest bit of one element: nothing that a loss shows."""
+    weight = local(trainer.share.parameters()[fault.number % len(trainer.share.parameters())].detach())
+    if weight.numel():
+        weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
 def _flip_bit(trainer: Trainer, fault: Planted) -> None:
     path = _shard_of_newest(trainer)
     if path is not None:
@@ -171,6 +191,7 @@ def _shard_of_newest(trainer: Trainer) -> Path | None:
 Strike = Callable[[Trainer, Planted], None]
 _AT_ONCE: dict[str, Strike] = {
     "kill-in-save": _die_in_save, "skip": _skip, "shape": _other_shape, "flip-file": _flip_bit, "cut-file": _cut_short,
+    "nan": _spoil_loss, "flip-bit": _flip_weight,
 }  # fmt: skip
 """Before the step."""
 _AT_A_MOMENT: dict[str, Strike] = {

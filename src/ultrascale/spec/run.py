@@ -148,6 +148,16 @@ class Faults:
     hang_seconds: float | None = 90.0
     """A rank that gives no sign of life for so long hangs: it is named with its stack, and killed. A part of a step that is
     slow by nature may take ten times the longest one so far. Less than a stop has to save in (120 s). None: nobody looks."""
+    on_anomaly: Literal["stop", "skip", "rewind"] = "stop"
+    """A loss or gradient that is not finite, or a spike: end the run; update nothing in that step; or go back to the newest
+    checkpoint and do it once more, and skip it if that does not help. Replicas that differ: rewind goes back, others end."""
+    spike_factor: float | None = None
+    """A gradient norm of more than so many times the median of the last 64 is an anomaly. None: only what is not finite."""
+    digest_every_steps: int | None = 100
+    """Compare the bits of weights and optimizer state between ranks that hold the same after so many steps, and before each
+    save. None: never."""
+    straggler_steps: int | None = 4
+    """Steps in a window of which ranks compare their own speed; one that is slow three times in a row is named. None: never."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.share import local_gradient
+from ultrascale.train.anomalies import AnomalousStepError
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(AnomalousStepError):
     """A loss or gradient is NaN or infinite; nothing has been updated."""
 
 

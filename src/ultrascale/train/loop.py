@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,8 +28,10 @@ from ultrascale.spec.rules import run_notes
 from ultrascale.spec.run import Run
 from ultrascale.spec.trainable import expect_trainable
 from ultrascale.train.agreement import expect_same_run
+from ultrascale.train.anomalies import AnomalousStepError, CorruptStateError
 from ultrascale.train.chosen_recompute import choose_recomputation
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
+from ultrascale.train.digests import compare
 from ultrascale.train.evaluate import evaluate
 from ultrascale.train.export import export_checkpoint, keep_tokenizer
 from ultrascale.train.fit import expect_fits
@@ -40,8 +42,11 @@ from ultrascale.train.resume import changes_since, facts_of, restore_newest, ten
 from ultrascale.train.run_folder import RunFolder, environment
 from ultrascale.train.signals import on_stop_signal
 from ultrascale.train.signs_of_life import watched
+from ultrascale.train.stragglers import IN_A_ROW, Stragglers
 from ultrascale.train.trainer import StepResult, StopRequested, Trainer
 
+MOST_REWINDS = 3
+"""From the same step."""
 SLOW_DISK_SECONDS = 3600.0
 """A checkpoint may take so long before the watchdog takes it for a hang; `checkpoint` waits as long for other ranks."""
 
@@ -125,7 +130,13 @@ class Session:
     """Training waited so long for the last save. A step's row is written before its save, so that no kill can lose it; the next
     row tells."""
     has_stepped: bool = False
-    """Whether a step is done since the start."""
+    """Whether a step is done since the start, or since the run went back."""
+    rewinds: list[int] = field(default_factory=list)
+    """Steps at which it did."""
+    stragglers: Stragglers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stragglers = Stragglers(self.run.layout, self.ranks, self.run.faults.straggler_steps)
 
     @classmethod
     def start(cls, run: Run, ranks: Ranks, *, allow_changes: bool) -> Session:
@@ -169,19 +180,62 @@ class Session:
         heartbeat.steps_done(self.trainer.steps_done)
         with self.performance.watching(self.trainer):
             while self.trainer.steps_done < self.run.steps:
-                started = time.perf_counter()
                 try:
-                    result = self.trainer.train_step()
+                    last_loss = self._step()
                 except StopRequested:
                     return Outcome(self.trainer.steps_done, True, last_loss)
-                heartbeat.steps_done(self.trainer.steps_done)
-                last_loss = result.gradients.loss
-                if not self.has_stepped:
-                    self.has_stepped = True
-                    self.metrics.event("stepped", step=self.trainer.steps_done)
-                values = self.performance.after_step(result, time.perf_counter() - started)
-                self._after_step(result, values)
+                except (AnomalousStepError, CorruptStateError) as error:
+                    self._rewind(error)
         return Outcome(self.trainer.steps_done, False, last_loss)
+
+    def _step(self) -> float:
+        """One step and what follows it; the loss."""
+        started = time.perf_counter()
+        result = self.trainer.train_step()
+        seconds = time.perf_counter() - started
+        heartbeat.steps_done(self.trainer.steps_done)
+        if not self.has_stepped:
+            self.has_stepped = True
+            self.metrics.event("stepped", step=self.trainer.steps_done)
+        if result.gradients.anomaly:
+            self.metrics.line(f"step {result.gradients.step} passed over: {result.gradients.anomaly}")
+            self.metrics.event("skip", step=result.gradients.step, cause=result.gradients.anomaly)
+        for straggler in self.stragglers.after_step(seconds):
+            told = straggler.text(IN_A_ROW * (self.run.faults.straggler_steps or 0))
+            self.metrics.line(told)
+            self.metrics.event("straggler", step=self.trainer.steps_done, rank=straggler.rank, cause=told)
+        self._after_step(result, self.performance.after_step(result, seconds))
+        return result.gradients.loss
+
+    def _rewind(self, error: AnomalousStepError | CorruptStateError) -> None:
+        """Go back to the newest checkpoint, if that is what is asked for and there is one; else raise `error`."""
+        step, trainer = self.trainer.steps_done, self.trainer
+        if self.run.faults.on_anomaly != "rewind" or self.saved_at < 0 or self.rewinds.count(step) >= MOST_REWINDS:
+            raise error
+        if isinstance(error, AnomalousStepError) and step in self.rewinds:
+            trainer.to_pass_over.add(step)  # once more did not help: it is not the machine
+        self.rewinds.append(step)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        self.saver.wait()
+        restore_newest(trainer, self.folder.checkpoints, allow_changes=True)
+        self.ranks.barrier()
+        if self.ranks.is_first:
+            self.folder.forget_metrics_from(trainer.steps_done)
+        heartbeat.steps_done(trainer.steps_done)
+        self.saved_at, self.has_stepped = trainer.steps_done, False
+        self.metrics.line(f"{error} Back to step {trainer.steps_done}.")
+        self.metrics.event("rewind", step=step, to=trainer.steps_done, cause=str(error))
+
+    def _compare_replicas_if_due(self, *, saving: bool) -> None:
+        """Raises CorruptStateError if ranks that must hold the same bits do not."""
+        every = self.run.faults.digest_every_steps
+        if every is None or self.ranks.world == 1 or not (saving or _due(every, self.trainer.steps_done)):
+            return
+        found = compare(tensors_of(self.trainer), self.ranks)
+        if found.blamed:
+            told = f"{found.text(self.trainer.steps_done)}: memory or arithmetic failed there"
+            remedy = 'Go on from the newest checkpoint, without that machine; faults.on_anomaly = "rewind" goes back by itself.'
+            raise CorruptStateError(f"{told}. {remedy}")
 
     def finish(self, outcome: Outcome) -> None:
         """Keep what there is, and export it if the run is complete."""
@@ -213,7 +267,9 @@ class Session:
             self.metrics.row(result.gradients.step, values, tables=tables)
             self.metrics.line(console_line(run, values, done))
         self.metrics.advance(done)
-        if _due(run.checkpoint.every_steps, done):
+        saving = _due(run.checkpoint.every_steps, done)
+        self._compare_replicas_if_due(saving=saving)
+        if saving:
             self.save()
 
     def _evaluate_if_due(self) -> Row:

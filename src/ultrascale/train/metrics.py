@@ -105,9 +105,10 @@ class Metrics:
 
 def console_line(run: Run, values: Row, steps_done: int) -> str:
     """`step 10 loss 7.1234 gnorm 0.98 lr 3.0e-04 mem 61.2GiB (77%) tok/s/gpu 12,345 mfu 41.2% eta 1h02m`."""
-    norm = values["train/grad_norm"]
-    told = f"skipped: overflow at loss scale {values['train/loss_scale']:g}" if norm is None else f"gnorm {norm:.2f}"
-    parts = [f"step {steps_done}/{run.steps}", f"loss {values['train/loss']:.4f}", told]
+    norm, loss, scale = (values.get(f"train/{key}") for key in ("grad_norm", "loss", "loss_scale"))
+    overflow = "skipped: not finite" if scale is None else f"skipped: overflow at loss scale {scale:g}"
+    parts = [f"step {steps_done}/{run.steps}", "loss not finite" if loss is None else f"loss {loss:.4f}"]
+    parts.append(overflow if norm is None else f"gnorm {norm:.2f}")
     parts.append(f"lr {values['train/lr']:.1e}")
     for key, value in values.items():
         if key.startswith("val/loss") and value is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from math import isfinite
 
 import torch
 from torch import nn
@@ -69,15 +70,17 @@ class Performance:
         """The values of a step that took `seconds`."""
         gradients, run = result.gradients, self.run
         values: Row = {
-            "train/loss": gradients.loss,
-            "train/grad_norm": None if gradients.overflowed else gradients.norm,
+            "train/loss": gradients.loss if isfinite(gradients.loss) else None,
+            "train/grad_norm": gradients.norm if isfinite(gradients.norm) else None,
             "train/lr": result.learning_rate,
             "train/noise_scale_tokens": gradients.noise_scale_tokens,
             "progress/tokens": tokens_after(run.batch, gradients.step + 1),
             "progress/tokens_per_batch": gradients.num_sequences * run.batch.sequence_length,
         }
         if gradients.loss_scale is not None:
-            values |= {"train/loss_scale": gradients.loss_scale, "train/skipped_steps": result.skipped_steps}
+            values |= {"train/loss_scale": gradients.loss_scale}
+        if gradients.loss_scale is not None or result.skipped_steps:
+            values |= {"train/skipped_steps": result.skipped_steps}
         if (balance := result.expert_balance) is not None:
             values |= {
                 "moe/load_max_over_mean": balance.worst,

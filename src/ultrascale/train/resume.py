@@ -77,6 +77,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
         "noise_scale": noise.state() if noise is not None else None,
         "optimizer": trainer.run.optimizer.name,
         "skipped_steps": trainer.skipped_steps,
+        "norms": trainer.norms.state(),
         "loss_scale": None if trainer.loss_scale is None else trainer.loss_scale.state(),
     }
 
@@ -94,6 +95,7 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False) 
     _take_back(trainer, tensors)
     trainer.steps_done = facts["steps_done"]
     trainer.skipped_steps = facts.get("skipped_steps", 0)
+    trainer.norms.load_state(facts.get("norms", []))
     set_steps_done(trainer.optimizer, trainer.steps_done - trainer.skipped_steps)
     if trainer.loss_scale is not None and facts.get("loss_scale") is not None:
         trainer.loss_scale.load_state(facts["loss_scale"])

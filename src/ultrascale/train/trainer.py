@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 
 import torch
 
@@ -26,6 +26,7 @@ from ultrascale.parallel.share import Share
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.progress import StepSpan, step_span
 from ultrascale.spec.run import Run
+from ultrascale.train.anomalies import AnomalousStepError, Norms
 from ultrascale.train.expert_balance import ExpertBalance, balance_experts, forget_load
 from ultrascale.train.gradients import (
     NonFiniteError,
@@ -59,10 +60,18 @@ class Gradients:
     loss_scale: float | None = None
     """By which the loss was multiplied; None: by nothing. `norm` is of the gradient without it."""
 
+    anomaly: str = ""
+    """What is wrong with the step, which is passed over."""
+
     @property
     def overflowed(self) -> bool:
-        """Whether the step must not update anything: its scaled gradient was too large for fp16."""
-        return not isfinite(self.norm)
+        """Whether the scaled gradient was too large for fp16."""
+        return not isfinite(self.norm) and not self.anomaly
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether the step must not update anything."""
+        return self.overflowed or bool(self.anomaly)
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,9 @@ class Trainer:
     steps_done: int = field(init=False, default=0)
     skipped_steps: int = field(init=False, default=0)
     """Of these, the ones that updated nothing."""
+    norms: Norms = field(init=False)
+    to_pass_over: set[int] = field(init=False, default_factory=set)
+    """Steps that are skipped if something is wrong with them, whatever else is done about that."""
     stop_requested: bool = field(init=False, default=False)
     """Set by a signal handler; all ranks act on it before the next step."""
     on_phase: Callable[[str, int], None] = field(init=False, default_factory=lambda: lambda phase, step: None)
@@ -109,6 +121,7 @@ class Trainer:
     def __post_init__(self) -> None:
         run = self.run
         self._just_compiled = run.compile
+        self.norms = Norms(run.faults)
         if self.ranks.device.type == "cpu":
             keep_freed_memory()
         self.share = build_share(
@@ -152,9 +165,11 @@ class Trainer:
     def apply(self, gradients: Gradients) -> StepResult:
         """The rest of a step whose `gradients` were computed: update the weights, and move the biases of experts. If they
         overflowed, neither."""
-        if self.loss_scale is not None:
+        if self.loss_scale is not None and not gradients.anomaly:
             self.loss_scale.after_step(overflowed=gradients.overflowed)
-        if gradients.overflowed:
+        if gradients.anomaly:
+            self.norms.pass_over(gradients.step, gradients.anomaly)
+        if gradients.is_passed_over:
             return StepResult(gradients, self._skip(), skipped_steps=self.skipped_steps)
         rate = self.update(gradients.norm)
         balance = balance_experts(self.share, self.ranks, gradients.num_targets)
@@ -179,8 +194,10 @@ class Trainer:
         norm = float(self.share.gradient_norm())
         loss_sum, *small = self.ranks.sum(own.clone()).tolist()
         may_skip = self.loss_scale is not None and not self.loss_scale.is_lowest
-        if not (isfinite(loss_sum) and (isfinite(norm) or may_skip)):
-            raise self._not_finite(span, micro_batches, num_targets)
+        overflowed = isfinite(loss_sum) and not isfinite(norm) and may_skip
+        anomaly = "" if overflowed else self.norms.judge(loss_sum / max(1, num_targets), norm)
+        if anomaly and self.run.faults.on_anomaly != "skip" and self.steps_done not in self.to_pass_over:
+            raise self._anomalous(anomaly, span, micro_batches, num_targets)
         return Gradients(
             step=self.steps_done,
             loss=loss_sum / max(1, num_targets),
@@ -188,8 +205,9 @@ class Trainer:
             num_sequences=span.num_sequences,
             num_targets=num_targets,
             data_seconds=data_seconds,
-            noise_scale_tokens=self._update_noise_scale(*small, norm=norm, num_targets=num_targets),
+            noise_scale_tokens=self._update_noise_scale(*small, norm=inf if anomaly else norm, num_targets=num_targets),
             loss_scale=None if self.loss_scale is None else scale,
+            anomaly=anomaly,
         )
 
     def update(self, norm: float) -> float:
@@ -200,6 +218,7 @@ class Trainer:
         rate = learning_rate(self.run.optimizer, self.steps_done, self.run.steps)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
+        self.norms.accept(norm)
         self._end_step()
         return rate
 
@@ -275,6 +294,13 @@ class Trainer:
         return self.noise_scale.update(
             small_square=squares / count, small_tokens=count / inverse_targets, big_square=norm**2, big_tokens=num_targets
         )
+
+    def _anomalous(self, reason: str, span: StepSpan, micro_batches: list[MicroBatch], num_targets: int) -> RuntimeError:
+        """The error for a step that must not update."""
+        if "times the usual" in reason:
+            self.optimizer.zero_grad(set_to_none=True)
+            return AnomalousStepError(f"step {self.steps_done}: {reason}. Nothing was updated (faults.spike_factor).")
+        return self._not_finite(span, micro_batches, num_targets)
 
     def _not_finite(self, span: StepSpan, micro_batches: list[MicroBatch], num_targets: int) -> NonFiniteError:
         """The error for this step. The reduced gradient does not tell where it went wrong, so the step is done once more."""

@@ -1,0 +1,206 @@
+"""NaN, spikes and flipped bits: the same decision on every rank, and the bits that a run without them has."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from train.small_runs import STEPS, BeforeStep, at_step, curve, rows, same, small_run, state, train_here, train_ranks
+
+from ultrascale.parallel.share import local
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.run import Checkpoint, Faults, Run
+from ultrascale.train.anomalies import FEWEST, MOST_IN_A_ROW, AnomalousStepError, Norms
+from ultrascale.train.digests import digest, judge
+from ultrascale.train.trainer import Trainer
+
+ZERO_2 = Layout(dp=2, zero_stage=2, micro_batch_size=2)
+COPIES = Layout(dp=2, zero_stage=0, micro_batch_size=2)
+
+
+def spoil_next_loss(trainer: Trainer) -> None:
+    """Of one micro-batch, once."""
+    forward = trainer.passes.forward
+
+    def spoilt(*arguments, **at):
+        trainer.passes.forward = forward  # type: ignore[method-assign]
+        return forward(*arguments, **at) * float("nan")
+
+    trainer.passes.forward = spoilt  # type: ignore[method-assign]
+
+
+def spoil_every_loss(trainer: Trainer) -> None:
+    forward = trainer.passes.forward
+    trainer.passes.forward = lambda *arguments, **at: forward(*arguments, **at) * float("nan")  # type: ignore[method-assign]
+
+
+def flip_a_bit(trainer: Trainer) -> None:
+    weight = dict(trainer.share.named())["norm.weight"]
+    local(weight.detach()).view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+def run_of(home: Path, name: str, layout: Layout = ZERO_2, **faults) -> Run:
+    run = small_run(home, name=name, layout=layout, checkpoint=Checkpoint(every_steps=3, keep=0, export=False))
+    return replace(run, faults=Faults(**faults))
+
+
+def events(run: Run, kind: str) -> list[dict]:
+    path = Path(run.folder) / run.name / "events.jsonl"
+    return [row for row in map(json.loads, path.read_text().splitlines()) if row["event"] == kind]
+
+
+@pytest.mark.catalogue(49)
+def test_a_skipped_step_leaves_weights_moments_and_their_count_as_they_were_on_every_rank(home):
+    seen: list[bool] = []
+
+    def step(trainer: Trainer) -> None:
+        if trainer.steps_done == 7:
+            spoil_next_loss(trainer) if trainer.ranks.rank == 1 else None
+            seen.clear()
+        if trainer.steps_done == 8 and not seen:
+            seen.append(True)
+            after = {name: local(one.detach()).clone() for name, one in trainer.share.named()}
+            assert all(torch.equal(after[name], before) for name, before in remembered.items())
+        remembered.clear()
+        remembered.update({name: local(one.detach()).clone() for name, one in trainer.share.named()})
+
+    remembered: dict[str, torch.Tensor] = {}
+    run = run_of(home, "skips", on_anomaly="skip")
+    outcomes = train_ranks(run, before_step=step)
+    assert [outcome.get("steps_done", outcome) for outcome in outcomes] == [STEPS] * 2
+    (skip,) = events(run, "skip")
+    assert skip["step"] == 7 and skip["cause"] == "loss nan, norm of the gradient nan"
+    assert {row["train/skipped_steps"] for row in read(run)[8:]} == {1}
+    again = run_of(home, "stopped and resumed", on_anomaly="skip")
+    nan_at_7 = at_step(7, spoil_next_loss, rank=1)
+    train_ranks(replace(again, steps=STEPS), before_step=both(nan_at_7, at_step(9, Trainer.request_stop)))
+    train_ranks(again)
+    assert same(state(again), state(run))
+
+
+def both(*acts: BeforeStep) -> BeforeStep:
+    def act_all(trainer: Trainer) -> None:
+        for act in acts:
+            act(trainer)
+
+    return act_all
+
+
+def read(run: Run) -> list[dict]:
+    return [json.loads(line) for line in (Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.catalogue(49, 51)
+@pytest.mark.parametrize(
+    "fault, cause",
+    [(spoil_next_loss, "not finite: gradient of"), (flip_a_bit, "ranks 0, 1 do not hold the same bits")],
+    ids=["nan", "bit"],
+)
+def test_what_the_machine_did_once_is_gone_after_going_back_to_the_bits_of_a_calm_run(home, fault, cause):
+    calm, run = run_of(home, "calm", COPIES), run_of(home, "rewinds", COPIES, on_anomaly="rewind", digest_every_steps=1)
+    done: list[int] = []
+
+    def once(trainer: Trainer) -> None:
+        if trainer.steps_done == 7 and trainer.ranks.rank == 1 and not done:
+            done.append(7)
+            fault(trainer)
+
+    train_ranks(calm)
+    outcomes = train_ranks(run, before_step=once)
+    assert [outcome.get("steps_done", outcome) for outcome in outcomes] == [STEPS] * 2
+    (rewind,) = events(run, "rewind")
+    assert rewind["to"] == 6 and cause in rewind["cause"]
+    assert curve(run) == curve(calm) and same(state(run), state(calm))
+
+
+@pytest.mark.catalogue(49)
+def test_a_step_that_going_back_does_not_mend_is_skipped(home):
+    run = run_of(home, "mended", on_anomaly="rewind")
+
+    def always_at_7(trainer: Trainer) -> None:
+        if trainer.steps_done == 7:
+            spoil_next_loss(trainer)
+
+    outcomes = train_ranks(run, before_step=always_at_7)
+    assert [outcome.get("steps_done", outcome) for outcome in outcomes] == [STEPS] * 2
+    assert [(one["step"], one["to"]) for one in events(run, "rewind")] == [(7, 6)] * 2
+    assert [one["step"] for one in events(run, "skip")] == [7]
+    assert [row[0] for row in rows(run, "step")] == list(range(STEPS))
+
+
+@pytest.mark.catalogue(51)
+def test_a_flipped_bit_ends_a_run_that_is_to_stop_before_it_is_saved(home):
+    run = run_of(home, "stops", COPIES)
+    outcomes = train_ranks(run, before_step=at_step(7, flip_a_bit, rank=1))
+    assert {outcome["error"] for outcome in outcomes} == {"CorruptStateError"}
+    assert outcomes[0]["text"].startswith("after step 9: ranks 0, 1 do not hold the same bits in ")
+    assert [folder.name for folder in sorted((home / "stops" / "checkpoints").glob("step-*"))] == [
+        "step-00000003",
+        "step-00000006",
+    ]
+
+
+@pytest.mark.catalogue(51)
+@pytest.mark.parametrize(
+    "layout, blamed",
+    [(Layout(dp=4, zero_stage=3, dp_shard=2), (1, 3)), (Layout(tp=2, dp=2, zero_stage=1), (2, 3))],
+    ids=["copies of cut state", "copies along tp"],
+)
+def test_copies_are_found_in_every_layout_and_cut_state_is_not_taken_for_copies(home, layout, blamed):
+    run = replace(run_of(home, "copies", layout, digest_every_steps=1), checkpoint=Checkpoint(every_steps=None, export=False))
+    outcomes = train_ranks(run, before_step=at_step(2, flip_in_the_last_part, rank=3))
+    assert outcomes[0]["error"] == "CorruptStateError"
+    assert f"after step 3: ranks {blamed[0]}, {blamed[1]} do not hold" in outcomes[0]["text"]
+
+
+def flip_in_the_last_part(trainer: Trainer) -> None:
+    """Of the first moment of the last norm."""
+    moment = trainer.optimizer.state[dict(trainer.share.named())["norm.weight"]]["exp_avg"]
+    local(moment).view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
+
+
+def test_nothing_but_nan_for_too_long_ends_a_run_that_skips(home):
+    run = run_of(home, "hopeless", Layout(micro_batch_size=2), on_anomaly="skip")
+    with pytest.raises(AnomalousStepError, match=f"step 10.*so were the {MOST_IN_A_ROW} steps before"):
+        train_here(run, before_step=at_step(2, spoil_every_loss))
+
+
+@pytest.mark.catalogue(53)
+def test_a_spike_is_measured_by_the_median_of_the_norms_before_it():
+    norms = Norms(Faults(spike_factor=10.0))
+    for number in range(FEWEST):
+        assert norms.judge(2.0, 1e9) == ""
+        norms.accept(1.0 + 0.01 * number)
+    assert norms.judge(2.0, 9.0) == ""
+    assert norms.judge(2.0, 107.5) == "norm of the gradient 107.5, 100 times the usual 1.075"
+    resumed = Norms(Faults(spike_factor=10.0))
+    resumed.load_state(json.loads(json.dumps(norms.state())))
+    assert resumed.judge(2.0, 107.5) == norms.judge(2.0, 107.5)
+    assert Norms(Faults()).judge(2.0, 1e30) == ""
+
+
+@pytest.mark.catalogue(51)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 7, 4096, 40_001])
+def test_every_flipped_bit_changes_the_digest(dtype, count):
+    generator = torch.Generator().manual_seed(count)
+    tensor = torch.randn(count, generator=generator).to(dtype)
+    before, data = digest(tensor), tensor.view(torch.uint8)
+    assert digest(tensor.clone()) == before
+    for at in torch.randint(len(data), (60,), generator=generator).tolist():
+        bit = 1 << at % 8
+        data[at] ^= bit
+        assert digest(tensor) != before
+        data[at] ^= bit
+    assert digest(tensor) == before
+
+
+def test_the_majority_is_right_and_of_two_both_are_named():
+    found = judge([[(5, 1), (6, 1)], [(5, 1), (6, 1)], [(5, 2), (6, 1)]], {5: "norm.weight", 6: "embed"})
+    assert (found.blamed, found.differing, found.num_compared) == ((2,), {"norm.weight": (2,)}, 2)
+    assert found.text(3) == "after step 3: rank 2 does not hold the bits of its copies in norm.weight"
+    assert judge([[(5, 1)], [(5, 2)], [(9, 4)]], {}).blamed == (0, 1)
+    assert judge([[(5, 1)], [(6, 2)]], {}).num_compared == 0
