@@ -100,7 +100,7 @@ def ours(case: Case, model: Model) -> tuple[Step, dict[str, Any]]:
         batch=Batch(case.sequence_length, case.micro_batch_size * case.accumulate),
         data=Data(document_mask=case.has("documents")), log=Log(memory_steps=0),
     )  # fmt: skip
-    device = torch.device(case.device)
+    device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
     trainer = Trainer(run, Ranks(0, 1, device), RandomTokens(), draw_on_device=True)
     return lambda: trainer.train_step().gradients.loss, planned(run, device)
 

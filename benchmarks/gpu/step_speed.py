@@ -17,11 +17,13 @@ import json
 import os
 import platform
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -87,7 +89,7 @@ class Process:
         with self.log.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "step_contestants.py"), str(description)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=errors, env=environment,
+                stdout=subprocess.PIPE, stderr=errors, env=environment, start_new_session=True,
             )  # fmt: skip
 
     def play(self, limit_seconds: float) -> dict[str, Any]:
@@ -105,8 +107,9 @@ class Process:
         return told if isinstance(told, dict) else {"failed": f"said {told!r}"}
 
     def end(self) -> None:
-        """Nothing of it stays on the device."""
-        self.process.kill()
+        """Nothing of it stays on the device, compiling processes of its own included."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def _hear(self, deadline: float) -> Any:

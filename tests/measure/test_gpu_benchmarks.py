@@ -17,22 +17,27 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.insert(0, str(FOLDER))
 import step_speed  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-WITHOUT_CLI = "import sys; sys.modules['tyro'] = sys.modules['rich'] = None; sys.argv = sys.argv[1:]; import runpy; "
+
+@pytest.fixture
+def bare(tmp_path) -> dict[str, str]:
+    """An environment in which neither a script nor its children find what only the command line needs."""
+    for name in ("tyro", "rich"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError({name!r})")
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{FOLDER.parents[1] / 'src'}"}
 
 
-def run_toy(script: str, *words: str) -> str:
-    """Output of a script at toy size, in a Python that has neither tyro nor rich; its children have."""
-    code = f"{WITHOUT_CLI}sys.path.insert(0, {str(FOLDER)!r}); runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", code, str(FOLDER / script), "--toy", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+def run_toy(script: str, environment: dict[str, str], *words: str) -> str:
+    """Output of a script at toy size."""
+    command = [sys.executable, str(FOLDER / script), "--toy", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_contestants_take_turns_and_one_that_fails_is_a_row(tmp_path):
+def test_contestants_take_turns_and_one_that_fails_is_a_row(tmp_path, bare):
     output = tmp_path / "record.json"
     told = run_toy(
-        "step_speed.py", "--shapes", "1b", "--only", "ours", "plain", "liger", "--steps", "2", "--output", str(output)
+        "step_speed.py", bare, "--shapes", "1b", "--only", "ours", "plain", "liger", "--steps", "2", "--output", str(output)
     )
     record = json.loads(output.read_text())
     rows = {row["contestant"]: row for row in record["rows"]}
@@ -47,9 +52,9 @@ def test_contestants_take_turns_and_one_that_fails_is_a_row(tmp_path):
     assert told.count("\n| 1b |") == 3
 
 
-def test_the_primitives_run(tmp_path):
+def test_the_primitives_run(tmp_path, bare):
     output = tmp_path / "record.json"
-    run_toy("primitives.py", "--output", str(output))
+    run_toy("primitives.py", bare, "--output", str(output))
     kinds = [row["kind"] for row in json.loads(output.read_text())["rows"]]
     assert kinds == ["product", "input gradient", "weight gradient", "attention", "attention backward", "copy", "add"]
 

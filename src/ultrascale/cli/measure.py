@@ -139,7 +139,9 @@ def _print(report: StepReport, folder: Path, top: int) -> None:
 
     console = Console(highlight=False)
     console.print(waterfall_table(report))
-    console.print(f"\nmeasured: mean of steps {report.steps[0]} to {report.steps[-1]} on {len(report.ranks)} ranks, profiled")
+    ranks, (first, *_, last) = len(report.ranks), [*report.steps, report.steps[-1]]
+    steps = f"mean of steps {first} to {last}" if last > first else f"step {first}"
+    console.print(f"\nmeasured: {steps} on {ranks} rank{'s' * (ranks > 1)}, profiled")
     without, share = report.unprofiled_step_seconds, computing_share(report)
     console.print(f"without the profiler a step takes {without * 1e3:.2f} ms; {share:.0%} of the profiled one computes")
     if report.planned:

@@ -3,8 +3,8 @@
 The file is the Trace Event Format as `torch.profiler` exports it (Kineto): complete events with `cat` cpu_op, user_annotation,
 cuda_runtime, kernel, gpu_memcpy, gpu_memset; `args.correlation` ties a kernel to the call that launched it, arrows of `cat`
 fwdbwd tie a forward operation to its backward pass (sequence numbers, which are there too, begin anew on each thread), and
-NCCL's kernels carry their process group's description. Times become seconds since the first step's start, which `origin` puts on
-the clock that the ranks of a machine share: as seconds since the epoch they would be rounded to a quarter of a microsecond.
+NCCL's kernels carry their process group's description. Times become seconds since the first step's start, which `origin` puts
+on the clock that the ranks of a machine share: as seconds since the epoch they would be rounded to a quarter of a microsecond.
 """
 
 from __future__ import annotations

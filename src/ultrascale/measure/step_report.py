@@ -27,7 +27,7 @@ COLOURS = {
 }  # fmt: skip
 NAME_WIDTH = 42
 """Columns of the longest name of a kernel: the table fits a terminal of 80."""
-BARS = 30
+BARS = 24
 """Columns of the longest bar."""
 
 

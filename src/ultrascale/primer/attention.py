@@ -52,7 +52,7 @@ def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, querie
     grid = (triton.cdiv(length, queries), heads)
     launch(
         _flash, grid, query, key, value, out, length, width**-0.5, WIDTH=width, QUERIES=queries, KEYS=keys,
-        num_warps=8 if queries >= 128 else 4,
+        num_warps=8 if queries >= 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
 
