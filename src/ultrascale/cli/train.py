@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,11 +24,12 @@ def train(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
     /,
     processes: int | None = None,
+    elastic: bool = False,
     max_restarts: int = 3,
     allow_changes: bool = False,
     ignore_memory: bool = False,
     json: bool = False,
-) -> tuple[str, int | None, int, bool, bool, bool]:
+) -> tuple[str, int | None, bool, int, bool, bool, bool]:
     """Train a run, or go on where it stopped. The same command does both.
 
     Any setting can follow as a dotted flag:
@@ -39,22 +41,25 @@ def train(
     Args:
         run: The run's TOML file, or the folder of a run.
         processes: Start this many processes here. What tp, cp and pp leave of them shares the batch (layout.dp).
+        elastic: Let the planner choose the layout if there are other processes than it is for. The batch stays.
         max_restarts: Start the processes again this often without a new checkpoint in between when one of them dies.
         allow_changes: Go on from a checkpoint although model, data or seed have changed.
         ignore_memory: Start on GPUs although the plan says that a rank needs more memory than they have.
         json: At the end print one JSON object.
     """
-    return run, processes, max_restarts, allow_changes, ignore_memory, json
+    return run, processes, elastic, max_restarts, allow_changes, ignore_memory, json
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when the run is complete or was stopped in order, 1 when it failed, 2 when it is described wrongly."""
     parsed, rest = parse_with_overrides(train, "train", arguments)
-    path, processes, max_restarts, allow_changes, ignore_memory, as_json = parsed
+    path, processes, elastic, max_restarts, allow_changes, ignore_memory, as_json = parsed
     if max_restarts < 0:
         raise SpecError([Problem("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")])
     overrides = [*_own_place(path, rest), *rest]
-    resolved = resolve(path, overrides, require_data=True, processes=processes).run
+    resolved = resolve(path, overrides, require_data=True, processes=None if elastic else processes).run
+    if elastic:
+        resolved = _elastic(resolved, processes or int(os.environ.get("WORLD_SIZE", resolved.layout.world_size)))
     expect_trackers(resolved)
     if resolved.layout.pp > 1:
         schedule_of(resolved.layout, num_micro_batches(resolved.layout, resolved.batch.sequences_per_batch))
@@ -67,6 +72,23 @@ def command(arguments: list[str]) -> int:
     if as_json and int(os.environ.get("RANK", "0")) == 0:
         print(json_module.dumps(_summary(resolved, code)))
     return code
+
+
+def _elastic(run: Run, world: int) -> Run:
+    """`run` with a layout for `world` processes, which is printed if it is another."""
+    from ultrascale.measure.machine import this_gpu
+    from ultrascale.parallel.mesh import choose_device
+    from ultrascale.plan.elastic import elastic_layout
+
+    if world < 1:
+        raise SpecError([Problem("--processes", f"must be at least 1, is {world}", "Start one or more.")])
+    here = this_gpu(choose_device(run.device))
+    layout = elastic_layout(run, world, device=here.name if here is not None else "cpu")
+    if layout != run.layout and int(os.environ.get("RANK", "0")) == 0:
+        axes = ("dp", "tp", "cp", "pp", "ep", "zero_stage", "micro_batch_size")
+        told = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
+        print(f"elastic: {world} processes instead of {run.layout.world_size}: {told}", flush=True)
+    return replace(run, layout=layout)
 
 
 def _own_place(path: str, rest: list[str]) -> list[str]:
