@@ -3,9 +3,10 @@
     python benchmarks/cpu/checkpoint_speed.py [--mib 512] [--ranks 2] [--rounds 7] [--folder .] [--json FILE]
 
 Every round times each contestant once, in a fresh folder, over the same sharded fp32 tensors; all processes start together and
-the slowest counts. Reported: GB/s of all ranks together, median and lowest to highest, and the median of the rounds' ratios to
-the first line of its part. Files that are read have just been written, so reading comes from memory, not from the disk. What
-the lines do differs: torch.save and DCP take no checksum and do not rename; `bare` only moves bytes.
+the slowest counts. Reported: GB/s of all ranks together, median and lowest to highest, and of the rounds' ratios to the first
+line of its part the median and the middle half. What is read is dropped from memory before each contestant, so that it comes
+from the disk (`--warm` leaves it there). What the lines do differs: torch.save and DCP take no checksum and do not rename;
+`bare` only moves bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from ultrascale import checkpoint
 BLOCK_BYTES = 4 << 20
 WRITING = ("bare write + fsync", "ours: save", "torch.save + fsync", "DCP save")
 READING = ("bare read", "ours: verify", "ours: load (verify + read)", "torch.load", "DCP load", "crc32 alone, in memory")
+PARTS = ((WRITING[0], WRITING), (READING[0], READING))
 
 
 class Contest:
@@ -62,6 +64,14 @@ class Contest:
             self.folder.mkdir()
             os.sync()
         dist.barrier()
+
+    def forget(self) -> None:
+        """Have the kernel drop what it keeps of the files, so that reading goes to the disk."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
 
     def work(self) -> dict[str, Callable[[], Any]]:
         """What is timed, by the names in WRITING and READING."""
@@ -109,6 +119,8 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace, r
         first = turn % len(WRITING)  # Who writes first writes to an idle disk: everybody gets a turn.
         contestants = contest.work()
         for name in (*WRITING[first:], *WRITING[:first], *READING):
+            if name in READING and rank == 0 and not options.warm:
+                contest.forget()
             dist.barrier()
             start = time.perf_counter()
             contestants[name]()
@@ -126,13 +138,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", default=".", help="where to write")
+    parser.add_argument("--warm", action="store_true", help="read what was just written from memory")
     parser.add_argument("--json", type=Path, help="write every time here")
     options = parser.parse_args()
     seconds = run(options)
     report(seconds, options)
     if options.json:
-        about = {"mib": options.mib, "ranks": options.ranks, "torch": torch.__version__, "machine": platform.platform()}
-        options.json.write_text(json.dumps({"about": about, "seconds": seconds}, indent=2))
+        about = {
+            "date": time.strftime("%Y-%m-%d"), "mib": options.mib, "ranks": options.ranks, "rounds": options.rounds,
+            "warm": options.warm, "torch": torch.__version__, "machine": platform.platform(), "cpus": os.cpu_count(),
+            "load_average": round(os.getloadavg()[0], 1),
+        }  # fmt: skip
+        ratios = {name: ratio_to(first, name, seconds) for first, names in PARTS for name in names}
+        options.json.write_text(json.dumps({"about": about, "ratios": ratios, "seconds": seconds}, indent=1) + "\n")
 
 
 def run(options: argparse.Namespace) -> dict[str, list[float]]:
@@ -163,12 +181,19 @@ def report(seconds: dict[str, list[float]], options: argparse.Namespace) -> None
     print(
         f"{options.mib} MiB, {options.ranks} ranks, {options.rounds} rounds, {os.cpu_count()} CPUs, torch {torch.__version__}"
     )
-    for names in (WRITING, READING):
-        print(f"\n{'':28}{'GB/s':>6}{'lowest':>8}{'highest':>9}{'ratio to ' + names[0]:>30}")
+    for first, names in PARTS:
+        print(f"\n{'':28}{'GB/s':>6}{'lowest':>8}{'highest':>9}{'of ' + first:>28}{'middle half':>15}")
         for name in names:
             rates = sorted(gigabytes / taken for taken in seconds[name])
-            ratio = median(bare / taken for bare, taken in zip(seconds[names[0]], seconds[name], strict=True))
-            print(f"{name:28}{median(rates):6.2f}{rates[0]:8.2f}{rates[-1]:9.2f}{ratio:30.2f}")
+            low, middle, high = ratio_to(first, name, seconds)
+            print(f"{name:28}{median(rates):6.2f}{rates[0]:8.2f}{rates[-1]:9.2f}{middle:28.2f}{f'{low:.2f}-{high:.2f}':>15}")
+
+
+def ratio_to(first: str, name: str, seconds: dict[str, list[float]]) -> tuple[float, float, float]:
+    """Quartiles of the rounds' ratios of speed to that of `first`."""
+    ratios = [bare / taken for bare, taken in zip(seconds[first], seconds[name], strict=True)]
+    low, middle, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (ratios[0],) * 3
+    return round(low, 3), round(middle, 3), round(high, 3)
 
 
 if __name__ == "__main__":

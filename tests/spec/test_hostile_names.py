@@ -18,8 +18,8 @@ BAD_NAMES = [
     "", ".", "..", "../x", "..\\x", "/etc/passwd", "a/b", "a\\b", "a/../../b", "~", "~root", "-rf", "--name", ".hidden", "_x",
     "a\0b", "a\nb", "a\rb", "a\tb", "a b", " a", "a ", "a;b", "a|b", "a&b", "$(id)", "`id`", "${HOME}", "a*", "a?", "[a]",
     "{a}", "a'b", 'a"b', "a<b", "a>b", "a:b", "a%2fb", "%00", "a=b", "a,b", "a@b", "a#b", "a!b", "a^b", "x" * 65, "é",
-    "x" * 5000, "名", "a\u202eb", "a\u200bb", "\u0430", "a\x1b[2J", "\ufeffa", "a\x7f", "file://a", "con/..", "a//b", "./a", "a/.",
-    "\ud800",
+    "x" * 5000, "名", "a\u202eb", "a\u200bb", "\u0430", "a\x1b[2J", "\ufeffa", "a\x7f", "file://a", "con/..",
+    "a//b", "./a", "a/.", "\ud800",
 ]  # fmt: skip
 GOOD_NAMES = ["a", "0", "a.b-c_d", "A" * 64, "llama-3.1-8b", "a.."]
 
