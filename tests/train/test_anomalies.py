@@ -144,6 +144,19 @@ def test_a_flipped_bit_ends_a_run_that_is_to_stop_before_it_is_saved(home):
 
 
 @pytest.mark.catalogue(51)
+def test_a_stop_does_not_save_what_copies_do_not_agree_on(home):
+    """A storm of the soak has found this: a flipped bit, and SIGTERM before the next comparison."""
+    calm, run = run_of(home, "calm", COPIES), run_of(home, "stopped", COPIES, on_anomaly="rewind")
+    train_ranks(calm)
+    outcomes = train_ranks(run, before_step=both(at_step(7, flip_a_bit, rank=1), at_step(8, Trainer.request_stop)))
+    assert [outcome.get("stopped", outcome) for outcome in outcomes] == [True] * 2
+    assert [(one["step"], one["to"]) for one in events(run, "rewind")] == [(8, 6)]
+    assert [one["step"] for one in events(run, "stop")] == [6]
+    train_ranks(run)
+    assert curve(run) == curve(calm) and same(state(run), state(calm))
+
+
+@pytest.mark.catalogue(51)
 @pytest.mark.parametrize(
     "layout, blamed",
     [(Layout(dp=4, zero_stage=3, dp_shard=2), (1, 3)), (Layout(tp=2, dp=2, zero_stage=1), (2, 3))],

@@ -157,10 +157,10 @@ def _spoil_loss(trainer: Trainer, fault: Planted) -> None:
 
 
 def _flip_weight(trainer: Trainer, fault: Planted) -> None:
-    """The lowest bit of one element: nothing that a loss shows."""
+    """One of the lower bits of one element: too little for a loss to show, too much for rounding to take away again."""
     weight = local(trainer.share.parameters()[fault.number % len(trainer.share.parameters())].detach())
     if weight.numel():
-        weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
 
 
 def _flip_bit(trainer: Trainer, fault: Planted) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -239,6 +239,12 @@ class Session:
 
     def finish(self, outcome: Outcome) -> None:
         """Keep what there is, and export it if the run is complete."""
+        if outcome.stopped and self.saved_at != self.trainer.steps_done:
+            try:
+                self._compare_replicas_if_due(saving=True)
+            except CorruptStateError as error:
+                self._rewind(error)  # and leave it at that
+                outcome = replace(outcome, steps_done=self.trainer.steps_done)
         heartbeat.beat("saving the last checkpoint", extra_seconds=SLOW_DISK_SECONDS)
         if self.saved_at != self.trainer.steps_done:
             self.save()
@@ -268,7 +274,7 @@ class Session:
             self.metrics.line(console_line(run, values, done))
         self.metrics.advance(done)
         saving = _due(run.checkpoint.every_steps, done)
-        self._compare_replicas_if_due(saving=saving)
+        self._compare_replicas_if_due(saving=saving or self._is_complete())
         if saving:
             self.save()
 
