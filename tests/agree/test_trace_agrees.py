@@ -8,6 +8,7 @@ here. CI takes a part of the layouts; `ULTRASCALE_TRACED_LAYOUTS=200` takes so m
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -17,6 +18,7 @@ from agree.small_models import LLAMA, WITH_EXPERTS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from ultrascale.plan.tally import Way
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.run import Batch, Data, Run
@@ -29,6 +31,7 @@ from ultrascale.trace.record import RankTrace
 LAYOUTS = int(os.environ.get("ULTRASCALE_TRACED_LAYOUTS", "20"))
 LIMIT_PERCENT = 3.0
 MIB = 2**20
+MOST_NAMED = 8
 COUNT_BYTES = 4
 """Of the number of updates that AdamW keeps for each parameter, and a plan leaves out."""
 LENGTH = 1024
@@ -128,13 +131,30 @@ def compared(one: Traced) -> tuple[float, list[str]]:
         *state_of(found, planned),
         ("products", products_of(found), planned.flops),
         ("attention", found.total_flops(1) - products_of(found), planned.attention_flops),
-        *((str(way), sent.get(way), sends.get(way)) for way in {*sent, *sends}),
     ):
         if traced_value != planned_value:
             wrong.append(f"{name}: traced {traced_value}, planned {planned_value}")
+    for way in {*sent, *sends}:
+        if sent.get(way) != sends.get(way):
+            wrong.append(f"{way}: traced {sent.get(way)}, planned {sends.get(way)}; {issued(found, way)}")
     if abs(percent) > LIMIT_PERCENT:
-        wrong.append(f"peak: {percent:+.2f} %, {by_category(found, planned)}")
+        wrong.append(f"peak: {percent:+.2f} %, {by_category(found, planned)}; {largest(found)}")
     return percent, wrong
+
+
+def issued(found: RankTrace, way: Way) -> str:
+    """The lines that send what is counted as `way`, with one message's bytes."""
+    lines = {f"{one.line} ({one.num_bytes} bytes)" for one in found.sent if (one.kind, one.size, one.stride) == way}
+    return f"sent by {', '.join(sorted(lines)) or 'nobody'}"
+
+
+def largest(found: RankTrace) -> str:
+    """What fills the traced peak beside weights and moments: operations with their lines."""
+    sizes: Counter[str] = Counter()
+    for block, size in found.alive_at(found.peak_at(1)):
+        if block.category not in ("parameters", "gathered", "optimizer"):
+            sizes[f"{block.what} at {block.line}"] += size
+    return "alive are " + ", ".join(f"{what} {size / MIB:.1f} MiB" for what, size in sizes.most_common(MOST_NAMED))
 
 
 def state_of(found: RankTrace, planned: Planned) -> Iterator[tuple[str, int, int]]:
