@@ -290,7 +290,7 @@ class StageReplay:
         in a backward pass, where FSDP2 lets go of nothing, and whoever calls counts what is done.
         """
         tape = Tape()
-        last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves)}
+        last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.holds)}
         there = set() if kept is None else {name for op in ops if op.reads and op.makes[0].name in kept for name in op.reads}
         experts, first, last = self._experts(layer, ops)
         for index, op in enumerate(ops):

@@ -16,13 +16,14 @@ the causal square.
 from __future__ import annotations
 
 from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import column_source, cut, linear, local_source, norm, row_linear
+from ultrascale.spec.op_builders import column_source, cut, held_to_the_end, linear, local_source, norm, row_linear
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Scores, Shape, When
 
 
 def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     """From `attention_in` to `attention_out`, both [outer tokens, D]."""
     ops, names = (_latent_heads if model.latent_attention else _heads)(model, layer, shape)
+    named = tuple(name.removesuffix("_repeated") for name in names)
     swapped, names, attended = _swap_heads(model, shape, names)
     core = (_math if shape.kernels.attention == "math" else _flash)(model, layer, shape, names, attended)
     back = _swap_back(model, shape, attended)
@@ -36,7 +37,7 @@ def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     out = row_linear(
         shape, "self_attn.o_proj", source, "attention_out", width, model.hidden_size, bias=model.attention_output_bias
     )
-    return (*ops, *swapped, *core, *back, *saved, *out)
+    return (*ops, *swapped, *core, *back, *saved, *held_to_the_end(out, ("attention_in", *named, result)))
 
 
 def attended_share(sequence_length: int, window: int | None) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import Source, column_source, cut, linear, local_source, row_linear
+from ultrascale.spec.op_builders import Source, column_source, cut, held_to_the_end, linear, local_source, row_linear
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
 
 ROW_BYTES = 8
@@ -55,7 +55,9 @@ def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: 
         ]  # fmt: skip
     ops += _activate(model, shape, block, tuple(prefix + name for name in names), f"{prefix}product", shape.num_tokens * f)
     saved, source = local_source(shape, f"{prefix}product", f, shape.num_tokens, cheap=True)
-    return (*ops, *saved, *row_linear(shape, f"{block}.down_proj", source, make, f, d, bias=bias))
+    down = row_linear(shape, f"{block}.down_proj", source, make, f, d, bias=bias)
+    made = (f"{prefix}{name}" for name in names)
+    return (*ops, *saved, *held_to_the_end(down, (read, *made, f"{prefix}product")))
 
 
 def _in_pieces(model: Model, shape: Shape, width: int, read: str, make: str) -> Op:

@@ -10,6 +10,7 @@ parallelism (Korthikanti et al. 2022) what is between such regions is cut along 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ultrascale.spec.model import Model
@@ -41,13 +42,22 @@ def cut(size: int, ranks: int) -> int:
 def exchanged_bytes(shape: Shape, whole: int) -> int:
     """What exists for a moment while ranks of tp sum `whole` bytes, beside it and what comes of it (`parallel.tensor_traffic`).
 
-    On the CPU copies of the parts for other ranks and as many from them; without parts two ranks send all of it. NCCL sends
-    from copies of all parts, and adds whole tensors in place.
+    On the CPU parts from other ranks and copies of those for them; without parts two ranks send all of it. NCCL sends from
+    copies of all parts, and adds whole tensors in place. Parts of a single sequence lie together already.
     """
+    several = shape.micro_batch_size > 1
     if shape.cuts_sequence:
         others = whole * (shape.tp - 1) // shape.tp
-        return 2 * others if shape.device == "cpu" else whole
+        return (1 + several) * others if shape.device == "cpu" else several * whole
     return whole if shape.device == "cpu" and shape.tp == SUM_OF_A_PAIR else 0
+
+
+def gathered_room(shape: Shape, whole: int) -> int:
+    """What exists beside `whole` bytes while they are gathered over tp: on the CPU parts from other ranks, on CUDA all parts of
+    several sequences, by rank."""
+    if shape.device == "cpu":
+        return whole * (shape.tp - 1) // shape.tp
+    return whole if shape.micro_batch_size > 1 else 0
 
 
 def linear(
@@ -107,7 +117,8 @@ def column_source(shape: Shape, read: str, width: int) -> tuple[tuple[Op, ...], 
     else:
         ops, source = local_source(shape, gathered, width, shape.num_tokens)
     gather = Op(
-        f"{read}.gather", "gather", (read,), (Activation(gathered, whole),), collectives=tuple(traffic)
+        f"{read}.gather", "gather", (read,), (Activation(gathered, whole),), collectives=tuple(traffic),
+        scratch_bytes=gathered_room(shape, whole), backward_scratch_bytes=exchanged_bytes(shape, whole),
     )  # fmt: skip
     return ((*ops, gather) if source.saved != (f"{gathered}_fp8",) else (gather, *ops)), source
 
@@ -128,6 +139,11 @@ def row_linear(
     )
 
 
+def held_to_the_end(ops: tuple[Op, ...], names: tuple[str, ...]) -> tuple[Op, ...]:
+    """`ops` of a module whose variables name all of `names` until its last operation is done."""
+    return (*ops[:-1], replace(ops[-1], holds=names))
+
+
 def scatter(shape: Shape, name: str, read: str, make: str, width: int) -> Op:
     """Partial sums [tokens, width] to the cut sum [outer tokens, width]."""
     whole = shape.num_tokens * width * shape.itemsize
@@ -137,6 +153,7 @@ def scatter(shape: Shape, name: str, read: str, make: str, width: int) -> Op:
             Collective("reduce_scatter", "tp", whole, "forward", "product"),
             Collective("all_gather", "tp", whole, "backward", "product"),
         ),
+        scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_room(shape, whole),
     )  # fmt: skip
 
 

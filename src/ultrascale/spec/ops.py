@@ -101,6 +101,8 @@ class Op:
     pieces: int = 1
     inside: tuple[Op, ...] = ()
     """What it does for each of `pieces`: forward, and all but the last once more before their backward passes."""
+    holds: tuple[str, ...] = ()
+    """What variables of our own trainer still name while it runs: alive even where nothing is saved."""
 
     @property
     def passes_gradient(self) -> bool:
