@@ -28,6 +28,8 @@ from ultrascale.models.decoder import Block, Decoder
 from ultrascale.models.experts import Experts
 from ultrascale.models.feed_forward import MLP, GatedMLP
 from ultrascale.parallel import all_to_all, tensor_ops
+from ultrascale.parallel.cut_checkpoints import keep_own_part
+from ultrascale.parallel.tensor import cut_of
 from ultrascale.parallel.torch_private import CachedTorchDispatchMode
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.recomputed import Again
@@ -51,12 +53,15 @@ KEPT_OPS = {
 
 def apply_recompute(decoder: Decoder, layout: Layout) -> None:
     """Wrap the forward passes of the blocks as `layout` says, in place; after whatever replaces seams of theirs."""
-    for index, block in decoder.blocks():
+    cut = cut_of(decoder) if layout.partition_checkpoints else None
+    for place, (index, block) in enumerate(decoder.blocks()):
         again = layout.again(index)
         if again is None:
             continue
         if again.whole:
             block.forward = _recomputed(block.forward)
+            if cut is not None and (place or decoder.is_first):  # a pipeline holds a stage's input anyway
+                setattr(block, "forward", partial(keep_own_part, cut.group, block.forward))  # noqa: B010
         else:
             block.forward = _recomputed(block.forward, context_fn=partial(_selective, _policy(block, again)))
 

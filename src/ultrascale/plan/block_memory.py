@@ -11,7 +11,7 @@ distinct shape: `plan.footprint` builds whole ranks out of it. A part owns what 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -50,7 +50,12 @@ def block_memory(model: Model, layer: int, shape: Shape, *, recompute: Recompute
     sizes = local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp)
     hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
     part = _Part(ops, {"hidden": hidden}, "hidden_out", hidden, sizes, shape.itemsize, weight_gradients(stack))
-    return part.measure(recompute, stack.selective)
+    found = part.measure(recompute, stack.selective)
+    if not (shape.partition_checkpoints and recompute == "full"):
+        return found
+    less = hidden - -(-hidden // shape.tp)
+    kinds = found.saved_by_kind | {"residual": found.saved_by_kind["residual"] - less}
+    return replace(found, saved_bytes=found.saved_bytes - less, saved_by_kind=kinds)
 
 
 @lru_cache(maxsize=1 << 14)

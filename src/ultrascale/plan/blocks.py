@@ -25,6 +25,7 @@ from ultrascale.spec.work import block_work, embedding_work, head_work, predicti
 Floats = NDArray[np.float64]
 SHAPE_FIELDS = (
     "micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "ep", "expert_tp", "mlp_chunks",
+    "partition_checkpoints",
 )  # fmt: skip
 PASSES = ("forward", "backward")
 
@@ -161,6 +162,7 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
         ep=int(table.ep[row]),
         expert_tp=int(table.expert_tp[row]),
         mlp_chunks=int(table.mlp_chunks[row]),
+        partition_checkpoints=bool(table.partition_checkpoints[row]),
         expert_imbalance=workload.expert_imbalance,
         kernels=workload.stack.kernels,
     )

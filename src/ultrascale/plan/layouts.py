@@ -44,6 +44,7 @@ class LayoutTable:
     schedule: Column
     ep: Column
     expert_tp: Column
+    partition_checkpoints: Column
     mlp_chunks: Column
     offload_activations: Column
     offload_optimizer: Column
@@ -96,6 +97,7 @@ class LayoutTable:
             "cp_method": CP_METHODS[row["cp_method"]],
             "schedule": SCHEDULES[row["schedule"]],
             "sequence_parallel": bool(row["sequence_parallel"]),
+            "partition_checkpoints": bool(row["partition_checkpoints"]),
             "offload_activations": bool(row["offload_activations"]),
             "offload_optimizer": bool(row["offload_optimizer"]),
         }
@@ -114,5 +116,5 @@ def _row(layout: Layout) -> list[int]:
         layout.recompute_every, PRECISIONS.index(layout.precision), {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
         layout.layers_per_bucket, layout.tp, int(layout.sequence_parallel), layout.cp, CP_METHODS.index(layout.cp_method),
         layout.cp_heads, layout.pp, layout.virtual_stages, schedule, layout.ep, layout.expert_tp,
-        layout.mlp_chunks, int(layout.offload_activations), int(layout.offload_optimizer),
+        int(layout.partition_checkpoints), layout.mlp_chunks, int(layout.offload_activations), int(layout.offload_optimizer),
     ]  # fmt: skip

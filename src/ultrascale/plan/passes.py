@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.blocks import Blocks, PartSeconds
+from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.recompute_prices import mean_again
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.work import input_gather
 
 Floats = NDArray[np.float64]
 FEW = 64
@@ -91,6 +93,9 @@ def pass_seconds(
     tp_forward, tp_backward = latency + shown * sum_of("tp_forward"), latency + shown * (sum_of("tp_backward") - beside)
     tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)
 
+    if table.partition_checkpoints.any():
+        tp = tp + _input_gathers(workload, table, blocks, again) * layers.sum(axis=1)
+
     # A device that is faster than Python waits for it.
     host = constants.compiled_host_fraction if stack.kernels.compiled else 1.0
     launches = host * overheads.op_seconds * sum_of("num_ops") + _collective_launch(workload, table) * sum_of("num_collectives")
@@ -130,6 +135,15 @@ def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:
     overheads = workload.stack.overheads
     in_pipeline = overheads.pipelined_collective_seconds + overheads.pipelined_collective_tp_seconds * table.tp**2
     return np.where(table.pp > 1, np.maximum(in_pipeline, overheads.collective_seconds), overheads.collective_seconds)
+
+
+def _input_gathers(workload: Workload, table: LayoutTable, blocks: Blocks, again: Floats) -> Floats:
+    """Seconds a block in which inputs of blocks that are computed again come together, [layouts]."""
+    if table.modes:
+        again = np.array([table.modes.count("full") / len(table.modes)])
+    sizes = np.array([input_gather(workload.model, shape).num_bytes for shape in blocks.shapes], dtype=float)[blocks.shape_of]
+    seconds = collective_seconds(workload.cluster, "all_gather", sizes, size=table.tp, stride=np.ones_like(table.tp))
+    return np.where(table.partition_checkpoints > 0, again * seconds, 0.0)
 
 
 def _recomputed_share(table: LayoutTable) -> Floats:

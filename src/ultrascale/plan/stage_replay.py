@@ -24,7 +24,7 @@ from ultrascale.plan.tally import Tally
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.model import Model
-from ultrascale.spec.places import Coordinates, place
+from ultrascale.spec.places import Coordinates, even_part, place
 from ultrascale.spec.weights import Weight, layer_weights, weights_outside_layers
 from ultrascale.spec.work import (
     Op,
@@ -32,6 +32,7 @@ from ultrascale.spec.work import (
     coming_work,
     embedding_work,
     head_work,
+    input_gather,
     prediction_block_work,
     prediction_head_work,
     shared_work,
@@ -99,6 +100,8 @@ class StageReplay:
         self.under_way: dict[int, Under] = {}
         self.waiting: dict[int, list[Waits]] = {}
         self._now = Under()
+        positions = even_part(shape.local_length, layout.tp, at.tp)[1]
+        self._own_part_bytes = self.hidden_bytes * positions // shape.local_length
         self._shares: dict[str, Held] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
         self._gathered_in_w: set[str] = set()
@@ -259,6 +262,9 @@ class StageReplay:
         if again is not None:
             shared = {name for op in ops for name in op.saves} & self._now.shared.keys()
             reads = {name: held.hold() for name, held in made.items()}
+            if again.whole and self._cuts_input(layer):
+                self.ledger.drop(reads["hidden"])
+                reads["hidden"] = self.ledger.take("activations", "residual", self._own_part_bytes)
             checkpoint = Checkpoint(reads, [self._now.shared[name].hold() for name in sorted(shared)], {})
             keep = None if again.whole else checkpoint.kept
             self._run(ops, made, "activations", leaves, layer=layer, saves=False, keep=keep, kinds=again.kinds)
@@ -353,6 +359,10 @@ class StageReplay:
         last = max(index for index, op in enumerate(ops) if op.saves)
         kept = None if self.layout.recomputes(layer) else checkpoint.kept
         made = {name: held.hold() for name, held in checkpoint.reads.items()}
+        if self.layout.recomputes(layer) and self._cuts_input(layer):
+            self.ledger.drop(made["hidden"])
+            made["hidden"] = self.ledger.take("temporary", "gathered block inputs", self.hidden_bytes)
+            self.tally.send("all_gather", self.layout.group("tp"), input_gather(self.model, self.shape).num_bytes)
         tape = self._run(ops[:last], made, "temporary", set(ops[last].saves), layer=layer, kept=kept, is_again=True)
         self._count_again(layer, ops)
         tape.entries += [(ops[last], self._save(ops[last], made)), *((op, []) for op in ops[last + 1 :])]
@@ -422,6 +432,11 @@ class StageReplay:
             self._arrive(name, gradient)
         for name, gradient in leaving.items():
             gradients[name] = self._added(gradients[name], gradient) if name in gradients else gradient
+
+    def _cuts_input(self, layer: int) -> bool:
+        """Whether a rank of tp keeps its positions alone of a block's input (`parallel.cut_checkpoints`)."""
+        held_anyway = layer == self.part.layers[0] and not self.part.is_first
+        return self.layout.partition_checkpoints and not held_anyway
 
     def _count_again(self, layer: int, ops: tuple[Op, ...]) -> None:
         """What recomputation of a block does. torch stops where the last tensor is saved: before a plain product, but behind an

@@ -105,6 +105,9 @@ class Layout:
     """Expert parallelism: groups of ranks that share the experts between them."""
     expert_tp: int = 1
     """Ranks that cut each expert's matrix products between them."""
+    partition_checkpoints: bool = False
+    """With tp and whole sequences: of a block that is computed again as a whole each rank of tp keeps its positions of the
+    input, gathered in the backward pass. (With sequence parallelism it is cut already.)"""
     mlp_chunks: int = 1
     """Pieces in which dense feed-forward layers take the tokens of a micro-batch, forward and, computed again, backward."""
     offload_activations: bool = False
@@ -231,6 +234,12 @@ class Layout:
             rule = "is empty" if not blocks else f'is read with recompute = "blocks" only, but that is "{self.recompute}"'
             remedy = 'Write ["selective+mlp x 20", "none x 12"]' if not blocks else 'Set layout.recompute = "blocks"'
             yield Problem("layout.recompute_blocks", rule, f'{remedy}, or let recompute = "auto" choose.')
+        if self.partition_checkpoints and (self.tp == 1 or self.sequence_parallel):
+            why = "there is one rank of tp" if self.tp == 1 else "with sequence parallelism a block's input is cut already"
+            yield Problem("layout.partition_checkpoints", f"has nothing to cut: {why}", "Leave it out.")
+        elif self.partition_checkpoints and self.recompute in ("none", "selective"):
+            rule = f'cuts inputs of blocks that are computed again as a whole, but layout.recompute is "{self.recompute}"'
+            yield Problem("layout.partition_checkpoints", rule, 'Leave it out, or set layout.recompute = "full".')
         try:
             modes_of(blocks)
         except ValueError as error:

@@ -165,6 +165,8 @@ class Shape:
     expert_tp: int = 1
     mlp_chunks: int = 1
     """Pieces of the tokens that a dense feed-forward layer works on one after the other."""
+    partition_checkpoints: bool = False
+    """Whether ranks of tp keep a part each of the input of a block that is computed again."""
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
     kernels: Kernels = KERNELS

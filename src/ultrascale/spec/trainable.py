@@ -24,6 +24,9 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
         rule = "keeps results apart from what autograd saves, and layout.offload_activations does not send those to the host"
         found.append(Problem("layout.recompute", rule, _remedy('"full", "every-k" or "none"')))
     found += _uncut_pieces(layout)
+    if layout.partition_checkpoints and layout.offload_activations:
+        rule = "the trainer cuts a block's input over tp or sends it to the host so far, not both"
+        found.append(Problem("layout.partition_checkpoints", rule, _remedy("offload_activations alone")))
     if layout.pp > 1 and layout.schedule == _TWO_COPIES:
         rule = "the trainer keeps one copy of every stage so far, and dualpipe needs two"
         found.append(Problem("layout.schedule", rule, _remedy("dualpipe-v, the same order of passes with one copy")))

@@ -120,6 +120,11 @@ def block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     )
 
 
+def input_gather(model: Model, shape: Shape) -> Collective:
+    """What brings a block's input back to all ranks of tp, where each has kept a part (`Layout.partition_checkpoints`)."""
+    return Collective("all_gather", "tp", shape.num_tokens * model.hidden_size * shape.itemsize, "backward")
+
+
 @lru_cache(maxsize=4096)
 def prediction_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     """What a block of multi-token prediction does before it is a block like the last: the embedding of the tokens to come

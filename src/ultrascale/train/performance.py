@@ -95,7 +95,9 @@ class Performance:
             allocated = torch.cuda.max_memory_allocated()
             values["mem/peak_allocated_gib"] = allocated / GIB
             values["mem/peak_allocated_percent"] = 100 * allocated / torch.cuda.mem_get_info()[1]
-            values["mem/peak_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+            reserved = torch.cuda.max_memory_reserved()
+            values["mem/peak_reserved_gib"] = reserved / GIB
+            values["mem/reserved_over_allocated"] = reserved / max(1, allocated)  # above 1: what fragmentation costs
         if gradients.step + 1 == self._last_watched:
             self._compare_memory()
         return values
