@@ -18,12 +18,13 @@ from ultrascale.primer import access, attention, coarsening, divergence, softmax
 FP32, BF16, INT = "*fp32", "*bf16", "i32"
 sides = {"x": FP32, "out": FP32, "count": INT, "up": "fp32", "more": "fp32", "down": "fp32", "less": "fp32"}
 matrices, rows = {"a": BF16, "b": BF16, "c": BF16, "n": INT, "k": INT}, {"x": BF16, "out": BF16, "width": INT}
+sheet = {"x": FP32, "weights": FP32, "out": FP32, "rows": INT, "width": INT}
 heads = {"query": BF16, "key": BF16, "value": BF16, "out": BF16, "length": INT, "scale": "fp32"}
 kernels = [
     (access._take_every, {"source": FP32, "target": FP32, "count": INT, "stride": INT}, {"BLOCK": 1024}),
     (tiles._row_by_row, matrices, {"COLUMNS": 128}),
     (tiles._tiled, matrices | {"m": INT}, {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}),
-    (coarsening._scale_columns, {"x": FP32, "weights": FP32, "out": FP32, "rows": INT, "width": INT}, {"ROWS": 16, "BLOCK": 256}),
+    (coarsening._scale_columns, sheet, {"ROWS": 16, "BLOCK": 256}),
     (divergence._lanes_disagree, sides, {"ROUNDS": 512, "BLOCK": 256}),
     (divergence._programs_disagree, sides, {"ROUNDS": 512, "BLOCK": 256}),
     (softmax._naive, rows, {"BLOCK": 8192}),

@@ -107,8 +107,7 @@ def test_traces_pictures_and_the_memory_of_the_first_steps_are_written(reports, 
     folder = corpus / "nothing"
     names = {path.name for path in folder.iterdir()}
     assert names == {
-        "rank-0.json.gz", "rank-1.json.gz", "merged.json.gz", "memory.json", "report.json", "steps.png", "memory_planned.png",
-        "memory_measured.png",
+        "rank-0.json.gz", "rank-1.json.gz", "merged.json.gz", "memory.json", "report.json", "steps.png", "memory.png",
     }  # fmt: skip
     memory = json.loads((folder / "memory.json").read_text())
     assert {row["step"] for row in memory["measured_timeline"]} == {row["step"] for row in memory["planned_timeline"]} == {0, 1}

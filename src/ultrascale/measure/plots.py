@@ -112,29 +112,47 @@ def plot_memory(
     path: Path,
     *,
     planned_peak_bytes: int | None = None,
+    planned_timeline: Sequence[Mapping[str, Any]] = (),
     title: str = "Memory of rank 0 by category",
 ) -> Path:
-    """Live bytes by category, stacked, operation after operation; a line where each step begins."""
-    peak = max(sum(row["bytes"].values()) for row in timeline)
+    """Live bytes by category, stacked, operation after operation; a line where each step begins.
+
+    With a `planned_timeline` that stands on the left, on the same scale.
+    """
+    panels = {"planned": planned_timeline, "measured": timeline} if planned_timeline else {"": timeline}
+    peak = max(sum(row["bytes"].values()) for rows in panels.values() for row in rows)
     unit, word = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
-    figure, axes = new_figure(title, "operations, in order", word)
-    shown = [category for category in COLORS if any(row["bytes"].get(category) for row in timeline)]
-    layers = [[row["bytes"].get(category, 0) / unit for row in timeline] for category in shown]
-    axes.stackplot(range(len(timeline)), layers, labels=shown, colors=[COLORS[c] for c in shown], linewidth=0, step="post")
+    figure, first = new_figure(title, "operations, in order", word, width=8 if len(panels) == 1 else 13)
+    shown = [category for category in COLORS if any(row["bytes"].get(category) for rows in panels.values() for row in rows)]
     top = max(peak, planned_peak_bytes or 0) / unit * 1.12
-    for index, row in enumerate(timeline):
-        if index == 0 or row["step"] != timeline[index - 1]["step"]:
-            axes.axvline(index, color=INK, linewidth=0.6, alpha=0.5)
-            axes.text(index + len(timeline) * 0.006, top * 0.985, f"step {row['step']}", fontsize=8, color=INK, va="top")
-    if planned_peak_bytes is not None:
-        label = f"planned peak {planned_peak_bytes / unit:.1f}"
-        axes.axhline(planned_peak_bytes / unit, color=INK, linewidth=1.1, linestyle=(0, (4, 3)), label=label)
-    axes.set_xlim(0, len(timeline) - 1)
-    axes.set_ylim(0, top)
-    axes.set_xticks([])
+    axes = first
+    for number, (name, rows) in enumerate(panels.items()):
+        if len(panels) > 1:
+            if number == 0:
+                first.remove()
+            axes = figure.add_subplot(1, len(panels), number + 1)
+            _dress(axes, name, "operations, in order", word if number == 0 else "")
+        _draw_memory(axes, rows, shown, unit, top)
+        if planned_peak_bytes is not None:
+            label = f"planned peak {planned_peak_bytes / unit:.1f}"
+            axes.axhline(planned_peak_bytes / unit, color=INK, linewidth=1.1, linestyle=(0, (4, 3)), label=label)
+    if len(panels) > 1:
+        figure.suptitle(title, fontsize=12, fontweight="bold", color=INK)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return save_figure(figure, path)
+
+
+def _draw_memory(axes: Any, rows: Sequence[Mapping[str, Any]], shown: Sequence[str], unit: int, top: float) -> None:
+    layers = [[row["bytes"].get(category, 0) / unit for row in rows] for category in shown]
+    axes.stackplot(range(len(rows)), layers, labels=shown, colors=[COLORS[c] for c in shown], linewidth=0, step="post")
+    for index, row in enumerate(rows):
+        if index == 0 or row["step"] != rows[index - 1]["step"]:
+            axes.axvline(index, color=INK, linewidth=0.6, alpha=0.5)
+            axes.text(index + len(rows) * 0.006, top * 0.985, f"step {row['step']}", fontsize=8, color=INK, va="top")
+    axes.set_xlim(0, len(rows) - 1)
+    axes.set_ylim(0, top)
+    axes.set_xticks([])
 
 
 def _validation_name(key: str) -> str:
@@ -149,14 +167,19 @@ def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], lis
     return sorted(values), [values[step] for step in sorted(values)]
 
 
-def new_figure(title: str, across: str, up: str) -> tuple[Any, Any]:
-    """A figure and its axes, in the style of all pictures here; labels of the axes `across` and `up`."""
+def new_figure(title: str, across: str, up: str, *, width: float = 8) -> tuple[Any, Any]:
+    """A figure and its axes, in the style of all pictures here; labels of the axes `across` and `up`. `width` in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(width, 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: it keeps figures alive and may look for a screen
     axes = figure.add_subplot()
+    _dress(axes, title, across, up)
+    return figure, axes
+
+
+def _dress(axes: Any, title: str, across: str, up: str) -> None:
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
     axes.set_xlabel(across, color=INK)
     axes.set_ylabel(up, color=INK)
@@ -165,7 +188,6 @@ def new_figure(title: str, across: str, up: str) -> tuple[Any, Any]:
     axes.tick_params(colors=INK, labelsize=9)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    return figure, axes
 
 
 def save_figure(figure: Any, path: Path) -> Path:

@@ -263,7 +263,12 @@ def write_report(report: StepReport, folder: Path) -> None:
         return
     plot_steps(report, folder / "steps.png")
     memory = json.loads((folder / "memory.json").read_text())
-    for kind in ("planned", "measured"):
-        if timeline := memory.get(f"{kind}_timeline"):
-            title = f"Memory of rank 0 in the first {timeline[-1]['step'] + 1} steps, {kind}"
-            plot_memory(timeline, folder / f"memory_{kind}.png", planned_peak_bytes=memory["planned_peak_bytes"], title=title)
+    planned, measured = memory["planned_timeline"], memory.get("measured_timeline", ())
+    title = f"Memory of rank 0 in the first {planned[-1]['step'] + 1} steps"
+    plot_memory(
+        measured or planned,
+        folder / "memory.png",
+        planned_peak_bytes=memory["planned_peak_bytes"],
+        planned_timeline=planned if measured else (),
+        title=title if measured else f"{title}, planned",
+    )
