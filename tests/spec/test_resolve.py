@@ -267,3 +267,9 @@ def test_processes_that_other_axes_leave_are_data_parallel(words, dp):
     resolved = resolve(None, ["--batch.sequences_per_batch", "64", "--model.preset", "tiny-llama", *words], processes=8)
     assert resolved.run.layout.dp == dp and resolved.run.layout.world_size == 8
     assert resolved.provenance["layout.dp"] == "--processes 8"
+
+
+@pytest.mark.parametrize("asked, nearest", [("fp4", "fp8"), ("fp128", "fp64"), ("bf8", "bf16"), ("pf16", "fp16")])
+def test_of_precisions_the_one_of_the_nearest_size_is_suggested(asked: str, nearest: str) -> None:
+    with pytest.raises(SpecError, match=f"Did you mean '{nearest}'"):
+        resolve(None, ["--model.preset", "tiny-llama", "--layout.precision", asked])

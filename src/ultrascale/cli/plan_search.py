@@ -6,6 +6,7 @@ import json as jsonlib
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from math import prod
 from typing import Any
 
 from ultrascale.cli import plan as verb
@@ -148,7 +149,13 @@ def _shares(parsed: dict[str, Any], asked: dict[str, tuple[Any, ...]], num_gpus:
         micro = 1  # refused by the search, for its own reason
     if "dp" in asked and num_gpus % asked["dp"][0] == 0 and asked["dp"][0] * micro * length <= _tokens(parsed):
         return micro, asked["dp"][0]
-    return micro, _sharing_ranks(parsed, num_gpus, length * micro)
+    return micro, _sharing_ranks(parsed, _ranks_of_dp(asked, num_gpus), length * micro)
+
+
+def _ranks_of_dp(asked: dict[str, tuple[Any, ...]], num_gpus: int) -> int:
+    """GPUs that are left for dp by the axes that were asked for; all, where these do not divide, which the search refuses."""
+    cut = prod(asked[axis][0] for axis in ("tp", "cp", "pp") if len(asked.get(axis, ())) == 1)
+    return num_gpus // cut if cut > 0 and num_gpus % cut == 0 else num_gpus
 
 
 def _tokens(parsed: dict[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -150,9 +151,16 @@ def _literal(value: Any, options: tuple[Any, ...], at: At) -> Any:
     for option in options:
         if (str(option) == value and (at.text or isinstance(option, str))) or (value == option and type(value) is type(option)):
             return option
-    near = get_close_matches(str(value), [str(option) for option in options], n=1)
+    near = _of_like_size(str(value), options) or get_close_matches(str(value), [str(option) for option in options], n=1)
     hint = f"Did you mean {near[0]!r}?" if near and near[0] != value else "Choose one of them, with no quotes around numbers."
     return at.wrong(f"must be one of {', '.join(repr(o) for o in options)}, is {value!r}", hint)
+
+
+def _of_like_size(value: str, options: tuple[Any, ...]) -> list[str]:
+    """Of options that are the same letters with another number, the one of the nearest number: for fp4, fp8 and not fp64."""
+    parts = re.fullmatch(r"([a-z]+)(\d{1,4})", value)
+    alike = [str(option) for option in options if parts and re.fullmatch(rf"{parts[1]}\d+", str(option))]
+    return sorted(alike, key=lambda one: abs(int(one[len(parts[1]) :]) - int(parts[2])) if parts else 0)[:1]
 
 
 def _bool(value: Any, at: At) -> Any:
