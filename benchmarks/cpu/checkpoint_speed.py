@@ -146,7 +146,7 @@ def main() -> None:
     if options.json:
         about = {
             "date": time.strftime("%Y-%m-%d"), "mib": options.mib, "ranks": options.ranks, "rounds": options.rounds,
-            "warm": options.warm, "torch": torch.__version__, "machine": platform.platform(), "cpus": os.cpu_count(),
+            "warm": options.warm, "torch": torch.__version__, "machine": platform.machine(), "cpus": os.cpu_count(),
             "load_average": round(os.getloadavg()[0], 1),
         }  # fmt: skip
         ratios = {name: ratio_to(first, name, seconds) for first, names in PARTS for name in names}

@@ -92,8 +92,9 @@ def test_a_program_in_a_pickle_does_not_run_and_is_refused(tmp_path, form):
         file.write_bytes(pickle.dumps(content))
     else:
         torch.save(content, file)
-    with pytest.raises(SpecError, match=r"bad\.bin.*is refused: UnpicklingError"):
+    with pytest.raises(SpecError, match=r"bad\.bin.*is refused: UnpicklingError") as caught:
         convert(file, tmp_path / "out")
+    assert "weights_only" not in str(caught.value), "torch's advice to read it without care is not passed on"
     assert not mark.exists() and not (tmp_path / "out").exists()
     if form == "plain pickle":
         pickle.loads(file.read_bytes())
@@ -127,6 +128,12 @@ def test_a_file_that_unpacks_to_far_more_than_itself_is_refused_without_taking_t
     assert (tmp_path / "bomb.bin").stat().st_size < 16 << 20
     with pytest.raises(SpecError, match="is refused"):
         convert(tmp_path / "bomb.bin", tmp_path / "out")
+
+
+def test_a_sparse_tensor_is_refused_by_name(tmp_path):
+    torch.save({"w": torch.ones(3), "q": torch.ones(2).to_sparse()}, tmp_path / "odd.pt")
+    with pytest.raises(SpecError, match="q: sparse or quantized"):
+        convert(tmp_path / "odd.pt", tmp_path / "out")
 
 
 def test_an_index_that_points_elsewhere_is_refused(pickled, tmp_path):

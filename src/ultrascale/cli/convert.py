@@ -38,7 +38,7 @@ def convert(
     if json:
         print(jsonlib.dumps(asdict(done) | {"folder": str(done.folder)}))
         return 0
-    print(f"{source} -> {done.folder}: {done.tensors} tensors of {done.files} pickle{'s' * (done.files > 1)}")
+    print(f"{source} -> {done.folder}: {_counted(done.tensors, 'tensor')} of {_counted(done.files, 'pickle')}")
     print(f"read without: {', '.join(done.given_up)}")
     if "network" not in done.given_up:
         print("warning: this machine does not let a process leave the network; convert what you do not trust elsewhere")
@@ -47,6 +47,10 @@ def convert(
     if not done.has_config:
         print("there is no config.json beside it: put one into the folder before `ultrascale import`")
     return 0
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def command(arguments: list[str]) -> int:
