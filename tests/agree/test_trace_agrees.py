@@ -208,3 +208,17 @@ def test_a_vocabulary_that_is_worked_through_slab_by_slab_is_planned(tp, sequenc
     run = Run(model, layout=layout, batch=Batch(8192, 2), data=Data(document_mask=False))
     _, wrong = compared(Traced(run, 0))
     assert not wrong
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("core", ["auto", "sdpa"])
+@pytest.mark.parametrize("window", [None, 256])
+def test_documents_told_by_their_ends_are_planned_without_a_mask_and_with_one_where_asked_for(core, recompute, window) -> None:
+    model = replace(MODEL, model_type="mistral" if window else "llama", sliding_window=window, num_hidden_layers=2)
+    layout = Layout(precision="bf16", recompute=recompute, attention=core, micro_batch_size=2)
+    run = Run(model, layout=layout, batch=Batch(LENGTH, 4), data=Data(document_mask=window is None))
+    _, wrong = compared(Traced(run, 0))
+    assert not wrong
+    ran = {block.what for block in trace_rank(run, 0).blocks if "_attention" in block.what and "." not in block.what}
+    one_kernel = "_flash_attention_forward" if core == "auto" else "_scaled_dot_product_efficient_attention"
+    assert {name for name in ran if "backward" not in name} == {one_kernel}

@@ -1,18 +1,22 @@
-"""The attention core: softmax(q k^T / sqrt(E)) v over what a token may see, through torch's fused SDPA.
+"""The attention core: softmax(q k^T / sqrt(E)) v over what a token may see. One name, several kernels underneath.
 
-Plain causal attention needs no mask and skips the half it cannot see. Documents and sliding windows need one: numbers to add to
-the scores, 0 or -inf, [1 or B, 1, S, S] in the activations' dtype, built once per micro-batch and shared by all layers. (Of a
-boolean mask SDPA makes, and saves, such numbers anew in every layer.) The alternative, one causal call per document, was
-measured on CPU (torch 2.13, one thread): 3 times slower at 51 tokens a document, 2 times faster at 200 (fp32), even in bf16; it
-needs the lengths on the host and cannot be compiled, so the mask it is.
+What `attention_mask` makes of documents and a sliding window says which runs:
+
+    None        plain causal: torch's SDPA (flash, cuDNN or memory-efficient attention), which skips the half it cannot see
+    Spans       where documents end, and a window: flash attention for sequences of many lengths (`kernels.attention_spans`)
+    FlexMask    blocks of 128 x 128 that are seen in whole or in part: compiled FlexAttention (`kernels.attention_flex`)
+    a tensor    numbers to add to the scores, 0 or -inf, [1 or B, 1, S, S] in the activations' dtype, shared by all layers
+
+Without being told, 16 bits on CUDA take spans; everything else takes a tensor. (Of a boolean mask SDPA makes, and saves, such
+numbers anew in every layer.) On CPU one causal call per document was measured (torch 2.13, one thread): 3 times slower at 51
+tokens a document, 2 times faster at 200 (fp32), even in bf16; it cannot be compiled, so the CPU takes the mask.
 
 A sink is a score of each head that draws weight and has no value (GPT-OSS): plain attention's result is made smaller by the
 weight the sink draws, which log-sum-exp tells, and the kernel's own backward pass, given the smaller result and the larger
 log-sum-exp, gives the right gradients (`kernels.attention_with_lse`).
 
-Saves for the backward pass: query, key, value, the output, the shared mask, and one fp32 (or fp64) number per head and row.
-Values narrower than queries (latent attention) are filled with zeros on the CPU, whose kernel knows one width only, while it
-runs.
+Saves for the backward pass: query, key, value, the output, a mask if it is a tensor, and one fp32 (or fp64) number per head and
+row. Values narrower than queries (latent attention) are filled with zeros where a kernel knows one width only, while it runs.
 """
 
 from __future__ import annotations
@@ -24,24 +28,42 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ultrascale.kernels.attention_flex import FlexMask, attend_flex, flex_mask
+from ultrascale.kernels.attention_spans import (
+    FLASH_DTYPES,
+    PackedIds,
+    Spans,
+    attend_spans,
+    attend_spans_backward,
+    ends_of,
+)
 from ultrascale.kernels.attention_with_lse import attend, attend_backward
 from ultrascale.kernels.device_kind import is_cuda
+from ultrascale.spec.layout import AttentionCore
+
+Mask = Tensor | Spans | FlexMask | None
 
 
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Mask,
     *,
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """What each query gathers: [B, S, H, E'] from queries [B, S, H, E], keys [B, T, K, E] and values [B, T, K, E'].
 
-    `mask` [1 or B, 1, S, T] of the same dtype is added to the scores; None: causal, and T equals S. Query head h reads
-    key/value head h // (H/K). `sinks` [H] or None; `scale` of the scores is 1 / sqrt(E) unless given.
+    `mask`: what `attention_mask` made; a tensor [1 or B, 1, S, T] of the same dtype is added to the scores; None: causal, and T
+    equals S. Query head h reads key/value head h // (H/K). `sinks` [H] or None; `scale` of the scores is 1 / sqrt(E) unless
+    given.
     """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if isinstance(mask, FlexMask):
+        return attend_flex(query, key, value, mask, sinks=sinks, scale=scale)
+    if isinstance(mask, Spans):
+        return _SpansAttention.apply(query, key, value, mask.ends, mask.window, sinks, scale)  # pyright: ignore[reportReturnType]
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if sinks is not None or (value.shape[-1] != query.shape[-1] and not is_cuda(query)):
         return _Attention.apply(query, key, value, mask, sinks, scale)  # pyright: ignore[reportReturnType]
@@ -59,19 +81,27 @@ def attention_mask(
     num_queries: int,
     num_keys: int,
     *,
-    document_ids: Tensor | None,
+    document_ids: Tensor | PackedIds | None,
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> Tensor | None:
-    """What is added to the scores of the last `num_queries` of `num_keys` positions: [1 or B, 1, S, T], or None: plain causal.
+    core: AttentionCore = "auto",
+) -> Mask:
+    """Whom the last `num_queries` of `num_keys` positions see, in the form that `core` takes; None: plain causal.
 
-    A token sees itself and earlier ones, of its own document (`document_ids` [B, T]), at most `window` positions in all.
+    A token sees itself and earlier ones, of its own document (`document_ids` [B, T]), at most `window` positions in all. As a
+    tensor that is what is added to the scores, [1 or B, 1, S, T]. With a cache (T > S) it always is a tensor.
     """
     if window is not None and window >= num_keys:
         window = None
-    if num_queries == num_keys and document_ids is None and window is None:
-        return None
+    if num_queries == num_keys:
+        if document_ids is None and window is None:
+            return None
+        if core == "varlen" or (core == "auto" and is_cuda(device) and dtype in FLASH_DTYPES):
+            return Spans(None if document_ids is None else ends_of(document_ids), window)
+        if core == "flex":
+            return flex_mask(num_keys, document_ids=_ids(document_ids), window=window, device=device)
+    document_ids = _ids(document_ids)
     keys = torch.arange(num_keys, device=device)
     queries = keys[num_keys - num_queries :].unsqueeze(1)  # [S, 1]
     hidden = keys > queries  # [S, T]
@@ -82,6 +112,10 @@ def attention_mask(
         hidden = hidden | (document_ids[:, num_keys - num_queries :, None] != document_ids[:, None, :])  # [B, S, T]
     mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
     return mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
+
+
+def _ids(documents: Tensor | PackedIds | None) -> Tensor | None:
+    return documents.ids if isinstance(documents, PackedIds) else documents
 
 
 def _runs_grouped(query: Tensor, mask: Tensor | None) -> bool:
@@ -123,3 +157,38 @@ class _Attention(torch.autograd.Function):
         share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of each row's weight, [B, H, S]
         along = torch.linalg.vecdot(grad.to(lse.dtype), out.to(lse.dtype))
         return *grads, None, -(share * along).sum((0, 2)).to(sinks.dtype), None
+
+
+class _SpansAttention(torch.autograd.Function):
+    """[B, S, H, E] each, ends [n + 1] or None, sinks [H] or None, to [B, S, H, E']."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: Tensor | None,
+        window: int | None,
+        sinks: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        out, lse = attend_spans(query, key, value, Spans(ends, window), scale=scale)  # lse [H, B*S]
+        if sinks is not None:
+            score = sinks.to(lse.dtype)[:, None]
+            share = torch.sigmoid(lse - score).to(out.dtype).t().reshape(*out.shape[:3], 1)
+            out, lse = out * share, torch.logaddexp(lse, score)
+        ctx.save_for_backward(query, key, value, ends, sinks, out, lse)
+        ctx.window, ctx.scale = window, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, ends, sinks, out, lse = ctx.saved_tensors
+        grads = attend_spans_backward(grad, query, key, value, out, lse, Spans(ends, ctx.window), scale=ctx.scale)
+        if sinks is None:
+            return *grads, None, None, None, None
+        share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of each row's weight, [H, B*S]
+        along = torch.linalg.vecdot(grad.to(lse.dtype), out.to(lse.dtype)).flatten(0, 1).t()
+        return *grads, None, None, -(share * along).sum(1).to(sinks.dtype), None

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ultrascale.kernels.attention import attention_mask
+from ultrascale.kernels.attention_spans import PackedIds
 from ultrascale.kernels.cross_entropy import IGNORED, linear_cross_entropy
 from ultrascale.kernels.dropout import dropout
 from ultrascale.kernels.rotary import Angles, rotary_angles
@@ -187,7 +188,7 @@ class Decoder(nn.Module):
         *,
         targets: Tensor | None = None,
         positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        document_ids: Tensor | PackedIds | None = None,
         dropout_keys: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
@@ -239,7 +240,7 @@ class Decoder(nn.Module):
             return None
         return Drops(self.spec.dropout, self.own_share(keys))
 
-    def _view(self, hidden: Tensor, positions: Tensor, document_ids: Tensor | None, cache: Cache | None) -> View:
+    def _view(self, hidden: Tensor, positions: Tensor, document_ids: Tensor | PackedIds | None, cache: Cache | None) -> View:
         spec, length = self.spec, positions.shape[-1]
         num_keys = length if cache is None else cache.length + length
         masks = {

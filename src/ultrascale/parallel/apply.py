@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ultrascale.kernels.attention import attention_mask
+from ultrascale.kernels.attention_spans import HEAD_DIM_LIMIT
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
 from ultrascale.parallel.context import apply_context_parallel
@@ -74,6 +76,7 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
     # 1. Shapes only: no rank ever holds the whole model on its way to a part of it.
     stage.to(TORCH_DTYPE[layout.master_dtype])
     # 2. The part of each weight that a rank holds, and what ranks send each other within a block.
+    apply_attention(stage, layout)
     apply_tensor_parallel(stage, layout, mesh)
     apply_context_parallel(stage, layout, mesh)
     apply_expert_parallel(stage, layout, mesh)
@@ -91,6 +94,15 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
     if mesh.data is not None:
         apply_data_parallel(stage, layout, mesh.data, mesh.expert_data)
     return stage
+
+
+def apply_attention(stage: Decoder, layout: Layout) -> None:
+    """Have masks made in the form that `layout.attention` takes, in place. Heads too wide for flash attention take a tensor."""
+    core = layout.attention
+    if core in ("auto", "varlen") and stage.spec.head_dim > HEAD_DIM_LIMIT:
+        core = "sdpa"
+    if core != "auto":
+        stage.make_mask = partial(attention_mask, core=core)
 
 
 def _cuts_backward_passes(layout: Layout) -> bool:

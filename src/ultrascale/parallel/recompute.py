@@ -45,6 +45,8 @@ KEPT_OPS = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
+    _aten._flash_attention_forward.default,
+    torch.ops.higher_order.flex_attention,
     *tensor_ops.PRODUCTS,
     *all_to_all.KEPT_OPS,
 }

@@ -52,6 +52,7 @@ def _flops_per_token(workload: Workload, table: LayoutTable) -> Floats:
             Layout(recompute=RECOMPUTE[way // 2**20], recompute_every=int(way % 2**20)),  # type: ignore[arg-type]
             workload.sequence_length,
             documents=workload.documents,
+            masks=not (workload.stack.kernels.spans or workload.stack.kernels.masks_in_kernel),
         )
         for way in ways
     ]

@@ -31,6 +31,7 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.stack import STACKS, with_attention
 from ultrascale.spec.work import Shape, block_work
 
 MAX_REPLAYED = 3
@@ -153,6 +154,7 @@ def rank_shape(layout: Layout, sequence_length: int, *, documents: bool, device:
         sequence_parallel=layout.sequence_parallel, cp=layout.cp, cp_method=layout.cp_method, cp_heads=layout.cp_heads,
         ep=layout.ep, expert_tp=layout.expert_tp, mlp_chunks=layout.mlp_chunks,
         partition_checkpoints=layout.partition_checkpoints,
+        kernels=with_attention(STACKS["ultrascale"], layout.attention).kernels,
     )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.executable import Schedule
 from ultrascale.spec.cluster import Accelerator
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.ops import Shape
 from ultrascale.spec.problems import Problem, SpecError
 
 Floats = NDArray[np.float64]
@@ -121,8 +122,12 @@ class Prediction:
 
     def hfu(self) -> float:
         """Hardware FLOPs over the dense bf16 peak."""
-        masks = self.workload.documents and not self.workload.stack.kernels.masks_in_kernel
-        flops = hardware_flops_per_token(self.workload.model, self.layout, self.workload.sequence_length, documents=masks)
+        shape = Shape(1, self.workload.sequence_length, self.layout.precision, device="cuda", cp=self.layout.cp,
+                      kernels=self.workload.stack.kernels)  # fmt: skip
+        flops = hardware_flops_per_token(
+            self.workload.model, self.layout, self.workload.sequence_length, documents=self.workload.documents,
+            masks=not shape.masks_in_kernel,
+        )  # fmt: skip
         return flops * self.tokens_per_second_per_gpu / half_precision_peak(self.workload.cluster.accelerator)
 
 

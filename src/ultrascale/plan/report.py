@@ -16,7 +16,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator, Cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
-from ultrascale.spec.stack import STACKS, Stack, with_optimizer
+from ultrascale.spec.stack import STACKS, Stack, with_attention, with_optimizer
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.weights import num_parameters
 
@@ -200,6 +200,7 @@ def workload_of(
     """What `run` asks for, without its layout."""
     batch = run.batch
     length, sequences, documents = batch.sequence_length, batch.sequences_per_batch, run.data.document_mask
+    stack = with_attention(stack, run.layout.attention)
     return Workload(run.model, cluster, length, sequences, stack, documents, expert_imbalance, storage)
 
 

@@ -102,10 +102,12 @@ def model_flops_per_token(model: Model, sequence_length: int, *, full_attention:
     return 3 * products / sequence_length
 
 
-def hardware_flops_per_token(model: Model, layout: Layout, sequence_length: int, *, documents: bool = False) -> float:
+def hardware_flops_per_token(
+    model: Model, layout: Layout, sequence_length: int, *, documents: bool = False, masks: bool = True
+) -> float:
     """FLOPs a token really takes: with recomputation, multi-token prediction, and scores that are computed only to be masked.
 
-    `documents`: packed documents with masks.
+    `documents`: packed documents. `masks`: they, and windows, are masks, of which nothing is skipped; else the kernel is told.
     """
     return sum(hardware_flops(model, layout, sequence_length, documents=documents).values())
 
@@ -117,7 +119,7 @@ def hardware_flops(model: Model, layout: Layout, sequence_length: int, *, docume
     products += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
     attention = again = 0.0
     for layer in range(model.num_hidden_layers + more):
-        share = 1.0 if mask_elements(model.window(layer), shape) else _causal_share(model, layer, shape)
+        share = 1.0 if masks and mask_elements(model.window(layer), shape) else _causal_share(model, layer, shape)
         ops = block_work(model, layer, shape)
         products += 3 * sum(op.flops for op in ops if op.kind != "attention")
         again += sum(op.backward_flops - 2 * op.flops for op in ops if op.inside)

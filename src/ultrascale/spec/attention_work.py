@@ -49,7 +49,7 @@ def attended_share(sequence_length: int, window: int | None) -> float:
 def mask_elements(window: int | None, shape: Shape) -> int:
     """Elements of the mask of layers with this sliding window; 0 where none is needed: plain causal attention."""
     s = shape.sequence_length
-    if shape.kernels.masks_in_kernel or (not shape.documents and (window is None or window >= s)):
+    if shape.masks_in_kernel or (not shape.documents and (window is None or window >= s)):
         return 0
     return (shape.micro_batch_size if shape.documents else 1) * shape.local_length * s
 
@@ -91,6 +91,7 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
         ops += [_rotary(shape, x, read, n * width * a) for x, read, width in (("q", query, q), ("k", key, kv))]
         query, key = "q_rotated", "k_rotated"
     has_mask = mask_elements(model.window(layer), shape) > 0
+<<<<<<< HEAD
     if (
         shape.device == "cuda"
         and shape.cp == 1
@@ -98,6 +99,9 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
         and not shape.kernels.masks_in_kernel
         and (has_mask or shape.itemsize != 2)
     ):
+=======
+    if shape.device == "cuda" and kv < q and not shape.masks_in_kernel and (has_mask or shape.itemsize != 2):
+>>>>>>> 0801197 (Tell attention where documents end instead of masking them: varlen and FlexAttention behind one seam)
         # No fused kernel on CUDA takes fewer key/value heads here: they are repeated.
         ops += [
             Op(f"self_attn.{x}_repeat", "elementwise", (x,), (Activation(f"{x}_repeated", n * q * a),),

@@ -178,6 +178,12 @@ class Shape:
         return self.cp // heads, heads
 
     @property
+    def masks_in_kernel(self) -> bool:
+        """Whether documents and windows are told to the attention kernel, and no mask exists."""
+        by_spans = self.kernels.spans and self.device == "cuda" and self.itemsize == 2 and self.cp == 1
+        return by_spans or (self.kernels.masks_in_kernel and not (self.kernels.spans and self.cp > 1))
+
+    @property
     def rings(self) -> bool:
         """Whether keys and values travel hop by hop, beside attention on the last ones."""
         return self.cp_grid[0] > 1 and self.cp_method != "all-gather"

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ultrascale.spec.layout import AttentionCore
 from ultrascale.spec.problems import Problem, SpecError
 
 Name = Literal["ultrascale", "torchtitan", "megatron", "nanotron", "aleph-alpha", "llm-foundry", "deepspeed"]
@@ -50,6 +51,8 @@ class Kernels:
     """The loss sees the whole vocabulary in fp32 on every rank of tp, and it is kept; else each rank sees its part."""
     copies_attended: bool = False
     """Attention's result is copied into another order before its output projection, and both are kept."""
+    spans: bool = False
+    """In 16 bits on CUDA, without cp, the attention kernel is told where documents end and how wide a window is (ours)."""
     masks_in_kernel: bool = False
     """The attention kernel knows documents and windows by itself; else they take a mask, and the full square is computed."""
     drops_unseen_keys: bool = True
@@ -87,7 +90,7 @@ class Overheads:
     """Time of element-wise work over that of its bytes: what is not fused as `kernels` says, or reads with strides."""
 
 
-KERNELS = Kernels()
+KERNELS = Kernels(spans=True)
 """Ours."""
 
 
@@ -209,11 +212,19 @@ OPTIMIZERS = {
 """Bytes of optimizer state per parameter beside the master weight."""
 
 
+<<<<<<< HEAD
 ORTHOGONALISED_BYTES = (4, 7)
 """Of a matrix's element, while ours has all of them together: what goes in and what comes out, in bf16; and with the buffers of
 messages, where matrices are cut."""
 ITERATED_BYTES = 8
 """Of an element of the matrix that is worked on."""
+=======
+def with_attention(stack: Stack, core: AttentionCore) -> Stack:
+    """The stack with `layout.attention`, if it is ours: others have their own."""
+    if stack.name != "ultrascale":
+        return stack
+    return replace(stack, kernels=replace(stack.kernels, spans=core != "sdpa", masks_in_kernel=core in ("varlen", "flex")))
+>>>>>>> 0801197 (Tell attention where documents end instead of masking them: varlen and FlexAttention behind one seam)
 
 
 def with_optimizer(stack: Stack, name: str) -> Stack:

@@ -49,6 +49,17 @@ def _attention_backward(args: tuple[Any, ...], options: dict[str, Any], result: 
     return sdpa_backward_flop_count(grad.shape, query.shape, _repeated(key, query), _repeated(value, query))
 
 
+def _span_attention(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    """As over the full square of each sequence: where documents end is no shape."""
+    query, _, value, _, _, longest = args[:6]
+    return 2 * query.shape[0] * query.shape[1] * longest * (query.shape[2] + value.shape[2])
+
+
+def _span_attention_backward(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    _, query, _, value, _, _, _, _, longest = args[:9]
+    return 2 * query.shape[0] * query.shape[1] * longest * (3 * query.shape[2] + 2 * value.shape[2])
+
+
 def _repeated(key: Tensor, query: Tensor) -> tuple[int, ...]:
     """As many heads as queries have: torch's formula knows no groups."""
     return (key.shape[0], query.shape[1], *key.shape[2:])
@@ -63,6 +74,8 @@ FLOPS: dict[Any, Formula] = {packet: _of_torch(packet) for packet in flop_regist
     _aten._grouped_mm: _grouped,
     _aten._scaled_dot_product_flash_attention: _attention,
     _aten._scaled_dot_product_efficient_attention: _attention,
+    _aten._flash_attention_forward: _span_attention,
+    _aten._flash_attention_backward: _span_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
     _aten._scaled_dot_product_efficient_attention_backward: _attention_backward,

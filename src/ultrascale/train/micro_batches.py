@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ultrascale.data.loader import Sequences
+from ultrascale.kernels.attention_spans import PackedIds, packed_ids
 from ultrascale.kernels.dropout import token_keys
 from ultrascale.parallel.context import cut_batch
 from ultrascale.parallel.context_masks import Documents
@@ -40,8 +41,9 @@ class MicroBatch:
     """[B, S]"""
     positions: torch.Tensor | None
     """[S] or [B, S]; None: 0, 1, 2, ..."""
-    document_ids: torch.Tensor | Documents | None
-    """[B, length of whole sequences]; with cp on the CPU, and the order that they are cut in. None: one stream."""
+    document_ids: torch.Tensor | PackedIds | Documents | None
+    """[B, length of whole sequences]; on CUDA with where documents end; with cp on the CPU, and the order that they are cut in.
+    None: one stream."""
     num_targets: int
     """Targets that count."""
     dropout_keys: torch.Tensor | None = None
@@ -87,9 +89,10 @@ def micro_batch(
         tokens, positions = sequences.tokens, None
     if positions is None and layout.world_size > layout.dp:  # activations may be shorter than what they stand for
         positions = torch.arange(tokens.shape[1], device=device)
-    documents: torch.Tensor | Documents | None = None
+    documents: torch.Tensor | PackedIds | Documents | None = None
     if ids is not None:
-        documents = Documents(torch.from_numpy(ids), layout.cp_grid[0]) if layout.cp > 1 else moved(ids)
+        documents = torch.from_numpy(ids)
+        documents = Documents(documents, layout.cp_grid[0]) if layout.cp > 1 else packed_ids(documents, device)
     return MicroBatch(
         tokens=moved(tokens),
         targets=moved(targets),

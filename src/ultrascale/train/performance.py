@@ -14,7 +14,7 @@ from ultrascale.measure.compare import Difference, compare_memory, compare_run
 from ultrascale.measure.machine import PEAK_FILE, stored_or_measured_peak
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.plan.memory import MemoryPlan, plan_memory
+from ultrascale.plan.memory import MemoryPlan, plan_memory, rank_shape
 from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
 from ultrascale.spec.progress import step_span, tokens_after
 from ultrascale.spec.run import Run
@@ -36,7 +36,11 @@ class Performance:
         self.run, self.ranks, self.metrics = run, ranks, metrics
         length = run.batch.sequence_length
         self.model_flops = model_flops_per_token(run.model, length)
-        self.hardware_flops = hardware_flops_per_token(run.model, run.layout, length, documents=run.data.document_mask)
+        documents = run.data.document_mask
+        shape = rank_shape(run.layout, length, documents=documents, device="cuda" if ranks.device.type == "cuda" else "cpu")
+        self.hardware_flops = hardware_flops_per_token(
+            run.model, run.layout, length, documents=documents, masks=not shape.masks_in_kernel
+        )
         peak_file = metrics.folder.path / PEAK_FILE
         self.peak = stored_or_measured_peak(peak_file, run.cluster, run.layout.precision, ranks.device)
         if self.peak.ceiling is not None:
