@@ -58,7 +58,7 @@ def test_attention_without_a_mask_equals_the_softmax_written_out(core: Attention
     ids, given = documents() if told else None, inputs(dtype, sinks=sinks)
     mask = attention_mask(LENGTH, LENGTH, document_ids=ids, window=window, dtype=dtype, device=given[0].device, core=core)
     assert not isinstance(mask, Tensor)
-    found = results(lambda *a, **options: attention(*a, mask, **options), given)
+    found = results(lambda q, k, v, **options: attention(q, k, v, mask, **options), given)
     expected = results(written_out(ids, window), [tensor.double() for tensor in given])
     tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-3
     for one, other in zip(found, expected, strict=True):
@@ -76,7 +76,7 @@ def deterministic() -> Iterator[None]:
 def test_on_request_gradients_are_the_same_bits_every_time():
     given = inputs(torch.bfloat16, sinks=False)
     mask = attention_mask(LENGTH, LENGTH, document_ids=documents(), window=None, dtype=torch.bfloat16, device=given[0].device)
-    first, second = (results(lambda *a, **options: attention(*a, mask, **options), given) for _ in range(2))
+    first, second = (results(lambda q, k, v, **options: attention(q, k, v, mask, **options), given) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 

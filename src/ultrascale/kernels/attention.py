@@ -59,7 +59,7 @@ def attention(
     equals S. Query head h reads key/value head h // (H/K). `sinks` [H] or None; `scale` of the scores is 1 / sqrt(E) unless
     given.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(query.shape[-1] ** -0.5) if scale is None else scale
     if isinstance(mask, FlexMask):
         return attend_flex(query, key, value, mask, sinks=sinks, scale=scale)
     if isinstance(mask, Spans):

@@ -73,15 +73,14 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def attend_flex(query: Tensor, key: Tensor, value: Tensor, mask: FlexMask, *, sinks: Tensor | None, scale: float) -> Tensor:
     """As `kernels.attention.attention`: [B, S, H, E'] from [B, S, H, E], [B, S, K, E] and [B, S, K, E']."""
-    heads_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     compiles = is_cuda(query) and not torch.compiler.is_compiling()
-    run = _compiled() if compiles else flex_attention
-    grouped = query.shape[2] != key.shape[2]
-    out: Any
+    run: Callable[..., Any] = _compiled() if compiles else flex_attention
+    grouped = query.shape[1] != key.shape[1]
     if sinks is None:
-        out = run(*heads_first, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
+        out = run(query, key, value, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2)
-    out, aux = run(*heads_first, block_mask=mask.blocks, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+    out, aux = run(query, key, value, block_mask=mask.blocks, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
     return (out * torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse.dtype)).to(out.dtype).unsqueeze(-1)).transpose(1, 2)
 
 

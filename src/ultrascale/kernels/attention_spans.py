@@ -162,9 +162,9 @@ def _attend_one_by_one(
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     lse = query.new_empty(heads, batch, length, dtype=wide)
     for row, part in _documents(ends, length):
-        own = _heads_first(query[row, part], key[row, part], value[row, part])
+        q, k, v = _heads_first(query[row, part], key[row, part], value[row, part])
         mask = _window_mask(part.stop - part.start, window, query)
-        found, found_lse = attend(*own, mask=mask, is_causal=mask is None, scale=scale)
+        found, found_lse = attend(q, k, v, mask=mask, is_causal=mask is None, scale=scale)
         out[row, part], lse[:, row, part] = found[0].transpose(0, 1), found_lse[0]
     return out, lse.flatten(1)
 
@@ -177,9 +177,9 @@ def _gradients_one_by_one(
     totals = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
     rows = lse.unflatten(1, (-1, length))
     for row, part in _documents(ends, length):
-        own = _heads_first(*(tensor[row, part] for tensor in (grad_out, query, key, value, out)))
-        mask = _window_mask(part.stop - part.start, window, query)
-        found = attend_backward(*own, rows[:, row, part][None], mask=mask, is_causal=mask is None, scale=scale)
+        of_out, q, k, v, o = _heads_first(*(tensor[row, part] for tensor in (grad_out, query, key, value, out)))
+        mask, own_lse = _window_mask(part.stop - part.start, window, query), rows[:, row, part][None]
+        found = attend_backward(of_out, q, k, v, o, own_lse, mask=mask, is_causal=mask is None, scale=scale)
         for total, grad in zip(totals, found, strict=True):
             total[row, part] = grad[0].transpose(0, 1)
     return totals[0], totals[1], totals[2]

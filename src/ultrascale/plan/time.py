@@ -109,10 +109,12 @@ def hardware_flops_per_token(
 
     `documents`: packed documents. `masks`: they, and windows, are masks, of which nothing is skipped; else the kernel is told.
     """
-    return sum(hardware_flops(model, layout, sequence_length, documents=documents).values())
+    return sum(hardware_flops(model, layout, sequence_length, documents=documents, masks=masks).values())
 
 
-def hardware_flops(model: Model, layout: Layout, sequence_length: int, *, documents: bool = False) -> dict[str, float]:
+def hardware_flops(
+    model: Model, layout: Layout, sequence_length: int, *, documents: bool = False, masks: bool = True
+) -> dict[str, float]:
     """The same by kind: matrix products, attention, and the recomputation of both."""
     shape, more = Shape(1, sequence_length, documents=documents, mlp_chunks=layout.mlp_chunks), model.num_nextn_predict_layers
     products = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
