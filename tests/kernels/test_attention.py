@@ -22,7 +22,9 @@ def visible(num_queries: int, num_keys: int, *, document_ids=None, window=None) 
 
 def mask_of(num_queries: int, num_keys: int, **options) -> torch.Tensor | None:
     options = {"document_ids": None, "window": None} | options
-    return attention_mask(num_queries, num_keys, dtype=torch.float64, device=CPU, **options)
+    mask = attention_mask(num_queries, num_keys, dtype=torch.float64, device=CPU, core="auto", **options)
+    assert mask is None or isinstance(mask, torch.Tensor)
+    return mask
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 50])
@@ -64,7 +66,7 @@ def test_attention_equals_the_softmax_written_out_with_gradients(groups, window)
 def test_all_layers_save_one_mask():
     query = torch.randn(1, 7, 2, 8, requires_grad=True)
     mask = attention_mask(7, 7, document_ids=None, window=3, dtype=torch.float32, device=CPU)
-    assert mask is not None
+    assert isinstance(mask, torch.Tensor)
     saved: set[int] = set()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.add(t.data_ptr()) or t, lambda t: t):
         attention(query, query, query, mask)

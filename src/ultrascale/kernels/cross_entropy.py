@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.cross_entropy_columns import IGNORED, sweep_columns
 from ultrascale.kernels.device_kind import is_cuda, kind_of
+from ultrascale.kernels.implementation import runs_triton
 from ultrascale.spec.work import chunk_rows, slab_columns
 
 __all__ = ["IGNORED", "linear_cross_entropy"]
@@ -46,7 +47,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, com
         logits = F.linear(hidden, weight)
         return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=IGNORED, reduction="sum")
     with_gradients = torch.is_grad_enabled()
-    fused = compiled and with_gradients and (is_cuda(hidden) or hidden.dtype != _wide(hidden))
+    faster = is_cuda(hidden) or hidden.dtype != _wide(hidden)
+    fused = with_gradients and ((compiled and faster) or runs_triton(hidden))
     return _LinearCrossEntropy.apply(hidden, weight, targets, with_gradients, fused)  # pyright: ignore[reportReturnType]
 
 
@@ -58,7 +60,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if columns is not None:
             is_inside = (targets == IGNORED) | ((targets >= 0) & (targets < len(weight)))
             torch._assert_async(is_inside.all())  # pyright: ignore[reportPrivateImportUsage]
-            found = sweep_columns(hidden, weight, targets, columns, with_gradients=with_gradients, compiled=fused)
+            compiled = fused and not runs_triton(hidden)
+            found = sweep_columns(hidden, weight, targets, columns, with_gradients=with_gradients, compiled=compiled)
             ctx.save_for_backward(found.grad_hidden, found.grad_weight)
             return found.loss
         if not with_gradients:
@@ -115,7 +118,10 @@ def _compiled_sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden
     rows = min(len(hidden), chunk_rows(hidden.shape[0], weight.shape[0], kind_of(hidden)) * 4 // hidden.itemsize)
     room = hidden.new_empty(rows, weight.shape[0])
     product = torch.empty_like(weight) if weight.dtype != grad_weight.dtype else None
-    to_gradient, add = _compiled(_to_gradient), _compiled(_add)
+    if runs_triton(hidden):
+        to_gradient, add = _to_gradient_by_triton, _add
+    else:
+        to_gradient, add = _compiled(_to_gradient), _compiled(_add)
     for start in range(0, hidden.shape[0], rows):
         part = hidden[start : start + rows]
         logits = torch.mm(part, weight.t(), out=room[: len(part)])
@@ -144,6 +150,13 @@ def _to_gradient(logits: Tensor, targets: Tensor, target_logits: Tensor) -> Tens
     is_target = torch.arange(wide.shape[1], device=wide.device) == targets
     logits.copy_((torch.exp(wide - normalizer) - is_target.to(wide.dtype)) * is_valid)
     return (normalizer - target_logits) * is_valid
+
+
+def _to_gradient_by_triton(logits: Tensor, targets: Tensor, target_logits: Tensor) -> Tensor:
+    """The same by `kernels.triton_loss`, which needs no target logits."""
+    from ultrascale.kernels import triton_loss  # here: Triton need not be installed
+
+    return triton_loss.loss_and_gradient_(logits, targets.squeeze(1))
 
 
 def _add(total: Tensor, narrow: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 Saves for the backward pass: x, the weight, and one number per row in fp32 (or fp64), as CUDA's fused kernel does.
 `F.rms_norm` has no fused kernel on CPU: it runs as separate operations that each save their input, takes about twice the time
-and three times the memory. CUDA and the compiler have better ones, so there it is used.
+and three times the memory. CUDA and the compiler have better ones, so there it is used, or `kernels.triton_norm` where a run
+asks for it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ultrascale.kernels.device_kind import is_cuda
+from ultrascale.kernels.implementation import runs_triton
+
+LARGEST_ROW = 2**16
+"""Elements that a program of the Triton kernel holds."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] over the root of its mean square, times weight [D]; the result has the dtype of x."""
+    if not torch.compiler.is_compiling() and runs_triton(x) and x.shape[-1] <= LARGEST_ROW:
+        from ultrascale.kernels import triton_norm  # here: Triton need not be installed
+
+        return triton_norm.rms_norm(x, weight, eps)
     if is_cuda(x) or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]

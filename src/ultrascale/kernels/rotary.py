@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ultrascale.kernels.implementation import runs_triton
 from ultrascale.spec.model import Model, RopeScaling
 
 Angles = tuple[Tensor, Tensor]
@@ -37,6 +38,10 @@ def rotate(x: Tensor, angles: Angles, *, start: int = 0, neighbours: bool = Fals
     cos, sin = angles
     if torch.compiler.is_compiling():
         return _traced_turn(x, cos, sin, start, neighbours)
+    if runs_triton(x):
+        from ultrascale.kernels import triton_rotary  # here: Triton need not be installed
+
+        return triton_rotary.rotate(x, angles, start=start, neighbours=neighbours)
     return _Rotate.apply(x, cos, sin, start, neighbours)  # pyright: ignore[reportReturnType]
 
 

@@ -1,7 +1,7 @@
 """SwiGLU's product, silu(gate) * up (Shazeer 2020), and GPT-OSS's clamped form of it.
 
 Saves for the backward pass: gate and up. Plain autograd saves silu(gate) too, half as much again of the widest activation of
-a block; computing it again costs one pass over memory.
+a block; computing it again costs one pass over memory. `kernels.triton_swiglu` is the same in one pass each way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ultrascale.kernels.implementation import runs_triton
+
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0
 """GPT-OSS's `swiglu_alpha` (with it x sigmoid(alpha x) is close to GELU) and `swiglu_limit`."""
 
@@ -20,6 +22,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, element by element; shapes and dtypes are equal."""
     if torch.compiler.is_compiling():
         return F.silu(gate) * up
+    if runs_triton(gate):
+        return _by_triton(gate, up, clamped=False)
     return _SwiGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
 
 
@@ -28,7 +32,15 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
         return (up + 1) * (gate * torch.sigmoid(CLAMPED_SLOPE * gate))
+    if runs_triton(gate):
+        return _by_triton(gate, up, clamped=True)
     return _ClampedSwiGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
+
+
+def _by_triton(gate: Tensor, up: Tensor, *, clamped: bool) -> Tensor:
+    from ultrascale.kernels import triton_swiglu  # here: Triton need not be installed
+
+    return triton_swiglu.swiglu(gate, up, clamped=clamped)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -267,6 +267,18 @@ def _compiled_kinds(run: Run) -> Iterator[Problem]:
         yield Problem("layout.recompute_blocks", rule, "Name these alone, or leave compile out.")
 
 
+def _kernels(run: Run) -> Iterator[Problem]:
+    if run.kernels != "triton":
+        return
+    if run.device == "cpu":
+        yield Problem("kernels", '"triton" is for CUDA, and device = "cpu"', 'Leave it out: "torch" runs everywhere.')
+    if run.compile:
+        rule = '"triton" is not read with compile = true: the compiler fuses norm, rotary positions and SwiGLU itself'
+        yield Problem("kernels", rule, "Leave one of the two out.")
+    if run.layout.precision == "fp64":
+        yield Problem("kernels", '"triton" computes in fp32; layout.precision is fp64', "Leave it out.")
+
+
 def compiled_halves(schedule: str) -> Problem:
     """Why blocks may not be compiled under a schedule that cuts backward passes in two."""
     rule = f"does not go with layout.schedule = {schedule!r}: the backward pass of a compiled block is one piece"
@@ -321,6 +333,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("compile", "layout.schedule", "layout.pp"), _compile),
     (("compile", "layout.recompute_blocks"), _compiled_kinds),
     (("compile", "layout.mlp_chunks"), _compiled_pieces),
+    (("kernels", "compile", "device", "layout.precision"), _kernels),
     (("log.sinks",), _sinks),
     (("model", "layout", "batch.sequence_length"), _cut),
     (("cluster", "layout"), _cluster),

@@ -19,6 +19,7 @@ import torch
 
 from ultrascale import heartbeat
 from ultrascale.data.loader import Sequences
+from ultrascale.kernels.implementation import choose
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks
@@ -124,6 +125,7 @@ class Trainer:
         self.norms = Norms(run.faults)
         if self.ranks.device.type == "cpu":
             keep_freed_memory()
+        choose(run.kernels, self.ranks.device)
         self.share = build_share(
             run.model,
             run.layout,

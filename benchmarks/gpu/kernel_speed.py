@@ -1,0 +1,293 @@
+"""Kernels on one CUDA device: ours in Triton beside torch's eager and compiled forms and Liger's, and attention's cores.
+
+    python benchmarks/gpu/kernel_speed.py --output benchmarks/gpu/results/NAME.json [--only norm]
+
+Each row is one forward and backward pass. `share` is the bandwidth that it reaches, counting only the bytes that any form must
+move, over what copying a large tensor reaches in the same call; of attention the FLOP/s over those of a large matrix product.
+Every form is first held to the same in fp64. The last rows are the peak bytes of head and loss.
+Where there is no CUDA the script runs at toy sizes, Triton interpreted, and only checks: it is never broken when needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+from torch import Tensor  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from ultrascale.kernels.attention import attention, attention_mask  # noqa: E402
+from ultrascale.kernels.cross_entropy import linear_cross_entropy  # noqa: E402
+from ultrascale.kernels.rotary import rotate  # noqa: E402
+from ultrascale.kernels.swiglu import clamped_swiglu, swiglu  # noqa: E402
+from ultrascale.measure.machine import measure_matmul_ceiling  # noqa: E402
+from ultrascale.spec.layout import AttentionCore  # noqa: E402
+
+DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
+DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
+ROWS, HIDDEN, FFN, HEADS, KEY_HEADS, HEAD_DIM, VOCAB = (8192, 4096, 14336, 32, 8, 128, 128_256) if HAS_CUDA else (
+    16, 64, 96, 4, 2, 16, 300
+)  # fmt: skip
+"""Llama 3 8B at 8,192 tokens."""
+LENGTH = ROWS
+NUM_DOCUMENTS = 8
+LIMIT = 2e-2
+"""Relative distance from fp64, of bf16 that is rounded a few times."""
+Form = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One form of one kernel."""
+
+    kernel: str
+    form: str
+    seconds: float | None
+    share: float | None
+    distance: float
+    """From the same in fp64, of the worst result or gradient."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's inputs, forms, and the least it does."""
+
+    name: str
+    inputs: list[Tensor]
+    """Those of floating point get gradients."""
+    forms: dict[str, Form]
+    moves: float = 0.0
+    """Bytes that forward and backward must move."""
+    flops: float = 0.0
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)).to(DTYPE)
+
+
+def triton_form(module: str, name: str) -> dict[str, Form]:
+    if find_spec("triton") is None:
+        return {}
+    from importlib import import_module
+
+    return {"triton": getattr(import_module(f"ultrascale.kernels.{module}"), name)}
+
+
+def liger(name: str) -> dict[str, Form]:
+    """A function of Liger's, where it is importable and there is a GPU for it."""
+    if not HAS_CUDA or find_spec("liger_kernel") is None:
+        return {}
+    from importlib import import_module
+
+    found = getattr(import_module("liger_kernel.transformers.functional"), name, None)
+    return {} if found is None else {"liger": found}
+
+
+def compiled(form: Form) -> dict[str, Form]:
+    return {"compiled": torch.compile(form)} if HAS_CUDA else {}
+
+
+def kernels() -> Iterator[Kernel]:
+    yield from elementwise()
+    yield from attentions()
+
+
+def elementwise() -> Iterator[Kernel]:
+    size = DTYPE.itemsize
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, 1e-5)
+
+    def norm_of_a_sum(x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return norm(x + added, weight), x + added
+
+    x, added, weight = random(ROWS, HIDDEN), random(ROWS, HIDDEN, seed=1), random(HIDDEN, seed=2)
+    ours = {name: lambda *a, f=form: f(*a, 1e-5) for name, form in triton_form("triton_norm", "rms_norm").items()}
+    theirs = {name: lambda x, w, f=form: f(x, w, 1e-5) for name, form in liger("liger_rms_norm").items()}
+    yield Kernel("norm", [x, weight], {"torch": norm, **compiled(norm), **ours, **theirs}, 5.0 * x.numel() * size)
+    ours = {name: lambda *a, f=form: f(*a, 1e-5) for name, form in triton_form("triton_norm", "add_rms_norm").items()}
+    forms = {"torch": norm_of_a_sum, **compiled(norm_of_a_sum), **ours}
+    yield Kernel("norm of a sum", [x, added, weight], forms, 8.0 * x.numel() * size)
+    gate, up = random(ROWS, FFN), random(ROWS, FFN, seed=1)
+    plain: Form = lambda g, u: F.silu(g) * u  # noqa: E731
+    forms = {"torch": plain, "ours": swiglu, **compiled(plain), **triton_form("triton_swiglu", "swiglu")}
+    yield Kernel("swiglu", [gate, up], forms | liger("liger_swiglu"), 8.0 * gate.numel() * size)
+    ours = {name: lambda *a, f=form: f(*a, clamped=True) for name, form in triton_form("triton_swiglu", "swiglu").items()}
+    yield Kernel("clamped swiglu", [gate, up], {"ours": clamped_swiglu, **ours}, 8.0 * gate.numel() * size)
+    heads = random(1, ROWS, HEADS, HEAD_DIM)
+    angle = torch.rand(1, ROWS, 1, HEAD_DIM // 2, device=DEVICE)
+    cos, sin = angle.cos(), angle.sin()
+
+    def turned(form: Form) -> Form:
+        return lambda x: form(x, (cos.to(x.dtype), sin.to(x.dtype)))
+
+    ours = {name: turned(form) for name, form in triton_form("triton_rotary", "rotate").items()}
+    yield Kernel("rotary", [heads], {"torch": turned(rotate), **compiled(turned(rotate)), **ours}, 4.0 * heads.numel() * size)
+
+
+def attentions() -> Iterator[Kernel]:
+    """Documents of one length, and a window, by each core. FLOPs are those of pairs that are seen."""
+    document = LENGTH // NUM_DOCUMENTS
+    ids = (torch.arange(LENGTH, device=DEVICE) // document)[None]
+    given = [random(1, LENGTH, heads, HEAD_DIM, seed=heads) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    cores: tuple[AttentionCore, ...] = ("sdpa", "varlen", "flex") if HAS_CUDA else ("sdpa", "varlen")
+    for name, documents, window in (
+        ("attention, causal", None, None), ("attention, 8 documents", ids, None), ("attention, a window", None, document),
+    ):  # fmt: skip
+        seen = LENGTH**2 / 2 if documents is None and window is None else LENGTH * document * (0.5 if window is None else 1)
+
+        def form(core: AttentionCore, documents: Tensor | None = documents, window: int | None = window) -> Form:
+            def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                mask = masks.get(query.dtype)
+                if query.dtype not in masks:
+                    how: AttentionCore = "sdpa" if query.dtype == torch.float64 else core
+                    mask = masks[query.dtype] = attention_mask(
+                        LENGTH, LENGTH, document_ids=documents, window=window, dtype=query.dtype, device=DEVICE, core=how
+                    )
+                return attention(query, key, value, mask)
+
+            masks: dict[torch.dtype, Any] = {}
+            return run
+
+        # Forward 2 products of 2 E FLOPs for each pair and head, backward 5.
+        yield Kernel(name, given, {core: form(core) for core in cores}, flops=14.0 * seen * HEADS * HEAD_DIM)
+
+
+def results(form: Form, inputs: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+    """What `form` makes and its gradients, and a function that does both again."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    grads: list[Tensor] = []
+
+    def again() -> list[Tensor]:
+        made = form(*leaves)
+        made = [*made] if isinstance(made, tuple) else [made]
+        if not grads:
+            grads.extend(random(*one.shape, seed=7 + number).to(one.dtype) for number, one in enumerate(made))
+        return [*made, *torch.autograd.grad(made, leaves, grads)]
+
+    return again(), cast(Callable[[], None], again)
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(float(((one.double() - other).norm() / other.norm()).detach()) for one, other in pairs)
+
+
+def measured(kernel: Kernel, copy: float, matmul: float) -> Iterator[Row]:
+    first = next(iter(kernel.forms.values()))
+    expected = None
+    if not kernel.flops or not HAS_CUDA:  # attention in fp64 on CUDA makes all scores
+        expected, _ = results(first, [tensor.double() for tensor in kernel.inputs])
+    for name, form in kernel.forms.items():
+        found, again = results(form, kernel.inputs)
+        expected = found if expected is None else expected
+        far = distance(found, [one.double() for one in expected])
+        if far > LIMIT:
+            raise SystemExit(f"{kernel.name} by {name} is {far:.1e} from the reference, more than {LIMIT:.0e}")
+        seconds = share = None
+        if HAS_CUDA:
+            seconds = timed(again)
+            share = kernel.flops / seconds / matmul if kernel.flops else kernel.moves / seconds / copy
+        yield Row(kernel.name, name, seconds, share, far)
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Seconds of the median repetition."""
+    from triton.testing import do_bench  # pyright: ignore[reportMissingImports]
+
+    return cast(float, do_bench(run, return_mode="median")) / 1e3
+
+
+def losses(copy: float) -> Iterator[Row]:
+    """The loss and its gradient in the logits' place, one pass of a program over each row."""
+    forms = triton_form("triton_loss", "loss_and_gradient_")
+    rows = ROWS // 8  # a chunk: all logits of so large a vocabulary are what nobody makes
+
+    def plain(logits: Tensor, targets: Tensor) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        normalizer = torch.logsumexp(wide, 1, keepdim=True)
+        found = (normalizer - wide.gather(1, targets[:, None])).squeeze(1)
+        is_target = torch.arange(logits.shape[1], device=DEVICE) == targets[:, None]
+        logits.copy_(torch.exp(wide - normalizer) - is_target.to(wide.dtype))
+        return found
+
+    targets = torch.randint(VOCAB, (rows,), device=DEVICE)
+    exact = random(rows, VOCAB).double()
+    expected = [plain(exact, targets), exact]
+    for name, form in ({"torch": plain} | compiled(plain) | forms).items():
+        logits = random(rows, VOCAB)
+        far = distance([form(logits, targets), logits], expected)
+        seconds = timed(lambda: form(logits, targets)) if HAS_CUDA else None  # noqa: B023
+        share = None if seconds is None else 2.0 * logits.nbytes / seconds / copy
+        yield Row("loss", name, seconds, share, far)
+
+
+def copy_rate() -> float:
+    """Bytes per second, read and written, of copying 2 GiB."""
+    source = torch.empty(2**30, dtype=torch.bfloat16, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / timed(lambda: target.copy_(source))
+
+
+def loss_peaks() -> dict[str, int]:
+    """Peak bytes of head and loss in bf16, forward and backward, beside what is given; without CUDA nothing."""
+    if not HAS_CUDA:
+        return {}
+
+    def unfused(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+
+    peaks = {}
+    for width in (2048, 4096):
+        hidden, weight = random(ROWS, width).requires_grad_(), random(VOCAB, width).requires_grad_()
+        targets = torch.randint(VOCAB, (ROWS,), device=DEVICE)
+        for name, loss_of in (("unfused", unfused), ("ours", linear_cross_entropy)):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            torch.autograd.grad(loss_of(hidden, weight, targets), (hidden, weight))
+            peaks[f"{name}, D = {width}"] = torch.cuda.max_memory_allocated() - before
+    return peaks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="where the JSON goes")
+    parser.add_argument("--only", default="", help="kernels whose name holds this")
+    options = parser.parse_args()
+    copy = copy_rate() if HAS_CUDA else 0.0
+    matmul = measure_matmul_ceiling("bf16", DEVICE).flops_per_second if HAS_CUDA else 0.0
+    rows = [row for one in kernels() if options.only in one.name for row in measured(one, copy, matmul)]
+    rows += losses(copy) if options.only in "loss" else []
+    for row in rows:
+        told = "checked" if row.seconds is None or row.share is None else f"{row.seconds * 1e3:8.3f} ms {row.share:6.1%}"
+        print(f"{row.kernel:24} {row.form:9} {told}   {row.distance:.0e} off")
+    peaks = loss_peaks()
+    for name, peak in peaks.items():
+        print(f"head and loss, {name}: {peak / 2**30:.2f} GiB")
+    report = {
+        "device": torch.cuda.get_device_name() if HAS_CUDA else platform.processor() or "cpu", "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"), "copy_bytes_per_second": copy, "matmul_flops_per_second": matmul,
+        "rows": [asdict(row) for row in rows], "head_and_loss_peak_bytes": peaks,
+    }  # fmt: skip
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Triton's kernels held to plain torch, forward and backward. Run by `test_triton.py` in a process of its own, interpreted:
+
+TRITON_INTERPRET=1 python tests/kernels/triton_cases.py        prints a JSON line: case -> what is wrong, or ""
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+"""Of the norm of a result: fp32 adds up in another order; bf16 is rounded once where the reference is not at all."""
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def hold(kernel: Callable[..., Any], plain: Callable[..., Any], given: list[Tensor]) -> None:
+    """Results and gradients of `kernel` against `plain` in fp64."""
+    dtype = given[0].dtype
+    narrow = [tensor.clone().requires_grad_() for tensor in given]
+    wide = [tensor.double().requires_grad_() for tensor in given]
+    found, expected = ([*out] if isinstance(out, tuple) else [out] for out in (kernel(*narrow), plain(*wide)))
+    grads = [random(*one.shape, dtype=dtype, seed=9 + number) for number, one in enumerate(expected)]
+    found += torch.autograd.grad(found, narrow, grads)
+    expected += torch.autograd.grad(expected, wide, [grad.double() for grad in grads])
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.dtype == dtype and one.shape == other.shape
+        distance = float(((one.double() - other).norm() / other.norm()).detach())
+        assert distance < TOLERANCE[dtype], f"result {number} is {distance:.1e} off"
+
+
+def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, 1e-5)
+
+
+def norm(dtype: torch.dtype, columns: int) -> None:
+    from ultrascale.kernels.triton_norm import rms_norm
+
+    given = [random(2, 7, columns, dtype=dtype, seed=0), random(columns, dtype=dtype, seed=1)]
+    hold(lambda x, w: rms_norm(x, w, 1e-5), plain_norm, given)
+
+
+def norm_of_a_sum(dtype: torch.dtype, columns: int) -> None:
+    from ultrascale.kernels.triton_norm import add_rms_norm
+
+    # Halves add up exactly, so that the rounding of the sum is not what is tested.
+    parts = [(random(9, columns, dtype=torch.float32, seed=seed) * 2).round().div(2).to(dtype) for seed in (0, 1)]
+    given = [*parts, random(columns, dtype=dtype, seed=2)]
+    hold(lambda x, a, w: add_rms_norm(x, a, w, 1e-5), lambda x, a, w: (plain_norm(x + a, w), x + a), given)
+
+
+def swiglu(dtype: torch.dtype, clamped: bool) -> None:
+    from ultrascale.kernels import swiglu as ours
+    from ultrascale.kernels.triton_swiglu import swiglu as kernel
+
+    given = [random(3, 700, dtype=dtype, seed=seed) * (4 if clamped else 1) for seed in (0, 1)]
+    hold(lambda g, u: kernel(g, u, clamped=clamped), ours.clamped_swiglu if clamped else ours.swiglu, given)
+
+
+def rotary(dtype: torch.dtype, start: int, planes: int, neighbours: bool, batched: bool) -> None:
+    from ultrascale.kernels import rotary as ours
+    from ultrascale.kernels.triton_rotary import rotate as kernel
+
+    angle = random(2 if batched else 1, 5, 1, planes, dtype=torch.float32, seed=3)
+    narrow = angle.cos().to(dtype), angle.sin().to(dtype)
+    wide = narrow[0].double(), narrow[1].double()
+    options = {"start": start, "neighbours": neighbours}
+    hold(
+        lambda x: kernel(x, narrow, **options),
+        lambda x: ours.rotate(x, wide, **options),
+        [random(2, 5, 3, 12, dtype=dtype, seed=0)],
+    )
+
+
+def loss(dtype: torch.dtype, columns: int) -> None:
+    from ultrascale.kernels.triton_loss import loss_and_gradient_
+
+    logits = random(6, columns, dtype=dtype, seed=0)
+    targets = torch.randint(columns, (6,), generator=torch.Generator().manual_seed(1))
+    targets[2] = -100
+    wide = logits.double().requires_grad_()
+    expected = F.cross_entropy(wide, targets, reduction="none")
+    losses = loss_and_gradient_(logits, targets)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    (gradient,) = torch.autograd.grad(expected.sum(), wide)
+    assert float((logits.double() - gradient).norm() / gradient.norm()) < TOLERANCE[dtype]
+    assert not logits[2].any()
+
+
+def step_of_a_model() -> None:
+    """Where a run asks for Triton: every kernel inside a model, in place of torch's."""
+    from ultrascale.kernels import cross_entropy, norm, rotary, swiglu
+    from ultrascale.models.decoder import Decoder
+    from ultrascale.models.initialise import initialise
+    from ultrascale.spec.model import Model
+
+    model = Model(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=64, initializer_range=0.1,
+    )  # fmt: skip
+    tokens = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(0))
+    found = []
+    for uses_triton in (False, True):
+        for module in (cross_entropy, norm, rotary, swiglu):
+            setattr(module, "runs_triton", lambda x, yes=uses_triton: yes)  # noqa: B010
+        decoder = Decoder(model)
+        initialise(decoder, model, 0)
+        loss = decoder(tokens, targets=tokens)
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in decoder.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+CASES: dict[str, Callable[[], None]] = {"a step of a model": step_of_a_model}
+for _dtype, _name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+    CASES |= {
+        f"norm {_name} {columns}": (lambda d=_dtype, c=columns: norm(d, c)) for columns in (64, 100)
+    } | {
+        f"norm of a sum {_name}": lambda d=_dtype: norm_of_a_sum(d, 72),
+        f"swiglu {_name}": lambda d=_dtype: swiglu(d, False),
+        f"clamped swiglu {_name}": lambda d=_dtype: swiglu(d, True),
+        f"rotary {_name}": lambda d=_dtype: rotary(d, 0, 6, False, False),
+        f"rotary of the first dimensions {_name}": lambda d=_dtype: rotary(d, 0, 4, False, True),
+        f"rotary of the last, neighbours {_name}": lambda d=_dtype: rotary(d, 8, 2, True, True),
+        f"loss {_name}": lambda d=_dtype: loss(d, 300),
+        f"loss of several blocks {_name}": lambda d=_dtype: loss(d, 9000),
+    }  # fmt: skip
+
+
+def main() -> None:
+    wrong = {}
+    for name, case in CASES.items():
+        try:
+            case()
+            wrong[name] = ""
+        except Exception:
+            wrong[name] = traceback.format_exc()
+    print(json.dumps(wrong))
+
+
+if __name__ == "__main__":
+    main()
