@@ -84,17 +84,20 @@ def test_document_masks_are_kept_once_for_all_blocks() -> None:
     assert with_mask.peak.total - without.peak.total == 4096 * 4096 * 2 + batch
 
 
-def test_on_cuda_a_mask_makes_grouped_keys_and_values_be_repeated() -> None:
-    layout = Layout(dp=64, zero_stage=3, precision="bf16")
+def test_on_cuda_a_mask_makes_grouped_keys_and_values_be_repeated_and_documents_told_to_the_kernel_do_not() -> None:
+    layout = Layout(dp=64, zero_stage=3, precision="bf16", attention="sdpa")
+    told = replace(layout, attention="auto")
+    assert planned(told, documents=True).saved_by_layer[0] == planned(told, documents=False).saved_by_layer[0]
     with_mask, without = (sum(planned(layout, documents=documents).saved_by_layer[0].values()) for documents in (True, False))
     assert with_mask - without == 4096 * 2 * 2 * (LLAMA.query_size - LLAMA.key_value_size)
 
 
-def test_sliding_windows_need_a_mask_of_their_own() -> None:
+def test_sliding_windows_under_masks_need_one_of_their_own() -> None:
     model = replace(LLAMA, sliding_window=1024, max_window_layers=16, num_hidden_layers=32)
-    layout = Layout(dp=64, zero_stage=3, precision="bf16")
-    plans = [plan_memory(m, layout, sequence_length=4096, sequences_per_batch=64, documents=True) for m in (model, LLAMA)]
-    assert plans[0].peak.total - plans[1].peak.total == 4096 * 4096 * 2
+    for core, masks in (("sdpa", 1), ("auto", 0)):
+        layout = Layout(dp=64, zero_stage=3, precision="bf16", attention=core)
+        plans = [plan_memory(m, layout, sequence_length=4096, sequences_per_batch=64, documents=True) for m in (model, LLAMA)]
+        assert plans[0].peak.total - plans[1].peak.total == masks * 4096 * 4096 * 2
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_does() -> None:
