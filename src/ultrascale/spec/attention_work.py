@@ -91,17 +91,7 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
         ops += [_rotary(shape, x, read, n * width * a) for x, read, width in (("q", query, q), ("k", key, kv))]
         query, key = "q_rotated", "k_rotated"
     has_mask = mask_elements(model.window(layer), shape) > 0
-<<<<<<< HEAD
-    if (
-        shape.device == "cuda"
-        and shape.cp == 1
-        and kv < q
-        and not shape.kernels.masks_in_kernel
-        and (has_mask or shape.itemsize != 2)
-    ):
-=======
-    if shape.device == "cuda" and kv < q and not shape.masks_in_kernel and (has_mask or shape.itemsize != 2):
->>>>>>> 0801197 (Tell attention where documents end instead of masking them: varlen and FlexAttention behind one seam)
+    if shape.device == "cuda" and shape.cp == 1 and kv < q and not shape.masks_in_kernel and (has_mask or shape.itemsize != 2):
         # No fused kernel on CUDA takes fewer key/value heads here: they are repeated.
         ops += [
             Op(f"self_attn.{x}_repeat", "elementwise", (x,), (Activation(f"{x}_repeated", n * q * a),),

@@ -212,19 +212,18 @@ OPTIMIZERS = {
 """Bytes of optimizer state per parameter beside the master weight."""
 
 
-<<<<<<< HEAD
 ORTHOGONALISED_BYTES = (4, 7)
 """Of a matrix's element, while ours has all of them together: what goes in and what comes out, in bf16; and with the buffers of
 messages, where matrices are cut."""
 ITERATED_BYTES = 8
 """Of an element of the matrix that is worked on."""
-=======
+
+
 def with_attention(stack: Stack, core: AttentionCore) -> Stack:
     """The stack with `layout.attention`, if it is ours: others have their own."""
     if stack.name != "ultrascale":
         return stack
     return replace(stack, kernels=replace(stack.kernels, spans=core != "sdpa", masks_in_kernel=core in ("varlen", "flex")))
->>>>>>> 0801197 (Tell attention where documents end instead of masking them: varlen and FlexAttention behind one seam)
 
 
 def with_optimizer(stack: Stack, name: str) -> Stack:
