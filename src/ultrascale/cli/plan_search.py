@@ -44,13 +44,13 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     verb.refuse_imbalance(parsed, run.model)
     if problems := not_searched(stack, base):
         raise SpecError(problems)
-    workload = workload_of(run, cluster, stack, **verb.conditions(parsed))
+    workload = workload_of(replace(run, layout=base), cluster, stack, **verb.conditions(parsed))
     if parsed["runnable"] and (problems := untrainable_model(run.model) + untrainable_layout(base)):
         raise SpecError(problems)
     result = search(workload, base=base, asked=asked)
     best = result.best or result.smallest
     assert best is not None
-    chosen = plan_run(replace(run, layout=best.layout), cluster, stack, **verb.conditions(parsed))
+    chosen = plan_run(replace(run, layout=replace(best.layout, attention=base.attention)), cluster, stack, **verb.conditions(parsed))
     if result.best is not None:
         verb.write_files(chosen, parsed)
     elif unwritten := [parsed[name] for name in ("save", "svg", "perfetto") if parsed[name] is not None]:
