@@ -95,7 +95,7 @@ def test_on_cuda_a_mask_makes_grouped_keys_and_values_be_repeated_and_documents_
 def test_sliding_windows_under_masks_need_one_of_their_own() -> None:
     model = replace(LLAMA, sliding_window=1024, max_window_layers=16, num_hidden_layers=32)
     for core, masks in (("sdpa", 1), ("auto", 0)):
-        layout = Layout(dp=64, zero_stage=3, precision="bf16", attention=core)
+        layout = Layout(dp=64, zero_stage=3, precision="bf16", attention=core)  # type: ignore[arg-type]
         plans = [plan_memory(m, layout, sequence_length=4096, sequences_per_batch=64, documents=True) for m in (model, LLAMA)]
         assert plans[0].peak.total - plans[1].peak.total == masks * 4096 * 4096 * 2
 
