@@ -10,6 +10,7 @@ train(run)
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ import torch
 from ultrascale import heartbeat
 from ultrascale.checkpoint import Saver, check_writable
 from ultrascale.data.loader import Loader
+from ultrascale.launch.torchrun import torchrun_notes
 from ultrascale.measure.machine import this_gpu
 from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.plan.report import plan_run
@@ -155,7 +157,7 @@ class Session:
         metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
         resumed = None if found.folder is None else found.folder.name
         metrics.event("start", step=trainer.steps_done, world=ranks.world, checkpoint=resumed)
-        for note in run_notes(run):
+        for note in (*run_notes(run), *torchrun_notes(os.environ)):
             metrics.line(f"note: {note}")
         for rejected in found.rejected:
             metrics.line(f"damaged checkpoint passed over: {rejected.folder}: {rejected.reason}")

@@ -1,0 +1,103 @@
+"""Two nodes that are network namespaces joined by a cable, under torchrun: a rank dies, and the run goes on by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from train.small_runs import make_corpus, small_run
+
+from ultrascale.launch.torchrun import SHARED_STORE, torchrun_notes
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.run import Checkpoint, Faults, Run
+
+PORT = 29411
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[str, str]]:
+    """Names of two namespaces, 10.77.0.1 and 10.77.0.2."""
+    names = (f"ua{os.getpid()}", f"ub{os.getpid()}")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "ue0", "netns", names[0], "type", "veth", "peer", "name", "ue1", "netns", names[1])
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", f"ue{number}")
+            for device in ("lo", f"ue{number}"):
+                ip("-n", name, "link", "set", device, "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces are not permitted here: {error}")
+    yield names
+    for name in names:
+        for pid in processes(name):
+            os.kill(pid, signal.SIGKILL)
+        ip("netns", "del", name)
+
+
+def processes(node: str) -> list[int]:
+    told = subprocess.run(["ip", "netns", "pids", node], check=True, capture_output=True, text=True).stdout
+    return [int(pid) for pid in told.split()]
+
+
+def start(node: str, number: int, file: Path) -> None:
+    words = [
+        "ip", "netns", "exec", node, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.77.0.1:{PORT}", "--rdzv-id", "two", "--max-restarts", "3",
+        "--rdzv-conf", f"is_host={1 - number}", "--local-addr", f"10.77.0.{number + 1}",
+        "-m", "ultrascale", "train", str(file),
+    ]  # fmt: skip
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": f"ue{number}", SHARED_STORE: "1", "OMP_NUM_THREADS": "1"}
+    with open(file.parent / f"node-{number}.log", "w") as log:
+        subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "too slow"
+        time.sleep(0.3)
+
+
+def count(run: Run, kind: str) -> int:
+    path = Path(run.folder) / run.name / "events.jsonl"
+    return sum(json.loads(line)["event"] == kind for line in path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.nightly
+@pytest.mark.catalogue(4)
+def test_two_nodes_go_on_by_themselves_after_a_rank_of_one_was_killed(tmp_path, nodes):
+    make_corpus(tmp_path / "tokens")
+    run = small_run(tmp_path, name="two", steps=100_000, layout=Layout(dp=2, zero_stage=3))
+    run = replace(run, checkpoint=Checkpoint(every_steps=10, export=False), faults=Faults(hang_seconds=20.0))
+    file = tmp_path / "two.toml"
+    file.write_text(to_toml(run))
+    for number, node in enumerate(nodes):
+        start(node, number, file)
+    wait_until(lambda: count(run, "stepped") == 1)
+    victims = [
+        pid for pid in processes(nodes[1]) if b"\0-u\0-m\0ultrascale\0train" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(max(victims), signal.SIGKILL)
+    wait_until(lambda: count(run, "stepped") == 2)
+
+
+def test_several_nodes_with_one_store_for_all_attempts_are_told():
+    torchrun = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert [SHARED_STORE in note for note in torchrun_notes(torchrun)] == [True]
+    assert (
+        torchrun_notes(torchrun | {SHARED_STORE: "1"}) == torchrun_notes({}) == torchrun_notes({"GROUP_WORLD_SIZE": "2"}) == []
+    )
