@@ -249,7 +249,7 @@ class Shards:
 
     def _widen(self, bucket: Bucket) -> None:
         """Cast gradients to the dtype of the reduction, one at a time."""
-        for weight in bucket.weights:
+        for weight in bucket.weights if self.reduce_itemsize > self.compute_itemsize else ():
             if weight.name in bucket.whole_gradients:
                 self._widen_one(bucket, weight)
 

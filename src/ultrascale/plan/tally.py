@@ -34,6 +34,14 @@ class Traffic(NamedTuple):
     num_bytes: int
 
 
+class Message(NamedTuple):
+    """What one operation sends in one way."""
+
+    way: Way
+    count: int
+    num_bytes: int
+
+
 @dataclass
 class Tally:
     """Counts of one rank."""
@@ -47,6 +55,8 @@ class Tally:
     """FLOPs, of every pair of a query and a key that a kernel is given."""
     counts: Counter[Way] = field(default_factory=Counter)
     sizes: Counter[Way] = field(default_factory=Counter)
+    _known: dict[tuple[int, When], tuple[Op, list[Message]]] = field(default_factory=dict)
+    """Messages of operations, which come again with every block and micro-batch."""
 
     @property
     def traffic(self) -> dict[Way, Traffic]:
@@ -78,9 +88,17 @@ class Tally:
 
     def send_all(self, op: Op, when: When) -> None:
         """What `op` sends in one pass."""
-        for item in op.collectives:
-            if item.when == when:
-                self._send(item)
+        if op.collectives:
+            for way, count, num_bytes in self._messages(op, when):
+                self.counts[way] += count
+                self.sizes[way] += num_bytes
+
+    def _messages(self, op: Op, when: When) -> list[Message]:
+        known = self._known.get((id(op), when))
+        if known is None:
+            found = [self._message(item) for item in op.collectives if item.when == when]
+            known = self._known[id(op), when] = op, [one for one in found if one.way.size > 1 and one.num_bytes]
+        return known[1]
 
     def compute(self, op: Op, flops: int) -> None:
         """FLOPs of a pass of `op`."""
@@ -103,26 +121,24 @@ class Tally:
         pairs = pairs_worked_on(length, places, self.cp_rank // heads, window)
         return flops * pairs // (scores.queries * scores.keys)
 
-    def _send(self, item: Collective) -> None:
+    def _message(self, item: Collective) -> Message:
         if item.axis == "cp":
-            self._send_in_context(item)
-            return
+            return self._message_in_context(item)
         # Sums of experts' rows are an exchange and additions.
         kind = "all_to_all" if (item.axis, item.kind) == ("expert_tp", "reduce_scatter") else item.kind
-        self.send(kind, self.layout.group(item.axis), item.num_bytes)
+        return Message(Way(kind, *self.layout.group(item.axis)), 1, item.num_bytes)
 
-    def _send_in_context(self, item: Collective) -> None:
+    def _message_in_context(self, item: Collective) -> Message:
         """Over cp: what leaves the rank, in messages to single ranks except where NCCL gathers."""
         group, (places, heads) = self.layout.group("cp"), self.layout.cp_grid
         if item.kind == "all_to_all":
-            self.send("send", group, item.num_bytes * (heads - 1) // heads, item.num_messages * (heads - 1))
-        elif not self.shape.rings or self.shape.documents:  # who needs keys of which documents is not known to a plan
+            return Message(Way("send", *group), item.num_messages * (heads - 1), item.num_bytes * (heads - 1) // heads)
+        if not self.shape.rings or self.shape.documents:  # who needs keys of which documents is not known to a plan
             kind, count = (item.kind, 1) if self.shape.device == "cuda" and not self.shape.rings else ("send", places - 1)
-            self.send(kind, group, round(item.num_bytes * (places - 1) / places * item.sent_share), count)
-        else:
-            sent = ring_traffic(self.shape.sequence_length, places, self.cp_rank // heads, item.window)
-            count, slots = sent.keys if item.kind == "all_gather" else sent.gradients
-            self.send("send", group, item.num_bytes * slots // self.shape.sequence_length, count)
+            return Message(Way(kind, *group), count, round(item.num_bytes * (places - 1) / places * item.sent_share))
+        sent = ring_traffic(self.shape.sequence_length, places, self.cp_rank // heads, item.window)
+        count, slots = sent.keys if item.kind == "all_gather" else sent.gradients
+        return Message(Way("send", *group), count, item.num_bytes * slots // self.shape.sequence_length)
 
 
 def per_step(few: Tally, fewer: Tally, more: int) -> Tally:
