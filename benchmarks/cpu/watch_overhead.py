@@ -4,7 +4,8 @@
 
 Two ranks train a model of 3.7M parameters, whose weights both hold whole (the most there is to compare). Short stretches of
 steps with and without take turns in one run, so that what else the machine does falls on both; the figure is the median of the
-ratios of neighbours, with quartiles, in processor time of a rank, of which a busy machine takes nothing. A comparison of
+ratios of neighbours, with quartiles, in processor time of a rank, of which a busy machine takes nothing, and
+beside it the same from its parts (beats of a step times the time of one, a window's sum over its steps). A comparison of
 replicas is timed by itself and counted once in 100 steps, as by default; the watchdog's own process is given as a share of one
 processor. Torch's flight recorder is on in both.
 """
@@ -32,6 +33,7 @@ import torch.distributed.fsdp
 from ultrascale import heartbeat
 from ultrascale.data.indexed import ShardWriter
 from ultrascale.launch.forked import run_forked
+from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import process_group
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
@@ -66,13 +68,28 @@ def measure(rendezvous: str, run: Run, signs: str, pairs: int) -> dict[str, Any]
                 heartbeat._heart = heart if on else None
                 times[on].append(stretch(trainer, stragglers if on else None))
         heartbeat._heart = heart
+        parts = in_parts(trainer, heart)
         compared = []
         for _ in range(10):
             started = time.process_time()
             found = compare(tensors_of(trainer), ranks)
             compared.append(time.process_time() - started)
         assert not found.blamed and found.num_compared == 3 * len(trainer.share.held)
-        return {"on": times[True], "off": times[False], "compare": compared}
+        return {"on": times[True], "off": times[False], "compare": compared, **parts}
+
+
+def in_parts(trainer: Trainer, heart: Any) -> dict[str, float]:
+    """Beats of a step, and processor seconds of a beat and of a window's sum: what the ratios hold, each by itself."""
+    before, times, token = heart._beats, 2000, torch.zeros(trainer.ranks.world, dtype=torch.float64)
+    trainer.train_step()
+    beats, started = heart._beats - before, time.process_time()
+    for _ in range(times):
+        with waiting("a sum over all ranks", trainer.ranks.host_group, tensor=token):
+            pass
+    beat, started = (time.process_time() - started) / times / 2, time.process_time()
+    for _ in range(100):
+        trainer.ranks.sum(token)
+    return {"beats": beats, "beat": beat, "sum": (time.process_time() - started) / 100}
 
 
 def stretch(trainer: Trainer, stragglers: Stragglers | None) -> float:
@@ -130,6 +147,7 @@ def summary(found: dict[str, Any], run: Run) -> dict[str, Any]:
     ratios = [on / off - 1 for on, off in zip(found["on"], found["off"], strict=True)]
     step, comparison = statistics.median(found["off"]), statistics.median(found["compare"])
     every = Faults().digest_every_steps or 1
+    watching = found["beats"] * found["beat"] + found["sum"] / (Faults().straggler_steps or 1)
     return {
         "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "processors": os.cpu_count(),
         "load_average": os.getloadavg()[0], "step_processor_seconds_off": round(step, 4), "pairs": len(ratios),
@@ -137,6 +155,8 @@ def summary(found: dict[str, Any], run: Run) -> dict[str, Any]:
             name: round(100 * value, 2)
             for name, value in zip(("q1", "median", "q3"), statistics.quantiles(ratios, n=4), strict=True)
         },
+        "watching_percent_in_parts": round(100 * watching / step, 3),
+        "beats_per_step": found["beats"], "beat_microseconds": round(found["beat"] * 1e6, 1),
         "comparison_processor_seconds": round(comparison, 4), "digests_percent": round(100 * comparison / (every * step), 2),
         "layout": {key: value for key, value in asdict(run.layout).items() if key in ("dp", "zero_stage", "micro_batch_size")},
     }  # fmt: skip

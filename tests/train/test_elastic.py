@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from train.small_runs import STEPS, largest_error, rows, small_run, state, stop_at, train_here, train_ranks
 
+from ultrascale.cli.main import main
 from ultrascale.plan.elastic import elastic_layout
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.trainable import expect_trainable
 
 
@@ -43,6 +45,13 @@ def test_where_rates_are_known_the_fastest_is_chosen(tmp_path):
     run = replace(small_run(tmp_path, layout=Layout(dp=8, tp=2, precision="bf16")), cluster="16xh100")
     layout = elastic_layout(run, 4)
     assert (layout.world_size, layout.tp, layout.precision) == (4, 1, "bf16")
+
+
+def test_no_process_at_all_is_a_mistake(home, capsys):
+    file = home / "run.toml"
+    file.write_text(to_toml(small_run(home)))
+    assert main(["train", str(file), "--elastic", "--processes", "0"]) == 2
+    assert "must be at least 1, is 0" in capsys.readouterr().err
 
 
 def test_where_nothing_fits_the_number_of_ranks_is_named(tmp_path):

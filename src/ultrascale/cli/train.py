@@ -59,7 +59,8 @@ def command(arguments: list[str]) -> int:
     overrides = [*_own_place(path, rest), *rest]
     resolved = resolve(path, overrides, require_data=True, processes=None if elastic else processes).run
     if elastic:
-        resolved = _elastic(resolved, processes or int(os.environ.get("WORLD_SIZE", resolved.layout.world_size)))
+        here = int(os.environ.get("WORLD_SIZE", resolved.layout.world_size))
+        resolved = _elastic(resolved, here if processes is None else processes)
     expect_trackers(resolved)
     if resolved.layout.pp > 1:
         schedule_of(resolved.layout, num_micro_batches(resolved.layout, resolved.batch.sequences_per_batch))
