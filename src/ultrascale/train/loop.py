@@ -32,6 +32,7 @@ from ultrascale.spec.trainable import expect_trainable
 from ultrascale.train.agreement import expect_same_run
 from ultrascale.train.anomalies import AnomalousStepError, CorruptStateError
 from ultrascale.train.chosen_recompute import choose_recomputation
+from ultrascale.train.compiled import load_compiled, save_compiled
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
 from ultrascale.train.digests import compare
 from ultrascale.train.evaluate import evaluate
@@ -145,6 +146,8 @@ class Session:
         """Build everything, go on from the newest checkpoint, and say so in the run's folder."""
         folder, loader, validation = RunFolder.of(run), build_loader(run, run.data.sources), validation_loaders(run)
         expect_one_tokenizer(run, loader, validation)
+        if run.compile:
+            load_compiled(folder.compiled)
         trainer = Trainer(run, ranks, loader)
         found = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes)
         ranks.barrier()  # whoever lost another rank above must not take its checkpoints for missing ones
@@ -199,6 +202,8 @@ class Session:
         if not self.has_stepped:
             self.has_stepped = True
             self.metrics.event("stepped", step=self.trainer.steps_done)
+            if self.run.compile and self.ranks.is_first:
+                save_compiled(self.folder.compiled)
         if result.gradients.anomaly:
             self.metrics.line(f"step {result.gradients.step} passed over: {result.gradients.anomaly}")
             self.metrics.event("skip", step=result.gradients.step, cause=result.gradients.anomaly)

@@ -19,6 +19,7 @@ from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
 from ultrascale.spec.progress import step_span, tokens_after
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_bytes
+from ultrascale.train.compiled import compile_seconds
 from ultrascale.train.metrics import Metrics, Row
 from ultrascale.train.trainer import StepResult, Trainer
 
@@ -95,6 +96,8 @@ class Performance:
             values |= self._speed(gradients.num_sequences * run.batch.sequence_length, seconds, gradients.data_seconds)
         self._is_warm = True
         values["plan/peak_gib"] = self.planned_peak / GIB
+        if self.run.compile:
+            values["perf/compile_s"] = compile_seconds()
         if self.ranks.device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated()
             values["mem/peak_allocated_gib"] = allocated / GIB

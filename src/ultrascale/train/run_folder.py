@@ -6,6 +6,7 @@ memory.json       live memory, first steps    events.jsonl      starts, resumes,
 environment.json  machine and versions        log.txt           what was said
 checkpoints/      step-*/                     export/           the Hugging Face folder, at the end
 tokenizer.json    a copy of the data's        recompute.json    what recompute = "auto" came down to
+compiled.bin      compiled blocks, with `compile`
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def compiled(self) -> Path:
+        return self.path / "compiled.bin"
 
     @property
     def metrics(self) -> Path:

@@ -1,0 +1,51 @@
+"""A second start finds what the first compiled in the run's folder: told by the compiler's own counters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from train.small_runs import make_corpus, rows, small_run, train_here
+
+from ultrascale.spec.run import Batch, Data, Optimizer, Run, Source
+from ultrascale.train.compiled import load_compiled, save_compiled
+
+
+def start(run: Run, stop: int) -> dict[str, int]:
+    """Train up to step `stop` in a compiler that remembers nothing; what it had to compile, and what it found."""
+    torch._dynamo.reset()
+    counters.clear()
+    with fresh_cache():
+        train_here(replace(run, steps=stop), allow_changes=True)
+    return {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("miss", "hit")}
+
+
+@pytest.mark.timeout(900)  # one graph is compiled, which takes minutes where many share a machine
+def test_a_run_that_goes_on_compiles_nothing_again_and_says_how_long_compiling_took(tmp_path):
+    make_corpus(tmp_path / "tokens")
+    run = small_run(
+        tmp_path, compile=True, batch=Batch(11, 2), data=Data((Source(str(tmp_path / "tokens")),), document_mask=False)
+    )
+    run = replace(run, optimizer=Optimizer())
+    first, second = start(run, 1), start(run, 2)
+    assert first == {"miss": 2, "hit": 0}  # one graph for all blocks, forward and backward
+    assert second == {"miss": 0, "hit": 2}
+    assert [row for (row,) in rows(run, "step")] == [0, 1]
+    assert all(seconds > 0 for (seconds,) in rows(run, "perf/compile_s"))
+
+
+def test_a_file_that_is_no_cache_and_one_that_is_not_there_are_passed_over(tmp_path):
+    assert not load_compiled(tmp_path / "compiled.bin")
+    (tmp_path / "compiled.bin").write_bytes(b"not what torch wrote")
+    assert not load_compiled(tmp_path / "compiled.bin")
+
+
+def test_what_cannot_be_kept_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"1", None))
+    assert not save_compiled(tmp_path / "no such folder" / "compiled.bin")
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
+    assert not save_compiled(tmp_path / "compiled.bin") and not list(tmp_path.iterdir())
