@@ -114,6 +114,7 @@ def test_what_holds_no_tensors_is_refused_in_a_sentence(tmp_path, name):
     assert "\x1b" not in str(caught.value) and "Traceback" not in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_file_that_unpacks_to_far_more_than_itself_is_refused_without_taking_the_memory(tmp_path):
     torch.save({"w": torch.zeros(2)}, tmp_path / "small.bin")
     packed = zipfile.ZipFile(tmp_path / "bomb.bin", "w", zipfile.ZIP_DEFLATED, compresslevel=1)
