@@ -9,7 +9,7 @@ in fp32. Saves x (or the sum), the weight and 1/rms. A row must fit a program's 
 """
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ orthogonal: its backward pass is the turn by the opposite angle, and nothing but
 """
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ kernels of torch's 5 and 10. Computes in fp32 and rounds once. Saves gate and up
 """
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
