@@ -472,10 +472,11 @@ class StageReplay:
         return self.ledger.take("temporary", "gradients of weights", weight.numel * DTYPE_BYTES[self.layout.precision])
 
     def _arrive(self, name: str, gradient: Held) -> None:
-        """A gradient reaches its weight; one of several uses waits for the rest first."""
+        """A gradient reaches its weight; one of several uses waits for the rest first, and each sum is a tensor of its own."""
         if name in self.pending:
-            self.ledger.drop(gradient)
-            gradient = self.pending.pop(name)
+            total = self.ledger.take("temporary", "gradients of weights", gradient.num_bytes)
+            self._drop_all([self.pending.pop(name), gradient])
+            gradient = total
         self.arrived[name] += 1
         if self.arrived[name] < self.uses[name]:
             self.pending[name] = gradient
