@@ -20,7 +20,7 @@ from ultrascale.measure.profile_events import read_trace
 from ultrascale.models.decoder import Decoder
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Batch, Run
-from ultrascale.train.profile import profile_run, write_report
+from ultrascale.train.profile import profile_run
 
 FIRST, LAST = 4, 5
 SLEEP = {"reading": 0.1, "rank 1": 0.5}
@@ -51,9 +51,7 @@ def profile_ranks(rendezvous: str, run: Run, folder: str) -> dict[str, Any] | No
 
     torch.set_num_threads(1)
     plant_sleep(run.name, int(os.environ["RANK"]))
-    report = profile_run(run, FIRST, LAST, Path(folder), rendezvous=rendezvous)
-    if report is not None and run.name == "nothing":
-        write_report(report, Path(folder))
+    report = profile_run(run, FIRST, LAST, Path(folder), rendezvous=rendezvous, pictures=run.name == "nothing")
     return None if report is None else report.to_json()
 
 

@@ -61,7 +61,9 @@ MERGED_RANKS = 16
 """In the trace of all ranks: as many tracks as one looks at."""
 
 
-def profile_run(run: Run, first: int, last: int, folder: Path, *, rendezvous: str = "env://") -> StepReport | None:
+def profile_run(
+    run: Run, first: int, last: int, folder: Path, *, rendezvous: str = "env://", pictures: bool = True
+) -> StepReport | None:
     """Profile steps `first` to `last` (counted from 1) of `run` in this process and those started beside it.
 
     Traces and what memory took go into `folder`. Returns the report on rank 0, None on others.
@@ -81,7 +83,11 @@ def profile_run(run: Run, first: int, last: int, folder: Path, *, rendezvous: st
             unprofiled = _steps(run, ranks, first, last, trace)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(run, ranks.rank, measured_here(), folder / "run.toml", error) from error
-        return _report(run, ranks, trace, list(range(first, last + 1)), unprofiled)
+        report = _report(run, ranks, trace, list(range(first, last + 1)), unprofiled)
+        if report is not None:
+            write_report(report, folder, pictures=pictures)
+        ranks.barrier()  # all leave at once: the launcher may wait for ever for one that left long before another
+        return report
 
 
 def _steps(run: Run, ranks: Ranks, first: int, last: int, trace: Path) -> float:
@@ -256,10 +262,10 @@ def planned_parts(run: Run, device: torch.device) -> tuple[dict[str, float], str
     return parts, f"only what is computed, at {peak.flops_per_second / 1e9:,.0f} GFLOP/s: {peak.origin}"
 
 
-def write_report(report: StepReport, folder: Path) -> None:
-    """`report.json`, and the pictures if matplotlib is there."""
+def write_report(report: StepReport, folder: Path, *, pictures: bool = True) -> None:
+    """`report.json`, and the pictures if they are wanted and matplotlib is there."""
     (folder / REPORT).write_text(json.dumps(report.to_json(), indent=1) + "\n")
-    if find_spec("matplotlib") is None:
+    if not pictures or find_spec("matplotlib") is None:
         return
     plot_steps(report, folder / "steps.png")
     memory = json.loads((folder / "memory.json").read_text())

@@ -74,14 +74,9 @@ def profile_or_explain(
     run: Run, first: int, last: int, folder: Path, *, rendezvous: str = "env://", failure: Path | None = None
 ) -> int:
     """Profile steps `first` to `last` into `folder`, in the same way."""
-    from ultrascale.train.profile import profile_run, write_report
+    from ultrascale.train.profile import profile_run
 
-    def profile() -> None:
-        report = profile_run(run, first, last, folder, rendezvous=rendezvous)
-        if report is not None:
-            write_report(report, folder)
-
-    return _or_explain(profile, failure)
+    return _or_explain(lambda: profile_run(run, first, last, folder, rendezvous=rendezvous), failure)
 
 
 def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
