@@ -28,7 +28,6 @@ def run_file(tmp_path) -> Path:
         (["--sequences-per-batch", "512", "--tokens-per-batch", "4M"], "say the same thing twice"),
         (["--print-flags", "--json"], "both want the whole output"),
         (["--runnable", "--stack", "megatron"], "is about `ultrascale train`"),
-        (["--runnable", "--precision", "fp8"], "the trainer runs fp64, fp32, bf16, fp16 only"),
         (["--layout.reduce-dtype", "fp32,bf16"], "are 2 values"),
         (["--tokens", "0"], "must be more than 0"),
         (["--tokens", "xyz", "--print-flags"], "Write 300B or 1T"),

@@ -22,12 +22,13 @@ from ultrascale.plan.view import show_plan
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
 from ultrascale.spec.schema import BAD, At, convert, leaves
 from ultrascale.spec.stack import Stack
-from ultrascale.spec.trainable import untrainable_layout, untrainable_model
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model, untrainable_together
 from ultrascale.spec.units import UnitError, parse_tokens
 
 SEARCHED = (
@@ -45,8 +46,8 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     if problems := not_searched(stack, base):
         raise SpecError(problems)
     workload = workload_of(replace(run, layout=base), cluster, stack, **verb.conditions(parsed))
-    if parsed["runnable"] and (problems := untrainable_model(run.model) + untrainable_layout(base)):
-        raise SpecError(problems)
+    if parsed["runnable"]:
+        asked = _runnable(run.model, base, asked)
     result = search(workload, base=base, asked=asked)
     best = result.best or result.smallest
     assert best is not None
@@ -64,6 +65,13 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     else:
         _print(result, chosen, parsed, arguments, base, asked)
     return 0 if chosen.fits else 1
+
+
+def _runnable(model: Model, base: Layout, asked: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """What is asked, without what the trainer does not run. Raises SpecError if that leaves nothing."""
+    if problems := [*untrainable_model(model), *untrainable_layout(base), *untrainable_together(model, base)]:
+        raise SpecError(problems)
+    return {"tp": (1,)} | asked if base.precision == "fp8" else asked
 
 
 def _split(parsed: dict[str, Any], rest: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -15,6 +15,7 @@ from ultrascale.models.initialise import initialise
 from ultrascale.parallel.context import apply_context_parallel
 from ultrascale.parallel.data import apply_data_parallel
 from ultrascale.parallel.expert import apply_expert_parallel
+from ultrascale.parallel.fp8 import apply_fp8
 from ultrascale.parallel.mesh import Mesh, Ranks
 from ultrascale.parallel.mlp_chunks import apply_mlp_chunks
 from ultrascale.parallel.offload import apply_activation_offload
@@ -80,6 +81,7 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
     apply_tensor_parallel(stage, layout, mesh)
     apply_context_parallel(stage, layout, mesh)
     apply_expert_parallel(stage, layout, mesh)
+    apply_fp8(stage, layout)
     apply_mlp_chunks(stage, layout)
     # 3. Recomputation inside compilation, so that the compiler sees what it may drop.
     apply_recompute(stage, layout)

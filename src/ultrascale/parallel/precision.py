@@ -28,6 +28,7 @@ from ultrascale.spec.layout import Precision
 
 TORCH_DTYPE: dict[Precision, torch.dtype] = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # between products (`parallel.fp8`)
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ultrascale.kernels import fp8
 from ultrascale.models.attention import Attention, LatentAttention
 from ultrascale.models.decoder import Block, Decoder
 from ultrascale.models.experts import Experts
@@ -36,6 +37,7 @@ from ultrascale.spec.recomputed import Again
 
 _aten = torch.ops.aten
 KEPT_OPS = {
+    fp8.PRODUCT,
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,

@@ -80,6 +80,10 @@ class Layout:
     sdpa (torch's own attention under a mask of S x S numbers). auto: varlen in 16 bits on CUDA, elsewhere sdpa."""
     precision: Precision = "fp32"
     """Dtype of the forward and backward passes. bf16, fp16 and fp8 keep parameters, gradients and optimizer state in fp32."""
+    fp8_scaling: Literal["row", "tensor"] = "row"
+    """With precision = "fp8": one scale for each row (token, output feature), or one for each tensor."""
+    fp8_keep_blocks: int = 0
+    """With precision = "fp8": so many first and so many last blocks compute in bf16."""
     reduce_dtype: Precision | None = None
     """Dtype in which gradients are reduced over ranks. None: fp32, or fp64 when `precision` is."""
     layers_per_bucket: int = 1
@@ -253,6 +257,8 @@ class Layout:
         if self.precision == "fp64" and self.reduce_dtype not in (None, "fp64"):
             rule = f"must be fp64 when precision is, is {self.reduce_dtype}"
             yield Problem("layout.reduce_dtype", rule, "Leave it out.")
+        if not 0 <= self.fp8_keep_blocks <= RANGES["micro_batch_size"][1]:
+            yield Problem("layout.fp8_keep_blocks", f"must be at least 0, is {self.fp8_keep_blocks}", "Give 0 or more.")
         if self.precision == "fp32" and self.reduce_dtype == "fp64":
             yield Problem("layout.reduce_dtype", "is wider than the gradients, fp32", "Leave it out.")
         if self.reduce_dtype == "fp16" and self.precision != "fp16":

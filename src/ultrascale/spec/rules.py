@@ -14,7 +14,7 @@ from ultrascale.spec.families import export_problems
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import LossScale, Optimizer, Run
-from ultrascale.spec.trainable import untrainable_layout, untrainable_model
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model, untrainable_together
 
 # key: lowest, highest value. None as a value is always allowed where the field allows it.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -86,6 +86,8 @@ def _trainable(run: Run, without: frozenset[str]) -> Iterator[Problem]:
         yield from untrainable_model(run.model)
     if "layout" not in unread:
         yield from untrainable_layout(run.layout)
+        if "model" not in unread:
+            yield from untrainable_together(run.model, run.layout)
 
 
 def run_notes(run: Run) -> list[str]:
@@ -107,6 +109,9 @@ def run_notes(run: Run) -> list[str]:
             notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.{axis} = 1).")
     if own.precision != "fp16" and run.loss_scale != LossScale():
         notes.append(f"loss_scale has no effect: only fp16 scales the loss (layout.precision = {own.precision}).")
+    for key in ("fp8_scaling", "fp8_keep_blocks"):
+        if own.precision != "fp8" and getattr(own, key) != getattr(Layout, key):
+            notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.precision = {own.precision}).")
     if run.optimizer.name != "muon" and run.optimizer.momentum != Optimizer.momentum:
         notes.append(f"optimizer.momentum has no effect: only muon reads it (optimizer.name = {run.optimizer.name}).")
     if own.dp > 1 and own.zero_stage and own.shard_size == 1:
@@ -181,6 +186,13 @@ def _offloaded_optimizer(run: Run) -> Iterator[Problem]:
     if run.layout.offload_optimizer and run.optimizer.name != "adamw":
         rule = f"is {run.optimizer.name}, but layout.offload_optimizer updates on the host, by adamw alone"
         yield Problem("optimizer.name", rule, 'Set optimizer.name = "adamw", or leave offload_optimizer out.')
+
+
+def _fp8_blocks(run: Run) -> Iterator[Problem]:
+    kept, blocks = run.layout.fp8_keep_blocks, run.model.num_hidden_layers
+    if run.layout.precision == "fp8" and 2 * kept >= blocks:
+        rule = f"{kept} first and {kept} last of {blocks} blocks in bf16 leave none for fp8"
+        yield Problem("layout.fp8_keep_blocks", rule, f"Use at most {(blocks - 1) // 2}.")
 
 
 def _checkpoints(run: Run) -> Iterator[Problem]:
@@ -323,6 +335,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("batch.sequence_length", "model"), _sequence_length),
     (("steps", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule"), _schedule),
     (("loss_scale",), _loss_scale),
+    (("layout", "model"), _fp8_blocks),
     (("optimizer.name", "layout.offload_optimizer"), _offloaded_optimizer),
     (("checkpoint.every_steps", "checkpoint.keep_every_steps"), _checkpoints),
     (("layout.recompute", "layout.recompute_every"), _recompute_every),

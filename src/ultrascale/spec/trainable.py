@@ -13,7 +13,7 @@ TRAINED_FAMILIES = (
     "gpt_oss",
 )  # fmt: skip
 _PLANNED = "`ultrascale plan` handles it."
-_PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+_SPLITTING = ("zb-h1", "zb-v", "dualpipe-v")
 _TWO_COPIES = "dualpipe"
 
 
@@ -30,10 +30,8 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
     if layout.pp > 1 and layout.schedule == _TWO_COPIES:
         rule = "the trainer keeps one copy of every stage so far, and dualpipe needs two"
         found.append(Problem("layout.schedule", rule, _remedy("dualpipe-v, the same order of passes with one copy")))
-    for key in ("precision", "reduce_dtype"):
-        if getattr(layout, key) not in (*_PRECISIONS, None):
-            rule = f"the trainer runs {', '.join(_PRECISIONS)} only so far, is {getattr(layout, key)}"
-            found.append(Problem(f"layout.{key}", rule, _remedy("bf16")))
+    if layout.precision == "fp8":
+        found += _unready_for_fp8(layout)
     return found
 
 
@@ -54,6 +52,25 @@ def _uncut_pieces(layout: Layout) -> Iterator[Problem]:
             yield Problem("layout.mlp_chunks", rule, _remedy(nearest))
 
 
+def _unready_for_fp8(layout: Layout) -> list[Problem]:
+    found = []
+    if layout.tp > 1:
+        rule = f"products that tp cuts are not in fp8 so far, is {layout.tp} beside precision = fp8"
+        found.append(Problem("layout.tp", rule, _remedy('tp = 1 with zero_stage = 3, or precision = "bf16"')))
+    if layout.pp > 1 and layout.schedule in _SPLITTING:
+        rule = f"the trainer does not cut backward passes of fp8 in two so far, as {layout.schedule} does"
+        found.append(Problem("layout.schedule", rule, _remedy("1f1b or interleaved")))
+    return found
+
+
+def untrainable_together(model: Model, layout: Layout) -> list[Problem]:
+    """What the trainer runs of each alone and not yet of both."""
+    if layout.precision != "fp8" or not model.num_experts:
+        return []
+    rule = "experts' products are not in fp8 so far"
+    return [Problem("layout.precision", rule, _remedy('precision = "bf16"'))]
+
+
 def _keeps_results(layout: Layout) -> bool:
     """Whether some block is recomputed selectively, or may be."""
     return layout.recompute in ("selective", "auto") or any(text.startswith("selective") for text in layout.recompute_blocks)
@@ -69,7 +86,9 @@ def untrainable_model(model: Model) -> list[Problem]:
 
 def expect_trainable(model: Model, layout: Layout | None = None) -> None:
     """Raises SpecError with everything in `model` and `layout` that can be planned but not run."""
-    problems = untrainable_model(model) + (untrainable_layout(layout) if layout is not None else [])
+    problems = untrainable_model(model)
+    if layout is not None:
+        problems += [*untrainable_layout(layout), *untrainable_together(model, layout)]
     if problems:
         raise SpecError(problems)
 
