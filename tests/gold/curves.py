@@ -1,7 +1,8 @@
 """Loss curves of a tiny model on real text, one for each precision and optimizer, and how far each may be from fp32's.
 
 The text is `text.txt`, pages of this project's documentation as they once were, byte by byte. The model has 0.2 million
-parameters, a step 1,024 tokens; 300 steps bring it from 5.5 nats a byte to about 2.
+parameters, a step 1,024 tokens; 300 steps bring it from 4.9 nats a byte to about 2. Two runs of one kind that differ in
+roundings come apart by some hundredths: tolerances are above that, and a fault is several times as far.
 """
 
 from __future__ import annotations
@@ -51,21 +52,21 @@ class Curve:
     against: str = "fp32"
 
 
-def _of(beyond: float, *, below: float | None = 0.03, optimizer: dict[str, Any] | None = None, **layout: Any) -> Curve:
+def _of(beyond: float, *, below: float | None = 0.1, optimizer: dict[str, Any] | None = None, **layout: Any) -> Curve:
     settings = replace(PLAIN.optimizer, **(optimizer or {}))
     return Curve(replace(PLAIN, layout=replace(PLAIN.layout, **layout), optimizer=settings), beyond, below)
 
 
 CURVES: dict[str, Curve] = {
     "fp32": _of(0.0),
-    "bf16": _of(0.03, precision="bf16"),
-    "bf16, reduced in bf16": _of(0.03, precision="bf16", reduce_dtype="bf16", dp=2, zero_stage=2, micro_batch_size=4),
-    "fp16": _of(0.03, precision="fp16"),
-    "fp8 by row": _of(0.06, below=None, precision="fp8", fp8_scaling="row"),
-    "fp8 by tensor": _of(0.06, below=None, precision="fp8", fp8_scaling="tensor"),
-    "adamw-bf16": _of(0.03, optimizer={"name": "adamw-bf16"}),
-    "adamw-8bit": _of(0.04, optimizer={"name": "adamw-8bit"}),
-    "muon": _of(0.03, below=None, optimizer={"name": "muon"}),
+    "bf16": _of(0.06, precision="bf16"),
+    "bf16, reduced in bf16": _of(0.06, precision="bf16", reduce_dtype="bf16", dp=2, micro_batch_size=8),
+    "fp16": _of(0.06, precision="fp16"),
+    "fp8 by row": _of(0.1, precision="fp8", fp8_scaling="row"),
+    "fp8 by tensor": _of(0.1, precision="fp8", fp8_scaling="tensor"),
+    "adamw-bf16": _of(0.06, optimizer={"name": "adamw-bf16"}),
+    "adamw-8bit": _of(0.06, optimizer={"name": "adamw-8bit"}),
+    "muon": _of(0.2, below=None, optimizer={"name": "muon"}),
 }
 
 
@@ -129,7 +130,9 @@ def windows(losses: list[float]) -> NDArray[np.float64]:
 
 
 def furthest(losses: list[float], others: list[float]) -> tuple[float, float]:
-    """How far means of `losses` lie above and below those of `others`, at most, in nats."""
+    """How far means of `losses` lie above and below those of `others`, at most, in nats; over the steps that both have."""
+    count = min(len(losses), len(others))
+    losses, others = losses[:count], others[:count]
     apart = windows(losses) - windows(others)
     return float(apart.max()), float(-apart.min())
 

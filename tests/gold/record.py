@@ -52,7 +52,8 @@ def draw(found: dict[str, Found]) -> None:
         style = {"color": "black", "linewidth": 2.5, "zorder": 0} if name == "fp32" else {"linewidth": 1.2}
         left.plot(windows(curve.losses), label=name, **style)
         if name not in ("fp32", "muon"):
-            right.plot(windows(curve.losses) - windows(found["fp32"].losses), label=name, linewidth=1.2)
+            beside = windows(found["fp32"].losses[: len(curve.losses)])
+            right.plot(windows(curve.losses) - beside, label=name, linewidth=1.2)
     left.set(xlabel="step", ylabel="loss, nats a byte", title="mean over 20 steps")
     right.set(xlabel="step", ylabel="nats above fp32", title="distance from fp32")
     right.axhline(0, color="black", linewidth=1)

@@ -41,7 +41,7 @@ def test_families_that_are_only_planned_are_refused_by_name(kind):
     assert [problem.key for problem in caught.value.problems] == ["model.model_type"]
 
 
-@pytest.mark.parametrize("words", [["--layout.precision", "fp8"], ["--model.preset", "tiny-nemotron"]])
+@pytest.mark.parametrize("words", [["--layout.precision", "fp8", "--layout.tp", "2"], ["--model.preset", "tiny-nemotron"]])
 def test_a_run_that_is_only_planned_resolves_but_no_verb_starts_it(words, tmp_path):
     from ultrascale.cli import check, train
 
@@ -58,10 +58,10 @@ def test_what_is_only_planned_is_told_together_with_the_corpus_that_is_missing()
     with pytest.raises(SpecError) as caught:
         resolve(
             None,
-            {"model.preset": "tiny-nemotron", "batch.sequence_length": 64, "layout.precision": "fp8"},
+            {"model.preset": "tiny-nemotron", "batch.sequence_length": 64, "layout.precision": "fp8", "layout.tp": 2},
             require_data=True,
         )
-    assert [p.key for p in caught.value.problems] == ["model.model_type", "layout.precision", "data.sources"]
+    assert [p.key for p in caught.value.problems] == ["model.model_type", "layout.tp", "data.sources"]
 
 
 def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
@@ -74,7 +74,7 @@ def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
 
     with pytest.raises(SpecError, match=r"model\.model_type"):
         Decoder(PRESETS["tiny-nemotron"])
-    with pytest.raises(SpecError, match=r"layout\.precision"):
-        build_share(PRESETS["tiny-llama"], Layout(precision="fp8"), Ranks(0, 1, torch.device("cpu")), seed=0)
+    with pytest.raises(SpecError, match=r"layout\.tp"):
+        build_share(PRESETS["tiny-llama"], Layout(precision="fp8", tp=2), Ranks(0, 1, torch.device("cpu")), seed=0)
     with pytest.raises(SpecError, match=r"model\.model_type"):
         export_folder({}, PRESETS["tiny-nemotron"], tmp_path / "out")

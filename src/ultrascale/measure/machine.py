@@ -94,9 +94,11 @@ def peak_flops(cluster: str, precision: Precision, device: torch.device) -> Peak
     meant = here if asked is None or elsewhere else asked
     note = f" (cluster = {cluster} is another machine)" if elsewhere else ""
     if meant is not None and not meant.measured_at_run_time:
-        return Peak(meant.peak_flops_per_second(precision), f"the {precision} peak of {meant.title}{note}")
-    ceiling = measure_matmul_ceiling(precision, device)
-    origin = f"a large {precision} matrix product here, {_counted(ceiling.threads, 'thread')}{note}"
+        known = precision if precision in meant.peak_flops else {"fp16": "bf16", "fp8": "bf16"}.get(precision, precision)
+        return Peak(meant.peak_flops_per_second(known), f"the {known} peak of {meant.title}{note}")
+    measured = "bf16" if precision == "fp8" else precision  # where fp8 has no peak of its own its products are in wider formats
+    ceiling = measure_matmul_ceiling(measured, device)
+    origin = f"a large {measured} matrix product here, {_counted(ceiling.threads, 'thread')}{note}"
     return Peak(ceiling.flops_per_second, origin, ceiling)
 
 

@@ -1,0 +1,77 @@
+"""Loss curves of every precision and optimizer: as recorded, near fp32's, and a planted fault is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from gold.curves import CURVES, NO_SCALE, PREFIX, STEPS, furthest, recorded, train
+
+from ultrascale.kernels import stochastic
+from ultrascale.parallel.share import Share
+from ultrascale.train import compact_adamw
+from ultrascale.train.compact_adamw import SECOND, as_kept
+
+SAME_LOSS, SAME_NORM = 0.01, 0.02
+"""Nats, and a share of the norm: between machines whose products round otherwise, over the first steps."""
+SHORT = 60
+"""Steps of the shortest record: what is slow on CPUs may have fewer than others."""
+RERUN = [name for name, curve in CURVES.items() if curve.run.layout.world_size == 1]
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_the_recorded_curve_is_as_near_to_fp32_as_stated(name):
+    found, curve = recorded(), CURVES[name]
+    losses = found[name].losses
+    assert len(losses) >= SHORT and losses[-1] < 0.7 * losses[0]
+    above, below = furthest(found[name].losses, found[curve.against].losses)
+    assert above <= curve.beyond and (curve.below is None or below <= curve.below)
+
+
+@pytest.mark.parametrize("name", RERUN)
+def test_the_first_steps_are_those_of_the_record(name):
+    found, kept = train(CURVES[name].run, PREFIX), recorded()[name]
+    assert np.abs(np.subtract(found.losses, kept.losses[:PREFIX])).max() < SAME_LOSS
+    assert np.abs(np.divide(found.norms, kept.norms[:PREFIX]) - 1).max() < SAME_NORM
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CURVES)
+def test_the_whole_curve_is_as_near_to_the_recorded_fp32_as_stated(name):
+    curve = CURVES[name]
+    above, below = furthest(train(curve.run, STEPS).losses, recorded()[curve.against].losses)
+    assert above <= curve.beyond + SAME_LOSS and (curve.below is None or below <= curve.below + SAME_LOSS)
+
+
+# --- planted faults -------------------------------------------------------------------------------------------------------
+
+
+def test_fp16_without_loss_scaling_leaves_the_record():
+    """At the gradients of a step of four million tokens, which 1,024 tokens with so small a factor have."""
+    found = train(replace(CURVES["fp16"].run, loss_scale=NO_SCALE), PREFIX)
+    assert furthest(found.losses, recorded()["fp32"].losses[:PREFIX])[0] > 5 * CURVES["fp16"].beyond
+
+
+def test_a_norm_taken_before_unscaling_leaves_the_record(monkeypatch):
+    norm = Share.gradient_norm
+    monkeypatch.setattr(Share, "gradient_norm", lambda share: norm(share) * 65536)
+    found = train(CURVES["fp16"].run, 2)
+    assert min(np.divide(found.norms, recorded()["fp32"].norms[:2])) > 1000
+
+
+def second_moment(updates: int) -> float:
+    """Mean of a second moment in bf16 after so many gradients of 1; beta2 = 0.999."""
+    values = torch.zeros(8, 64)
+    for update in range(updates):
+        values = as_kept(values * 0.999 + 0.001, "bf16", SECOND, stochastic.rounding_key(0, update, "w", SECOND))
+    return float(values.mean())
+
+
+def test_second_moments_rounded_to_the_nearest_stop_where_a_change_is_below_their_spacing(monkeypatch):
+    updates = 1000
+    exact = 1 - 0.999**updates
+    assert second_moment(updates) == pytest.approx(exact, rel=0.03)
+    monkeypatch.setattr(compact_adamw, "round_to_bf16", lambda values, random: values.bfloat16())
+    assert second_moment(updates) < 0.5 * exact
