@@ -32,7 +32,7 @@ def difference_percent(model, layout: Layout, length: int, num_micro_batches: in
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", "every-k"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
 def test_the_planned_peak_of_one_process_is_the_measured_one(precision, recompute) -> None:
     layout = Layout(micro_batch_size=2, precision=precision, recompute=recompute)
     assert abs(difference_percent(DEMO, layout, 128, 2)) < 0.05

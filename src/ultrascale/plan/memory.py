@@ -74,7 +74,7 @@ class MemoryPlan:
 
 def is_replayed(model: Model, layout: Layout) -> bool:
     """Whether `plan_memory` knows all that `layout` does to `model`: what our trainer runs. `plan.footprint` knows the rest."""
-    return not (layout.precision == "fp8" or (layout.pp > 1 and layout.schedule == "dualpipe"))
+    return not (layout.pp > 1 and layout.schedule == "dualpipe")
 
 
 def plan_memory(
