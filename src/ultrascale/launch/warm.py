@@ -10,10 +10,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import threading
 import time
 import traceback
 from importlib import import_module
+from multiprocessing import synchronize
 
 LEAVING_SECONDS = 0.5
 
@@ -43,12 +43,24 @@ def run_worker(worker: str, arguments: tuple[str, ...], environment: tuple[tuple
         code = 1
     if code:
         sys.exit(code)
-    threading.Thread(target=_leave, daemon=True).start()
+    leave_soon()
 
 
-def _leave() -> None:
-    """torch has a rank wait until the agent has read what it returns, and an agent that was asked to stop never does."""
-    time.sleep(LEAVING_SECONDS)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+def leave_soon() -> None:
+    """Let this process, once it has returned, wait for half a second and no longer until the agent has read what."""
+    setattr(synchronize.Event, "wait", _wait_a_little)  # noqa: B010
+
+
+def _wait_a_little(read: synchronize.Event, timeout: float | None = None) -> bool:
+    """torch has a rank wait until the agent has read what it returns, and an agent that was asked to stop never does.
+
+    This asks again and again: whoever sets an event waits for all that sleep in it, for ever if one of them has died.
+    """
+    end = time.monotonic() + LEAVING_SECONDS
+    while not read.is_set():
+        if time.monotonic() > end:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        time.sleep(0.01)
+    return True
