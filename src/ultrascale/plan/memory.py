@@ -20,7 +20,8 @@ from typing import Any, Literal, NamedTuple
 from ultrascale.plan.ledger import Ledger, Moment
 from ultrascale.plan.pipeline_replay import MailReplay, RankReplay
 from ultrascale.plan.stage_cut import stage_layers
-from ultrascale.plan.stage_replay import Part, StageReplay
+from ultrascale.plan.stage_replay import StageReplay
+from ultrascale.plan.stage_work import Part
 from ultrascale.plan.tally import Tally
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
@@ -229,7 +230,7 @@ def _play_step(
         return
     stage = next(iter(stages.values()))
     sent = messages(orders.schedule)
-    mail = MailReplay(ledger, tally, sent, at.pp, stage.hidden_bytes, over_gloo=stage.shards.over_gloo)
+    mail = MailReplay(ledger, tally, sent, at.pp, stage.work.hidden_bytes, over_gloo=stage.shards.over_gloo)
     replay = RankReplay(ledger, stages, mail, layout.num_stages - 1)
     replay.play(sharded(orders.schedule[at.pp], layout.zero_stage), step)
 

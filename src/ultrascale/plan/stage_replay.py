@@ -11,52 +11,28 @@ The stage is the whole model where there is no pipeline. FSDP2's part is `plan.s
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.offload_replay import Checkpoint, OffloadReplay, Tape
 from ultrascale.plan.recomputed_ops import computed_again, sent_again
-from ultrascale.plan.sharding import Bucket, Shards
+from ultrascale.plan.sharding import Shards
+from ultrascale.plan.stage_work import EXPERTS, Part, StageWork, may_wait
 from ultrascale.plan.tally import Tally
+from ultrascale.plan.weight_gradients import WeightGradients
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.model import Model
-from ultrascale.spec.places import Coordinates, even_part, place
-from ultrascale.spec.weights import Weight, layer_weights, weights_outside_layers
+from ultrascale.spec.places import Coordinates, even_part
 from ultrascale.spec.work import (
     Op,
-    block_work,
     coming_work,
-    embedding_work,
-    head_work,
     input_gather,
-    prediction_block_work,
     prediction_head_work,
     shared_work,
 )
-
-EXPERTS = "mlp.experts."
-PREDICTION_NORM = "shared_head.norm"
-NEVER_WAIT = (EXPERTS, "mlp.router")
-"""Products that are no linear layers: their weights' gradients are made in I (`parallel.pipeline_weights`)."""
-
-
-class Part(NamedTuple):
-    """Which of the model a stage holds."""
-
-    layers: range
-    is_first: bool = True
-    is_last: bool = True
-    predictions: range = range(0)
-    """Blocks of multi-token prediction, which follow the others on the last stage."""
-
-    @property
-    def blocks(self) -> list[int]:
-        """All of them."""
-        return [*self.layers, *self.predictions]
 
 
 class Waits(NamedTuple):
@@ -88,20 +64,14 @@ class StageReplay:
         layout, shape = tally.layout, tally.shape
         self.ledger, self.tally, self.model, self.layout, self.shape, self.part = ledger, tally, model, layout, shape, part
         self.splits = splits
-        self.per_bucket = layout.layers_per_bucket if layout.dp * layout.cp > 1 else 1
-        self.hidden_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
-        self._local = {w.name: replace(w, shape=place(w, layout, at).shape) for w in self._weights()}
-        buckets = self._buckets()
-        self.by_name = {weight.name: (bucket, weight) for bucket in buckets for weight in bucket.weights}
-        self.shards = Shards(ledger, tally, buckets, over_gloo=shape.device == "cpu", has_experts=model.num_experts > 0)
-        self.uses = Counter(name for ops in self._outside() for op in ops for name in op.weights)
-        self.arrived: Counter[str] = Counter()
-        self.pending: dict[str, Held] = {}
+        work = self.work = StageWork(model, layout, shape, part, at)
+        self.shards = Shards(ledger, tally, work.buckets, over_gloo=shape.device == "cpu", has_experts=model.num_experts > 0)
+        self.gradients = WeightGradients(ledger, work, self.shards, DTYPE_BYTES[layout.precision])
         self.under_way: dict[int, Under] = {}
         self.waiting: dict[int, list[Waits]] = {}
         self._now = Under()
         positions = even_part(shape.local_length, layout.tp, at.tp)[1]
-        self._own_part_bytes = self.hidden_bytes * positions // shape.local_length
+        self._own_part_bytes = self.work.hidden_bytes * positions // shape.local_length
         self._shares: dict[str, Held] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
         self._gathered_in_w: set[str] = set()
@@ -112,7 +82,7 @@ class StageReplay:
         now = self._now = self.under_way[micro_batch] = Under()
         self.shards.before_forward(self.shards.root)
         made: dict[str, Held] = {} if given is None else {"hidden": given.hold()}
-        now.tapes.append(self._run(self._before(), made, "activations", {"hidden"}))
+        now.tapes.append(self._run(self.work.before(), made, "activations", {"hidden"}))
         hidden = made.pop("hidden")
         ops = shared_work(model, shape)  # held by whoever reads it on the way back
         self._run(ops, now.shared, "activations", {result.name for op in ops for result in op.makes})
@@ -155,8 +125,8 @@ class StageReplay:
             if whole is None or whole[0] is not waits.source or whole[1].num_bytes != waits.gathered_bytes:
                 self._drop_all([] if whole is None else [whole[1]])
                 whole = waits.source, self._gather_again(waits.gathered_bytes)
-            if not self.shards.adds_in_place(*self.by_name[waits.name]):
-                self._arrive(waits.name, self._weight_gradient(waits.name))
+            if not self.shards.adds_in_place(*self.work.by_name[waits.name]):
+                self.gradients.arrive(waits.name, self.gradients.make(waits.name))
             self._drop_all(waits.held)
         self._drop_all([] if whole is None else [whole[1]])
         for bucket in reversed(self.shards.buckets):
@@ -171,50 +141,12 @@ class StageReplay:
             self.tally.send("all_gather", self.layout.group("tp"), num_bytes)
         return self.ledger.take("temporary", "gathered for gradients of weights", num_bytes)
 
-    # What the stage is
-
-    def _weights(self) -> list[Weight]:
-        """Of the whole model's, those of this stage."""
-        part = self.part
-        named = {name for ops in self._outside() for op in ops for name in op.weights}
-        outside = [w for w in weights_outside_layers(self.model) if w.name in named]
-        return [*outside, *(w for layer in part.blocks for w in layer_weights(self.model, layer))]
-
-    def _buckets(self) -> list[Bucket]:
-        """In the order in which FSDP2 sees them end in a forward pass, what is outside the blocks first: experts that are cut
-        over other ranks than the rest are buckets of their own, before the bucket of their block."""
-        layout, local = self.layout, self._local
-        root = Bucket([w for w in local.values() if w.layer is None], "outside the blocks")
-        buckets = [root]
-        apart = self.model.num_experts > 0 and layout.tp * layout.ep * layout.expert_tp > 1
-        layers = self.part.blocks
-        for first in range(0, len(layers), self.per_bucket):
-            members = layers[first : first + self.per_bucket]
-            for layer in members if apart else ():
-                if experts := [w for w in local.values() if w.layer == layer and w.is_expert]:
-                    buckets.append(Bucket(experts, "experts", ranks=layout.expert_shard_size))
-            norms = [w for w in local.values() if w.layer in members and PREDICTION_NORM in w.name]
-            rest = [w for w in local.values() if w.layer in members and not (apart and w.is_expert) and w not in norms]
-            buckets += [Bucket(rest, "blocks"), *(Bucket([norm], "norms of predictions") for norm in norms)]
-        return buckets
-
-    def _before(self) -> tuple[Op, ...]:
-        return embedding_work(self.model, self.shape) if self.part.is_first else ()
-
-    def _after(self) -> tuple[Op, ...]:
-        return head_work(self.model, self.shape) if self.part.is_last else ()
-
-    def _outside(self) -> list[tuple[Op, ...]]:
-        """What is done outside the blocks in a forward pass."""
-        predicting = [coming_work(self.model, self.shape), prediction_head_work(self.model, self.shape)]
-        return [self._before(), self._after(), *predicting * len(self.part.predictions)]
-
     # Forward
 
     def _forward_end(self, hidden: Held) -> None:
         """The head, and what predicts tokens further on: each from what the last norm, or the block before, made."""
         model, shape, tapes = self.model, self.shape, self._now.tapes
-        norm, *head = self._after()
+        norm, *head = self.work.after()
         made = {"hidden": hidden}
         tapes.append(self._run((norm,), made, "activations", {"final"}))
         source = made["final"].hold()
@@ -225,7 +157,7 @@ class StageReplay:
             tapes.append(self._run(coming_work(model, shape), made, "activations", {"coming"}))
             hidden = self._forward_block(layer, source, made["coming"])
             source = hidden.hold()
-            self.shards.before_forward(self._norm_bucket(layer))
+            self.shards.before_forward(self.work.norm_bucket(layer))
             made = {"hidden": hidden}
             tapes.append(self._run(prediction_head_work(model, shape), made, "activations", {"loss"}, layer=layer))
             self._drop_all(made.values())
@@ -235,7 +167,7 @@ class StageReplay:
         """The gradient of what the last block made. What was done last comes first."""
         source: dict[str, Held] = {}
         for layer in reversed(self.part.predictions):
-            bucket = self._norm_bucket(layer)
+            bucket = self.work.norm_bucket(layer)
             self.shards.before_backward(bucket)
             gradients = {"loss": self.ledger.take("temporary", "loss", 0), **source}
             self._unwind(self._pop_tape(), gradients, layer, waits)
@@ -251,10 +183,10 @@ class StageReplay:
         return gradients.pop("hidden")
 
     def _forward_block(self, layer: int, hidden: Held, coming: Held | None = None) -> Held:
-        bucket = self._bucket(layer)
-        if self._is_first(layer):
+        bucket = self.work.bucket(layer)
+        if self.work.is_first(layer):
             self.shards.before_forward(bucket)
-        ops = self._block_work(layer)
+        ops = self.work.block(layer)
         made, leaves, block_input = {"hidden": hidden}, {"hidden_out"}, hidden
         if coming is not None:
             made["coming"] = coming
@@ -262,7 +194,7 @@ class StageReplay:
         if again is not None:
             shared = {name for op in ops for name in op.saves} & self._now.shared.keys()
             reads = {name: held.hold() for name, held in made.items()}
-            if again.whole and self._cuts_input(layer):
+            if again.whole and self.work.cuts_input(layer):
                 self.ledger.drop(reads["hidden"])
                 reads["hidden"] = self.ledger.take("activations", "residual", self._own_part_bytes)
             checkpoint = Checkpoint(reads, [self._now.shared[name].hold() for name in sorted(shared)], {})
@@ -272,7 +204,7 @@ class StageReplay:
         else:
             self._now.tapes.append(self._run(ops, made, "activations", leaves, layer=layer))
         self._offload.send_down(layer, self._now.tapes[-1], block_input, self._now.shared.values())
-        if self._is_last(layer):
+        if self.work.is_last(layer):
             self.shards.after_forward(bucket)
         return made.pop("hidden_out")
 
@@ -298,7 +230,7 @@ class StageReplay:
         tape = Tape()
         last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.holds)}
         there = set() if kept is None else {name for op in ops if op.reads and op.makes[0].name in kept for name in op.reads}
-        experts, first, last = self._experts(layer, ops)
+        experts, first, last = self.work.experts(layer, ops)
         for index, op in enumerate(ops):
             if not is_again:
                 self.tally.forward(op)
@@ -331,14 +263,10 @@ class StageReplay:
         assert isinstance(tape, Tape)
         return tape
 
-    def _block_work(self, layer: int) -> tuple[Op, ...]:
-        work = prediction_block_work if layer in self.part.predictions else block_work
-        return work(self.model, layer, self.shape)
-
     def _backward_block(self, layer: int, gradient: Held, action: Action, waits: list[Waits] | None) -> dict[str, Held]:
         """The gradients of what it reads."""
-        bucket = self._bucket(layer)
-        if self._is_last(layer):
+        bucket = self.work.bucket(layer)
+        if self.work.is_last(layer):
             self.shards.before_backward(bucket)
         tape = self._now.tapes.pop()
         self._offload.bring_up(tape, *self._now.tapes[-1:])
@@ -349,19 +277,19 @@ class StageReplay:
             self._drop_all([*tape.reads.values(), *tape.shared, *tape.kept.values()])
         else:
             self._unwind(tape, gradients, layer, waits, action)
-        if self._is_first(layer):
+        if self.work.is_first(layer):
             self.shards.after_backward(bucket, action)
         return gradients
 
     def _recompute(self, layer: int, checkpoint: Checkpoint) -> Tape:
         """Run a block again up to the last operation that saves something: torch stops there, before computing it."""
-        ops = self._block_work(layer)
+        ops = self.work.block(layer)
         last = max(index for index, op in enumerate(ops) if op.saves)
         kept = None if self.layout.recomputes(layer) else checkpoint.kept
         made = {name: held.hold() for name, held in checkpoint.reads.items()}
-        if self.layout.recomputes(layer) and self._cuts_input(layer):
+        if self.layout.recomputes(layer) and self.work.cuts_input(layer):
             self.ledger.drop(made["hidden"])
-            made["hidden"] = self.ledger.take("temporary", "gathered block inputs", self.hidden_bytes)
+            made["hidden"] = self.ledger.take("temporary", "gathered block inputs", self.work.hidden_bytes)
             self.tally.send("all_gather", self.layout.group("tp"), input_gather(self.model, self.shape).num_bytes)
         tape = self._run(ops[:last], made, "temporary", set(ops[last].saves), layer=layer, kept=kept, is_again=True)
         self._count_again(layer, ops)
@@ -379,9 +307,9 @@ class StageReplay:
     ) -> None:
         """Run the backward pass of the operations on a tape, last first. `gradients` of results in, of what was read out."""
         sizes = {a.name: a.num_bytes for op, _ in tape.entries for a in op.makes}
-        sizes |= dict.fromkeys(("hidden", "final", "coming"), self.hidden_bytes)
+        sizes |= dict.fromkeys(("hidden", "final", "coming"), self.work.hidden_bytes)
         ops = tuple(op for op, _ in tape.entries)
-        experts, first, last = self._experts(layer, ops)
+        experts, first, last = self.work.experts(layer, ops)
         for index, (op, saved) in reversed(list(enumerate(tape.entries))):
             if experts is not None and index == last:
                 self.shards.before_backward(experts)
@@ -404,7 +332,7 @@ class StageReplay:
         layer: int | None,
         waits: list[Waits] | None,
     ) -> None:
-        ledger, names = self.ledger, self._names(op.weights, layer)
+        ledger, names = self.ledger, self.work.names(op.weights, layer)
         if op.hands_on_saved:
             leaving = {op.reads[0]: saved[0].hold()}
         elif op.passes_gradient:
@@ -416,7 +344,7 @@ class StageReplay:
         if waits is not None and _gathers_gradient(op):
             self._shares[op.reads[0]] = arriving.hold()
         share = self._shares.pop(op.makes[0].name, None)
-        if waits is not None and _may_wait(op):
+        if waits is not None and may_wait(op):
             given = saved[0].hold()
             gathered_bytes, source = (scratch, given) if share is None else (arriving.num_bytes, share)
             if scratch:
@@ -425,18 +353,13 @@ class StageReplay:
             alike = [number for number, other in enumerate(waits) if gathered_bytes and other.source is source]
             waits.insert(alike[0] if alike else len(waits), item)  # products of one input wait in their order
             names, share, scratch = names[1:], None, 0  # of its bias
-        new = [(names[0], saved[1].hold())] if op.hands_on_saved else [(name, self._weight_gradient(name)) for name in names]
+        new = [(names[0], saved[1].hold())] if op.hands_on_saved else [(name, self.gradients.make(name)) for name in names]
         ledger.touch("temporary", "scratch", scratch)
         self._drop_all([arriving, *saved, *([] if share is None else [share])])
         for name, gradient in new:
-            self._arrive(name, gradient)
+            self.gradients.arrive(name, gradient)
         for name, gradient in leaving.items():
             gradients[name] = self._added(gradients[name], gradient) if name in gradients else gradient
-
-    def _cuts_input(self, layer: int) -> bool:
-        """Whether a rank of tp keeps its positions alone of a block's input (`parallel.cut_checkpoints`)."""
-        held_anyway = layer == self.part.layers[0] and not self.part.is_first
-        return self.layout.partition_checkpoints and not held_anyway
 
     def _count_again(self, layer: int, ops: tuple[Op, ...]) -> None:
         """What recomputation of a block does. torch stops where the last tensor is saved: before a plain product, but behind an
@@ -463,60 +386,9 @@ class StageReplay:
         self.ledger.drop(gradient)
         return there
 
-    def _names(self, weights: Sequence[str], layer: int | None) -> list[str]:
-        """Of the whole model; a prediction's head is the model's own."""
-        return [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
-
-    def _weight_gradient(self, name: str) -> Held:
-        _, weight = self.by_name[name]
-        return self.ledger.take("temporary", "gradients of weights", weight.numel * DTYPE_BYTES[self.layout.precision])
-
-    def _arrive(self, name: str, gradient: Held) -> None:
-        """A gradient reaches its weight; one of several uses waits for the rest first, and each sum is a tensor of its own."""
-        if name in self.pending:
-            total = self.ledger.take("temporary", "gradients of weights", gradient.num_bytes)
-            self._drop_all([self.pending.pop(name), gradient])
-            gradient = total
-        self.arrived[name] += 1
-        if self.arrived[name] < self.uses[name]:
-            self.pending[name] = gradient
-            return
-        del self.arrived[name]
-        bucket, weight = self.by_name[name]
-        self.shards.add_gradient(bucket, weight, gradient)
-
-    # Buckets
-
-    def _bucket(self, layer: int) -> Bucket:
-        return self.by_name[f"layers.{layer}.input_layernorm.weight"][0]
-
-    def _norm_bucket(self, layer: int) -> Bucket:
-        return self.by_name[f"layers.{layer}.{PREDICTION_NORM}.weight"][0]
-
-    def _experts(self, layer: int | None, ops: Sequence[Op]) -> tuple[Bucket | None, int, int]:
-        """The bucket that a block's experts have for themselves, and the first and the last operation that read it."""
-        if layer is None:
-            return None, 0, 0
-        at = [index for index, op in enumerate(ops) if op.name.startswith(EXPERTS)]
-        named = [name for index in at for name in ops[index].weights]
-        bucket = self.by_name[f"layers.{layer}.{named[0]}"][0] if named else None
-        if bucket is None or bucket is self._bucket(layer):
-            return None, 0, 0
-        return bucket, at[0], at[-1]
-
-    def _is_first(self, layer: int) -> bool:
-        return (layer - self.part.layers.start) % self.per_bucket == 0
-
-    def _is_last(self, layer: int) -> bool:
-        return (layer + 1 - self.part.layers.start) % self.per_bucket == 0 or layer == self.part.blocks[-1]
-
     def _drop_all(self, held: Iterable[Held]) -> None:
         for one in held:
             self.ledger.drop(one)
-
-
-def _may_wait(op: Op) -> bool:
-    return op.kind == "matmul" and not op.name.startswith(NEVER_WAIT)
 
 
 def _gathers_gradient(op: Op) -> bool:
