@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from agree.small_models import WITH_EXPERTS
 from models.families import FAMILIES
 
 from ultrascale.check.documents import RandomDocuments
@@ -46,6 +47,16 @@ def test_every_axis_drops_the_same_elements(model):
     worst = {verdict.case: max(d.error for d in verdict.worst.values()) for verdict in verdicts}
     assert worst.keys() == LAYOUTS.keys()
     assert {name: error for name, error in worst.items() if not error <= LIMIT} == {}
+
+
+def test_models_with_experts_drop_the_same_elements_where_tokens_are_looked_up_in_whole_sequences():
+    layouts = {"cp": Layout(cp=2, ep=2), "tp, recomputed": Layout(tp=2, recompute="full")}
+    todo = []
+    for name, layout in layouts.items():
+        model = replace(made_small(WITH_EXPERTS["mixtral"], layout), dropout=0.2, expert_capacity_factor=1.0)
+        todo.append(Case(name, run_of(model, layout)))
+    worst = {verdict.case: max(d.error for d in verdict.worst.values()) for verdict in prove_all(todo, steps=2)}
+    assert worst.keys() == layouts.keys() and max(worst.values()) <= LIMIT
 
 
 def test_dropping_changes_the_loss_of_training_by_rate_and_seed():

@@ -164,7 +164,8 @@ def local_batch(arrays: list[Any], case: Case, cp: int) -> dict[str, Tensor]:
     tokens, targets, positions, ids = arrays
     given = ids if case.documents or LENGTH % case.layout.cp else None
     if case.layout.cp > 1:
-        tokens, targets, positions, given = cut_batch(tokens, targets, positions, given, layout=case.layout, cp_rank=cp)
+        local = cut_batch(tokens, targets, positions, given, layout=case.layout, cp_rank=cp)
+        tokens, targets, positions, given = local[:4]
     named = {"tokens": tokens, "targets": targets, "positions": positions, "document_ids": given}
     return {name: torch.from_numpy(array) for name, array in named.items() if array is not None}
 

@@ -115,7 +115,7 @@ def test_at_the_end_nothing_but_parameters_moments_and_the_batch_is_left() -> No
 
 @pytest.mark.parametrize(
     "changes",
-    [{"precision": "fp8"}, {"pp": 2, "schedule": "dualpipe"}],
+    [{"pp": 2, "schedule": "dualpipe"}],
     ids=lambda one: next(iter(one)),
 )
 def test_the_replay_says_what_it_does_not_know(changes: dict) -> None:

@@ -44,9 +44,10 @@ def runs(draw):
         batch=Batch(length, draw(size), tuple(RampStage(end, draw(size)) for end in ends)),
         data=Data(draw(sources), (Source("held-out"),) if evaluate else (), draw(st.booleans()), draw(st.none() | text)),
         optimizer=Optimizer(
+            draw(st.sampled_from(["adamw", "adamw-bf16", "adamw-8bit", "muon"])),
             draw(positive), schedule, draw(st.integers(0, steps // 3)),
             draw(st.none() | st.integers(1, steps // 3)) if schedule == "wsd" else None, draw(share),
-            0.9, draw(st.floats(0, 0.999)), draw(positive), draw(share), draw(st.none() | positive),
+            0.95, 0.9, draw(st.floats(0, 0.999)), draw(positive), draw(share), draw(st.none() | positive),
         ),
         checkpoint=Checkpoint(every, draw(st.integers(0, 9)), None if every is None else every * 3, draw(st.booleans())),
         evaluation=Evaluation(evaluate, draw(st.integers(1, 99))),

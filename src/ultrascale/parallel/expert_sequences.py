@@ -70,10 +70,10 @@ class WholeSequences:
         positions = [own_positions(rows, self.layout, rank) for rank in range(self.cp.size())]
         return Placed(mask, [torch.from_numpy(one).to(options["device"]) for one in positions])
 
-    def enter(self, forward: Callable[..., Tensor], hidden: Tensor, angles: Any, placed: Placed, earlier: Any = None) -> Tensor:
+    def enter(self, forward: Callable[..., Tensor], hidden: Tensor, angles: Any, placed: Placed, *rest: Any) -> Tensor:
         """A block's `forward`, with the tokens' places known."""
         self.positions = placed.positions
-        return forward(hidden, angles, placed.mask, earlier)
+        return forward(hidden, angles, placed.mask, *rest)
 
     @torch.no_grad()
     def keep(self, chosen: Tensor, weights: Tensor, num_experts: int, factor: float) -> Tensor:

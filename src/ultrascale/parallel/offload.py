@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.host_memory import host_tensor
 from ultrascale.parallel.precision import computing_copies
+from ultrascale.parallel.torch_private import tree_leaves
 from ultrascale.spec.layout import OFFLOAD_FROM_BYTES, OFFLOAD_LEFT, Layout
 
 

@@ -9,7 +9,8 @@
     _disable_current_modes                               memory of the host, which nobody counts (`host_memory`)
     _resolve_process_group                               operations of torch's know a group by its name
     _is_profiler_enabled                                 ranges for a profiler, and nothing without one (`lost`)
-    PrefixStore, foreach, _assert_async, _backward_hooks public in all but name
+    PrefixStore, foreach, _assert_async,
+    _backward_hooks, tree_leaves                         public in all but name
 
 Tested with torch 2.11, 2.12 and 2.13.
 """
@@ -30,9 +31,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode as CachedTorchDispatchMode
 
-__all__ = ["AllGather", "CachedTorchDispatchMode", "PrefixStore", "ReduceScatter", "without_modes"]
+__all__ = ["AllGather", "CachedTorchDispatchMode", "PrefixStore", "ReduceScatter", "tree_leaves", "without_modes"]
 
 TESTED = ("2.11", "2.12", "2.13")
 
