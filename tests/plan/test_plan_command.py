@@ -49,8 +49,8 @@ def test_a_choice_is_kept_and_only_the_rest_is_searched(capsys) -> None:
 def test_runnable_searches_what_the_trainer_runs(capsys) -> None:
     plan = answer(capsys, "--runnable", "--top", "50")
     assert plan["trainable"] and any(one["layout"]["pp"] > 1 for one in plan["search"]["ranked"])
-    long = answer(capsys, "--runnable", "--top", "50", "--model", "llama-3.1-8b", "--seq-len", "131072")
-    assert long["trainable"] and any(one["layout"]["cp"] > 1 for one in long["search"]["ranked"])
+    over_cp = answer(capsys, "--runnable", "--top", "50", "--cp", "2")
+    assert over_cp["trainable"] and {one["layout"]["cp"] for one in over_cp["search"]["ranked"]} == {2}
     fp8 = answer(capsys, "--runnable", "--precision", "fp8", "--top", "50")
     assert fp8["trainable"] and {one["layout"]["tp"] for one in fp8["search"]["ranked"]} == {1}
 
