@@ -36,7 +36,7 @@ def _naive(x, out, width, BLOCK: tl.constexpr):
         highest = tl.maximum(highest, tl.max(_part(x, row, first, width, BLOCK)))
     total = 0.0
     for first in range(0, width, BLOCK):
-        total += tl.sum(tl.exp(_part(x, row, first, width, BLOCK) - highest))
+        total += tl.sum(tl.exp(_part(x, row, first, width, BLOCK) - highest))  # pyright: ignore[reportOperatorIssue]
     _write(x, out, row, width, highest, total, BLOCK)
 
 
