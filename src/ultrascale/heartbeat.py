@@ -18,18 +18,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from zlib import crc32
 
 _HEAD = struct.Struct("<QdqqqIBdQH")
 """Beats, time, steps done, steps done at the start (-1: not yet known), nanoseconds waited, pid, waiting, allowance, waits,
 length of the text."""
+_CHECK = struct.Struct("<I")
+"""CRC-32 of what follows. A rank may lose the processor, or be stopped, in the middle of writing a beat: it writes to two slots
+in turn, and the older one is whole."""
 _TEXT = 240
+_SLOT_BYTES = 320
 _ENTRY = struct.Struct("<QH")
 _ENTRY_BYTES = 256
 _BAR = " | "
 RING = 64
 """Collectives remembered."""
-_RING_AT = 512
+_RING_AT = 2 * _SLOT_BYTES
 FILE_BYTES = _RING_AT + RING * _ENTRY_BYTES
 SUFFIX = ".beat"
 
@@ -97,11 +102,13 @@ class Heart:
         self._beats += 1
         text = doing.encode()[:_TEXT]
         allowance = max(self.hang_seconds, MOST_TIMES_LONGEST * self.longest) + self._extra
-        _HEAD.pack_into(
-            self._memory, 0, self._beats, now, self.steps_done, self.started_at, int(_waited * 1e9), os.getpid(), waiting,
-            allowance, self._waits, len(text),
+        head = _HEAD.pack(
+            self._beats, now, self.steps_done, self.started_at, int(_waited * 1e9), os.getpid(), waiting, allowance,
+            self._waits, len(text),
         )  # fmt: skip
-        self._memory[_HEAD.size : _HEAD.size + len(text)] = text
+        told = head + text
+        at = self._beats % 2 * _SLOT_BYTES
+        self._memory[at : at + _CHECK.size + len(told)] = _CHECK.pack(crc32(told)) + told
 
     def note_collective(self, group: str, what: str) -> None:
         """Remember a collective of the ranks `group` that this rank has come to."""
@@ -187,13 +194,23 @@ def _read(path: Path) -> Beat | None:
     data = path.read_bytes()
     if len(data) != FILE_BYTES:
         return None
-    beats, when, done, started_at, _, pid, waiting, allowance, waits_, length = _HEAD.unpack_from(data)
-    if not beats:
+    slots = [slot for at in (0, _SLOT_BYTES) if (slot := _slot(data[at : at + _SLOT_BYTES])) is not None]
+    if not slots:
         return None
-    doing = data[_HEAD.size : _HEAD.size + length].decode(errors="replace")
+    (beats, when, done, started_at, _, pid, waiting, allowance, waits_, _), doing = max(slots)
     return Beat(
         int(path.stem), pid, beats, when, done, started_at, doing, bool(waiting), allowance, tuple(_collectives(data, waits_))
     )
+
+
+def _slot(data: bytes) -> tuple[tuple[Any, ...], str] | None:
+    """The fields and the text of a beat; None if it is not whole."""
+    (check,) = _CHECK.unpack_from(data)
+    fields = _HEAD.unpack_from(data, _CHECK.size)
+    end = _CHECK.size + _HEAD.size + fields[-1]
+    if not fields[0] or end > _SLOT_BYTES or crc32(data[_CHECK.size : end]) != check:
+        return None
+    return fields, data[_CHECK.size + _HEAD.size : end].decode(errors="replace")
 
 
 def _collectives(data: bytes, count: int) -> Iterator[Collective]:

@@ -51,11 +51,16 @@ class Hang:
 def watch(folder: Path, parent: int) -> Hang | None:
     """Look until a rank of `folder` is overdue, and deal with it; None if `parent` has gone before."""
     while os.getppid() == parent:
-        beats = read(folder)
-        if any(beat.overdue > 0 and _state(beat.pid) for beat in beats):
-            return _declare(folder)
+        if _is_overdue(folder):
+            time.sleep(LOOK_SECONDS)  # a machine that slept wakes its ranks a little after its clock
+            if _is_overdue(folder):
+                return _declare(folder)
         time.sleep(LOOK_SECONDS)
     return None
+
+
+def _is_overdue(folder: Path) -> bool:
+    return any(beat.overdue > 0 and _state(beat.pid) for beat in read(folder))
 
 
 def _declare(folder: Path) -> Hang:
