@@ -11,11 +11,11 @@ import multiprocessing
 import os
 import resource
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 EXTRA_MIB = 512
@@ -48,6 +48,24 @@ def confined(work: Callable[..., None], *arguments: Any) -> None:
         process.kill()
         process.join()
     assert said == "", said
+
+
+def read_confined(
+    read: Callable[[bytes], None], data: st.SearchStrategy[bytes], *, count: int, also: Iterable[bytes] = ()
+) -> None:
+    """Let `read` have `count` examples of `data`, all that is huge, and `also` these, in a process as `confined` makes it."""
+
+    @examples(count)
+    @given(data=data)
+    def work(data: bytes) -> None:
+        read(data)
+
+    def all_of_it() -> None:
+        work()
+        for odd in (*HUGE, *also):
+            read(odd)
+
+    confined(all_of_it)
 
 
 def _child(sending: Any, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fuzz.confined import HUGE, JSON, changed, confined, damaged, examples, sound
+from fuzz.confined import JSON, changed, confined, damaged, examples, read_confined, sound
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,23 +42,8 @@ def resolved(text: bytes, path: Path) -> None:
 def test_a_toml_file_is_a_run_or_an_error(tmp_path):
     text = "".join(path.read_text() for path in RUNS[-1:]).encode()
 
-    @examples(400)
-    @given(data=damaged(text))
-    def work(data: bytes) -> None:
-        resolved(data, tmp_path / "run.toml")
-
-    def all_of_it() -> None:
-        work()
-        for data in (
-            *HUGE,
-            b"a = " + b"[" * 50_000,
-            b"a" + b".a" * 50_000 + b" = 1",
-            b"x = " + b"9" * 5000,
-            b"[[a]]\n" * 10_000,
-        ):
-            resolved(data, tmp_path / "run.toml")
-
-    confined(all_of_it)
+    odd = (b"a = " + b"[" * 50_000, b"a" + b".a" * 50_000 + b" = 1", b"x = " + b"9" * 5000, b"[[a]]\n" * 10_000)
+    read_confined(lambda data: resolved(data, tmp_path / "run.toml"), damaged(text), count=400, also=odd)
 
 
 @pytest.mark.catalogue(60)
@@ -87,24 +72,11 @@ def test_a_schedule_file_is_a_schedule_or_an_error(tmp_path, suffix):
         path.write_bytes(data)
         sound(lambda: read_schedule(path))
 
-    @examples(400)
-    @given(data=damaged(good) if suffix == "csv" else damaged(good) | changed(cells))
-    def work(data: bytes) -> None:
-        read(data)
-
-    def all_of_it() -> None:
-        work()
-        for data in (
-            *HUGE,
-            b"0F0," * 300_000,
-            b"x" * 200_000,
-            b"0F" + b"9" * 5000,
-            b"0F0\n999999999F999999999",
-            b'"' + b"a\n" * 100_000,
-        ):
-            read(data)
-
-    confined(all_of_it)
+    odd = (
+        b"0F0," * 300_000, b"x" * 200_000, b"0F" + b"9" * 5000, b"0F0\n999999999F999999999", b'"' + b"a\n" * 100_000,
+    )  # fmt: skip
+    made = damaged(good) if suffix == "csv" else damaged(good) | changed(cells)
+    read_confined(read, made, count=400, also=odd)
 
 
 @pytest.mark.catalogue(60)
@@ -116,17 +88,8 @@ def test_a_csv_of_measured_runs_is_read_or_refused(tmp_path):
         path.write_bytes(data)
         sound(lambda: read_rows(path))
 
-    @examples(300)
-    @given(data=damaged(good))
-    def work(data: bytes) -> None:
-        read(data)
-
-    def all_of_it() -> None:
-        work()
-        for data in (*HUGE, b"model,n_gpus\n" + b"x" * 200_000, good + b"\0\n", good.replace(b"64", b"9" * 5000)):
-            read(data)
-
-    confined(all_of_it)
+    odd = (b"model,n_gpus\n" + b"x" * 200_000, good + b"\0\n", good.replace(b"64", b"9" * 5000))
+    read_confined(read, damaged(good), count=300, also=odd)
 
 
 @pytest.mark.catalogue(48)
@@ -140,14 +103,4 @@ def test_a_config_json_is_a_model_or_an_error(tmp_path, name):
         found = sound(lambda: from_hf(path))
         assert found is None or isinstance(found, Model)
 
-    @examples(300)
-    @given(data=changed(config) | damaged(json.dumps(config).encode()))
-    def work(data: bytes) -> None:
-        read(data)
-
-    def all_of_it() -> None:
-        work()
-        for data in HUGE:
-            read(data)
-
-    confined(all_of_it)
+    read_confined(read, changed(config) | damaged(json.dumps(config).encode()), count=300)

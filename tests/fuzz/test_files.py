@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import zstandard
-from fuzz.confined import HUGE, changed, confined, damaged, examples, sound
+from fuzz.confined import HUGE, changed, confined, damaged, examples, read_confined, sound
 from hypothesis import given
 from train.small_runs import MODEL, make_corpus
 
@@ -61,17 +61,8 @@ def test_every_line_of_jsonl_is_a_text_or_an_error_that_names_its_place(tmp_path
         if not suffix:
             assert count >= sum(bool(line.strip()) for line in data.split(b"\n")), (count, data)
 
-    @examples(150)
-    @given(data=damaged(pack(LINES, suffix)))
-    def work(data: bytes) -> None:
-        read(data)
-
-    def all_of_it() -> None:
-        work()
-        for data in (*HUGE, *(pack(line + b"\n" + LINES, suffix) for line in ODD_LINES), pack(b"\0" * (64 << 20), suffix)):
-            read(data)
-
-    confined(all_of_it)
+    odd = [*(pack(line + b"\n" + LINES, suffix) for line in ODD_LINES), pack(b"\0" * (64 << 20), suffix)]
+    read_confined(read, damaged(pack(LINES, suffix)), count=150, also=odd)
 
 
 def read_corpus(path: Path) -> None:
@@ -89,20 +80,12 @@ def test_an_index_and_its_tokens_are_read_right_or_refused(tmp_path, ending):
     path = Path(f"{prefix}.{ending}")
     good = path.read_bytes()
 
-    @examples(300)
-    @given(data=damaged(good))
-    def work(data: bytes) -> None:
+    def read(data: bytes) -> None:
         path.write_bytes(data)
         read_corpus(prefix)
 
-    def all_of_it() -> None:
-        work()
-        lies = [good[:at] + (2**62).to_bytes(8, "little") + good[at + 8 :] for at in (9, 18, 26, 34, len(good) - 8)]
-        for data in (*HUGE, *lies):
-            path.write_bytes(data)
-            read_corpus(prefix)
-
-    confined(all_of_it)
+    lies = [good[:at] + (2**62).to_bytes(8, "little") + good[at + 8 :] for at in (9, 18, 26, 34, len(good) - 8)]
+    read_confined(read, damaged(good), count=300, also=lies)
 
 
 @pytest.fixture(scope="module")
@@ -147,17 +130,7 @@ def test_a_tokenizer_json_is_a_tokenizer_or_an_error(tmp_path, tokenizer):
         sound(lambda: special_tokens(path))
         sound(lambda: load_tokenizer(path).encode("some words").ids)
 
-    @examples(200)
-    @given(data=changed(small) | damaged(json.dumps(small).encode()))
-    def work(data: bytes) -> None:
-        read(data)
-
-    def all_of_it() -> None:
-        work()
-        for data in HUGE:
-            read(data)
-
-    confined(all_of_it)
+    read_confined(read, changed(small) | damaged(json.dumps(small).encode()), count=200)
 
 
 @pytest.mark.catalogue(48)

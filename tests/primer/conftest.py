@@ -1,5 +1,5 @@
-"""Kernels are run by Triton's interpreter, where there is triton: it has no build for every machine that trains on a CPU."""
+"""Kernels are run by Triton's interpreter; Triton is built for Linux alone."""
 
-from importlib.util import find_spec
+import sys
 
-collect_ignore = [] if find_spec("triton") else ["test_lessons.py", "test_compiles.py"]
+collect_ignore = [] if sys.platform == "linux" else ["test_lessons.py", "test_compiles.py"]

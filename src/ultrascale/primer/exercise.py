@@ -30,7 +30,7 @@ class Exercise:
     """One lesson."""
 
     name: str
-    """A word, for `--only`."""
+    """A word, for the command line."""
     title: str
     meaning: str
     """What the numbers say, in two lines."""
