@@ -1,11 +1,12 @@
 """How fast checkpoints are saved and loaded, beside the bare disk, torch.save and torch's own distributed checkpoints (DCP).
 
-    python benchmarks/cpu/checkpoint_speed.py [--mib 512] [--ranks 2] [--rounds 7] [--folder .] [--json FILE]
+    python benchmarks/cpu/checkpoint_speed.py [--mib 512] [--ranks 2] [--rounds 7] [--ours] [--folder .] [--json FILE]
 
 Every round times each contestant once, in a fresh folder, over the same sharded fp32 tensors; all processes start together and
 the slowest counts. Reported: GB/s of all ranks together, median and lowest to highest, and of the rounds' ratios to the first
 line of its part the median and the middle half. What is read is dropped from memory before each contestant, so that it comes
-from the disk (`--warm` leaves it there). What the lines do differs: torch.save and DCP take no checksum and do not rename;
+from the disk (`--warm` leaves it there). `--ours` leaves torch.save and DCP out: more rounds in the time, and the bare disk
+just before or after. What the lines do differs: torch.save and DCP take no checksum and do not rename;
 `bare` only moves bytes.
 """
 
@@ -19,7 +20,6 @@ import platform
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
@@ -33,11 +33,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ultrascale import checkpoint
+from ultrascale.checkpoint.checksum import crc32
 
 BLOCK_BYTES = 4 << 20
 WRITING = ("bare write + fsync", "ours: save", "torch.save + fsync", "DCP save")
 READING = ("bare read", "ours: verify", "ours: load (verify + read)", "torch.load", "DCP load", "crc32 alone, in memory")
-PARTS = ((WRITING[0], WRITING), (READING[0], READING))
+OTHERS = ("torch.save + fsync", "DCP save", "torch.load", "DCP load")
 
 
 class Contest:
@@ -85,7 +86,7 @@ class Contest:
             "ours: load (verify + read)": lambda: checkpoint.load(self.folder / "ours/step-00000001", self.targets),
             "torch.load": lambda: torch.load(self.saved, weights_only=True),
             "DCP load": lambda: dcp_load(dict(self.targets), checkpoint_id=self.folder / "dcp"),
-            "crc32 alone, in memory": lambda: [zlib.crc32(view) for view in self.views()],
+            "crc32 alone, in memory": lambda: [crc32(view) for view in self.views()],
         }
 
     def bare_write(self) -> None:
@@ -109,6 +110,16 @@ class Contest:
             os.fsync(file.fileno())
 
 
+def parts(ours: bool) -> list[list[str]]:
+    """Who writes and who reads; the bare disk first."""
+    return [[name for name in part if not (ours and name in OTHERS)] for part in (WRITING, READING)]
+
+
+def in_turn(turn: int, ours: bool) -> list[str]:
+    """The order of a round: who goes first finds an idle disk, so everybody does once, but reading comes after writing."""
+    return [name for part in parts(ours) for name in part[turn % len(part) :] + part[: turn % len(part)]]
+
+
 def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace, results: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -116,11 +127,12 @@ def rank_main(rank: int, world: int, folder: str, options: argparse.Namespace, r
     contest = Contest(rank, Path(folder) / "round", options.mib)
     for turn in range(options.rounds + 1):
         contest.clear()
-        first = turn % len(WRITING)  # Who writes first writes to an idle disk: everybody gets a turn.
         contestants = contest.work()
-        for name in (*WRITING[first:], *WRITING[:first], *READING):
-            if name in READING and rank == 0 and not options.warm:
-                contest.forget()
+        for name in in_turn(turn, options.ours):
+            if rank == 0:
+                os.sync()
+                if name in READING and not options.warm:
+                    contest.forget()
             dist.barrier()
             start = time.perf_counter()
             contestants[name]()
@@ -137,6 +149,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512, help="size of the checkpoint")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ours", action="store_true", help="without torch.save and DCP")
     parser.add_argument("--folder", default=".", help="where to write")
     parser.add_argument("--warm", action="store_true", help="read what was just written from memory")
     parser.add_argument("--json", type=Path, help="write every time here")
@@ -149,7 +162,7 @@ def main() -> None:
             "warm": options.warm, "torch": torch.__version__, "machine": platform.machine(), "cpus": os.cpu_count(),
             "load_average": round(os.getloadavg()[0], 1),
         }  # fmt: skip
-        ratios = {name: ratio_to(first, name, seconds) for first, names in PARTS for name in names}
+        ratios = {name: ratio_to(names[0], name, seconds) for names in parts(options.ours) for name in names}
         options.json.write_text(json.dumps({"about": about, "ratios": ratios, "seconds": seconds}, indent=1) + "\n")
 
 
@@ -163,7 +176,7 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
         processes = [context.Process(target=rank_main, args=(rank, *arguments), daemon=True) for rank in range(options.ranks)]
         for process in processes:
             process.start()
-        for _ in range(options.rounds * (len(WRITING) + len(READING))):
+        for _ in range(options.rounds * len(in_turn(0, options.ours))):
             while results.empty():
                 if any(process.exitcode for process in processes):
                     raise SystemExit("a process failed; its error stands above")
@@ -181,7 +194,8 @@ def report(seconds: dict[str, list[float]], options: argparse.Namespace) -> None
     print(
         f"{options.mib} MiB, {options.ranks} ranks, {options.rounds} rounds, {os.cpu_count()} CPUs, torch {torch.__version__}"
     )
-    for first, names in PARTS:
+    for names in parts(options.ours):
+        first = names[0]
         print(f"\n{'':28}{'GB/s':>6}{'lowest':>8}{'highest':>9}{'of ' + first:>28}{'middle half':>15}")
         for name in names:
             rates = sorted(gigabytes / taken for taken in seconds[name])

@@ -53,7 +53,7 @@ def fill_the_disk(root: str, careless: bool) -> None:
 
 def save_until_full(rank: int, root: Path, careless: bool) -> list[str]:
     if careless:  # the planted bug: a short write is taken for a whole one, and nobody looks afterwards
-        files._write_blocks = lambda fd, data: write_what_fits(fd, data)
+        files._write_blocks = lambda fd, data, crc=0: write_what_fits(fd, data) or crc
         os.fsync = lambda fd: None
         checkpoint.saving.verify_size = lambda *place: None  # pyright: ignore[reportAttributeAccessIssue]
     told = []

@@ -1,10 +1,9 @@
 """Bytes on disk: shards are written as a stream, read in ranges, and never reached through a symbolic link.
 
 A shard is a safetensors file (8 bytes of length, a JSON header, raw row-major data). Data goes to the file from the tensor's
-own memory, while a second thread takes its CRC-32; nothing is copied but what must come from a device or be made contiguous,
-one tensor at a time. CRC-32 because it finds every flipped bit and every burst up to 32 bits, at 2.3 GB/s here; SHA-256 runs
-at 1.35 GB/s and blake2b at 1.05, the pace of the disk itself (write + fsync 1.2 GB/s). It is no defence against forgery;
-nothing here executes what it reads, so there is little to gain by forging.
+own memory, block by block, each checksummed as it goes by, while it is in the processor's cache: that costs a tenth of copying
+it, and less than telling another thread to. Nothing is copied but what must come from a device or be made contiguous, one
+tensor at a time. Reading likewise; the kernel fetches what comes next meanwhile.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -23,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from ultrascale.checkpoint.checksum import checksum_text, crc32
 from ultrascale.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.manifest import (
@@ -32,13 +30,13 @@ from ultrascale.checkpoint.manifest import (
     Entry,
     Manifest,
     Shard,
-    checksum_text,
     decode,
 )
 from ultrascale.checkpoint.patience import patiently
 from ultrascale.failpoints import failpoint
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
+"""Small enough for the cache of a core, large enough that calls cost nothing beside it."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,9 @@ def write_shard(folder: Path, file: str, pieces: list[Piece], *, save_id: str, s
 
     def write() -> tuple[int, int]:
         crc, size = 0, 0
-        with _created(folder / file) as fd, ThreadPoolExecutor(1) as pool:
+        with _created(folder / file) as fd:
             for data in chain([memoryview(header)], (view_bytes(pieces[i].tensor) for i in order)):
-                checksum = pool.submit(zlib.crc32, data, crc)
-                _write_blocks(fd, data)
-                crc, size = checksum.result(), size + len(data)
+                crc, size = _write_blocks(fd, data, crc), size + len(data)
                 failpoint("save.block")
         return crc, size
 
@@ -175,17 +171,13 @@ def _verify_shard(folder: Path, file: str, shard: Shard, save_id: str) -> None:
     with opened(folder, file) as fd:
         _expect_size(fd, path, shard)
         _read_ahead(fd)
-        blocks = [memoryview(bytearray(min(BLOCK_BYTES, max(shard.bytes, 1)))) for _ in range(2)]
-        # One block is read while a second thread takes the checksum of the one before.
-        with ThreadPoolExecutor(1) as pool:
-            checksum = pool.submit(zlib.crc32, b"")
-            for turn, at in enumerate(range(0, shard.bytes, BLOCK_BYTES)):
-                part = blocks[turn % 2][: min(BLOCK_BYTES, shard.bytes - at)]
-                _read_exactly(fd, part, at, path)
-                if at == 0:
-                    _expect_save(bytes(part), path, save_id)
-                checksum = pool.submit(zlib.crc32, part, checksum.result())
-            crc = checksum.result()
+        block, crc = memoryview(bytearray(min(BLOCK_BYTES, max(shard.bytes, 1)))), 0
+        for at in range(0, shard.bytes, BLOCK_BYTES):
+            part = block[: min(BLOCK_BYTES, shard.bytes - at)]
+            _read_exactly(fd, part, at, path)
+            if at == 0:
+                _expect_save(bytes(part), path, save_id)
+            crc = crc32(part, crc)
     if checksum_text(crc) != shard.checksum:
         problem = f"checksum is {checksum_text(crc)}, expected {shard.checksum}: its bytes have changed since it was saved"
         raise CheckpointError(f"{path}: {problem}. Use another checkpoint.")
@@ -229,10 +221,14 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _write_blocks(fd: int, data: memoryview) -> None:
-    at = 0
-    while at < len(data):
-        at += os.write(fd, data[at : at + BLOCK_BYTES])
+def _write_blocks(fd: int, data: memoryview, crc: int = 0) -> int:
+    """Write `data`; the checksum `crc` of what came before it, gone on with over it."""
+    for start in range(0, len(data), BLOCK_BYTES):
+        block = data[start : start + BLOCK_BYTES]
+        crc, at = crc32(block, crc), 0
+        while at < len(block):
+            at += os.write(fd, block[at:])
+    return crc
 
 
 def _read_exactly(fd: int, buffer: memoryview, begin: int, path: Path) -> None:

@@ -58,16 +58,18 @@ def load(
     tensors: Tensors,
     *,
     strict: bool = True,
+    verified: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fill `tensors` (tensors, DTensors or `Slice`s of any layout, any device) in place from the checkpoint; its metadata.
 
     Collective like `save`; ranks may ask for different names and parts. Together they must ask for every element of the
-    checkpoint; `strict=False` does not ask that, and leaves tensors alone that the checkpoint lacks. Raises CheckpointError on
-    every rank, naming every tensor that is missing, too many, or of another shape or dtype, and every damaged file. No tensor
-    has changed then, unless the disk failed between verifying and reading; the message says so."""
+    checkpoint; `strict=False` does not ask that, and leaves tensors alone that the checkpoint lacks. `verified` says that
+    `search` or `verify` has just read every byte of it, which is not done again then. Raises CheckpointError on every rank,
+    naming every tensor that is missing, too many, or of another shape or dtype, and every damaged file. No tensor has changed
+    then, unless the disk failed between verifying and reading; the message says so."""
     with coordinating(process_group) as ranks:
-        return _load(Path(folder), tensors, strict, ranks)
+        return _load(Path(folder), tensors, strict, verified, ranks)
 
 
 def load_full(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -137,7 +139,7 @@ def damaged_after(folder: Path) -> tuple[Rejected, ...]:
     return tuple(rejected)
 
 
-def _load(folder: Path, tensors: Tensors, strict: bool, ranks: Coordinator) -> dict[str, Any]:
+def _load(folder: Path, tensors: Tensors, strict: bool, verified: bool, ranks: Coordinator) -> dict[str, Any]:
     doing = f"loading {folder}"
     manifest = ranks.agree(doing, lambda: read_manifest(folder))
     slices = ranks.agree(doing, lambda: slices_of(tensors))
@@ -147,7 +149,8 @@ def _load(folder: Path, tensors: Tensors, strict: bool, ranks: Coordinator) -> d
     if strict:
         offers = ranks.gather([offer_of(piece) for piece in pieces])
         ranks.on_rank_0(doing, lambda: _expect_all_asked_for(offers or []))
-    verify(folder, ranks=ranks)
+    if not verified:
+        verify(folder, ranks=ranks)
     failpoint("load.verified")
     late = f"{doing} (after it verified; some tensors may have changed)"
     ranks.agree(late, lambda: _read_into(folder, manifest, pieces))

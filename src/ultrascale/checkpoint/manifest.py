@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any, NoReturn
 
+from ultrascale.checkpoint.checksum import checksum_text, crc32
 from ultrascale.checkpoint.dtypes import DTYPES
 from ultrascale.checkpoint.errors import CheckpointError
 
@@ -80,10 +80,6 @@ class Manifest:
     metadata: dict[str, Any]
 
 
-def checksum_text(crc: int) -> str:
-    return f"crc32:{crc & 0xFFFFFFFF:08x}"
-
-
 def encode(manifest: Manifest) -> bytes:
     """The file's bytes. Raises CheckpointError if `metadata` would not come back from JSON as it is."""
     shards = {name: {"bytes": shard.bytes, "checksum": shard.checksum} for name, shard in manifest.shards.items()}
@@ -94,7 +90,7 @@ def encode(manifest: Manifest) -> bytes:
     head = f'"format":"{FORMAT}","version":{VERSION},"save_id":"{manifest.save_id}","step":{manifest.step},\n'
     body = f'{head}"shards":{_lines(shards)},\n"tensors":{_lines(tensors)},\n"metadata":{metadata_text(manifest.metadata)}}}\n'
     data = body.encode("ascii")
-    return f'{{"checksum":"{checksum_text(zlib.crc32(data))}",\n'.encode("ascii") + data
+    return f'{{"checksum":"{checksum_text(crc32(data))}",\n'.encode("ascii") + data
 
 
 def metadata_text(metadata: dict[str, Any]) -> str:
@@ -123,8 +119,8 @@ def decode(data: bytes, where: str) -> Manifest:
         raise CheckpointError(
             f"{where}: does not start with a checksum; it is damaged or not a manifest. Use another checkpoint."
         )
-    if checksum_text(zlib.crc32(rest)) != line[1].decode():
-        found = checksum_text(zlib.crc32(rest))
+    if checksum_text(crc32(rest)) != line[1].decode():
+        found = checksum_text(crc32(rest))
         raise CheckpointError(
             f"{where}: checksum is {found}, expected {line[1].decode()}: it is damaged. Use another checkpoint."
         )

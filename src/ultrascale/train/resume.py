@@ -82,8 +82,8 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False) -> None:
-    """Set `trainer` to the state in `checkpoint`, whatever layout wrote it.
+def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False, verified: bool = False) -> None:
+    """Set `trainer` to the state in `checkpoint`, whatever layout wrote it; `verified`: of which every byte was just read.
 
     Raises SpecError if the run or its data are not those of the checkpoint (with `allow_changes`: if its batch is not), and
     CheckpointError if the files are damaged; nothing is changed then.
@@ -91,7 +91,7 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False) 
     facts = read_metadata(checkpoint)
     _expect_same_run(trainer, facts, checkpoint, allow_changes=allow_changes)
     tensors = tensors_of(trainer)
-    load(checkpoint, tensors)
+    load(checkpoint, tensors, verified=verified)
     _take_back(trainer, tensors)
     trainer.steps_done = facts["steps_done"]
     trainer.skipped_steps = facts.get("skipped_steps", 0)
@@ -114,7 +114,7 @@ def restore_newest(trainer: Trainer, root: Path, *, allow_changes: bool = False)
         remedy = "Bring one back from elsewhere, or remove them all to start the run over"
         raise CheckpointError(f"{root}: no checkpoint is whole. {remedy}.\n  {damage}")
     if found.folder is not None:
-        restore(trainer, found.folder, allow_changes=allow_changes)
+        restore(trainer, found.folder, allow_changes=allow_changes, verified=True)
     return found
 
 

@@ -1,0 +1,49 @@
+"""The fast CRC-32 is zlib's, and files are read as often as need be."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+import zlib
+
+import pytest
+import torch
+
+from ultrascale import checkpoint
+from ultrascale.checkpoint import checksum, loading
+
+
+def test_the_fast_checksum_is_zlibs_at_every_length_and_start():
+    assert checksum.crc32.__module__ != zlib.__name__, "isal is a dependency of the tests"
+    draw = random.Random(0)
+    for length in (*range(70), 4095, 4096, 1 << 20, (1 << 20) + 7):
+        data, start = draw.randbytes(length), draw.getrandbits(32)
+        assert checksum.crc32(data, start) == zlib.crc32(data, start)
+        assert checksum.crc32(memoryview(data)) == zlib.crc32(data)
+
+
+def test_where_isal_is_not_installed_what_it_checksummed_still_verifies(tmp_path, monkeypatch):
+    folder = checkpoint.save(tmp_path, 1, {"w": torch.arange(1000.0)}, {})
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    try:
+        plain = importlib.reload(checksum)
+        assert plain.crc32 is zlib.crc32
+        for module in (checkpoint.files, checkpoint.manifest):  # pyright: ignore[reportAttributeAccessIssue]
+            monkeypatch.setattr(module, "crc32", plain.crc32)
+        checkpoint.verify(folder)
+    finally:
+        monkeypatch.undo()
+        importlib.reload(checksum)
+
+
+@pytest.mark.parametrize("verified, times", [(True, 1), (False, 2)])
+def test_what_a_search_has_just_read_is_not_verified_again(tmp_path, monkeypatch, verified, times):
+    checkpoint.save(tmp_path, 1, {"w": torch.arange(1000.0)}, {})
+    read, verify_shard = [], loading.verify_shard
+    monkeypatch.setattr(loading, "verify_shard", lambda *place: read.append(place[1]) or verify_shard(*place))
+    found, here = checkpoint.newest_valid(tmp_path), {"w": torch.zeros(1000)}
+    assert found is not None
+    checkpoint.load(found, here, verified=verified)
+    assert read == ["rank-00000.safetensors"] * times
+    assert torch.equal(here["w"], torch.arange(1000.0))
