@@ -3,13 +3,15 @@
 What `attention_mask` makes of documents and a sliding window says which runs:
 
     None        plain causal: torch's SDPA (flash, cuDNN or memory-efficient attention), which skips the half it cannot see
+    Causal      the same, by one of SDPA's kernels that was asked for
     Spans       where documents end, and a window: flash attention for sequences of many lengths (`kernels.attention_spans`)
     FlexMask    blocks of 128 x 128 that are seen in whole or in part: compiled FlexAttention (`kernels.attention_flex`)
     a tensor    numbers to add to the scores, 0 or -inf, [1 or B, 1, S, S] in the activations' dtype, shared by all layers
 
-Without being told, 16 bits on CUDA take spans; everything else takes a tensor. (Of a boolean mask SDPA makes, and saves, such
-numbers anew in every layer.) On CPU one causal call per document was measured (torch 2.13, one thread): 3 times slower at 51
-tokens a document, 2 times faster at 200 (fp32), even in bf16; it cannot be compiled, so the CPU takes the mask.
+Without being told, 16 bits on CUDA take spans; everything else takes a tensor. A run on CUDA is told: by what was fastest at
+its shapes (`kernels.attention_contest`). (Of a boolean mask SDPA makes, and saves, such numbers anew in every layer.)
+On CPU one causal call per document was measured (torch 2.13, one thread): 3 times slower at 51 tokens a document, 2 times
+faster at 200 (fp32), even in bf16; it cannot be compiled, so the CPU takes the mask.
 
 A sink is a score of each head that draws weight and has no value (GPT-OSS): plain attention's result is made smaller by the
 weight the sink draws, which log-sum-exp tells, and the kernel's own backward pass, given the smaller result and the larger
@@ -21,12 +23,13 @@ row. Values narrower than queries (latent attention) are filled with zeros where
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ultrascale.kernels.attention_flex import FlexMask, attend_flex, flex_mask
 from ultrascale.kernels.attention_spans import (
@@ -41,7 +44,16 @@ from ultrascale.kernels.attention_with_lse import attend, attend_backward
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.spec.layout import AttentionCore
 
-Mask = Tensor | Spans | FlexMask | None
+
+class Causal(NamedTuple):
+    """A token sees itself and all earlier ones."""
+
+    core: AttentionCore
+    """The kernel of SDPA that is to run: a key of `SDPA_KERNELS`."""
+
+
+Mask = Tensor | Spans | FlexMask | Causal | None
+SDPA_KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 def attention(
@@ -65,6 +77,8 @@ def attention(
     if isinstance(mask, Spans):
         return _SpansAttention.apply(query, key, value, mask.ends, mask.window, sinks, scale)  # pyright: ignore[reportReturnType]
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if isinstance(mask, Causal):
+        return _by_one_kernel(query, key, value, SDPA_KERNELS[mask.core], scale)
     if sinks is not None or (value.shape[-1] != query.shape[-1] and not is_cuda(query)):
         return _Attention.apply(query, key, value, mask, sinks, scale)  # pyright: ignore[reportReturnType]
     repeats = query.shape[1] // key.shape[1]
@@ -77,6 +91,14 @@ def attention(
     return out.transpose(1, 2)  # [B, S, H, E']
 
 
+def _by_one_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: SDPBackend, scale: float) -> Tensor:
+    """[B, S, H, E'] of [B, H, S, E]. Raises RuntimeError if that kernel cannot."""
+    grouped = query.shape[1] != key.shape[1]
+    with sdpa_kernel(kernel):
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, scale=scale)
+    return out.transpose(1, 2)
+
+
 def attention_mask(
     num_queries: int,
     num_keys: int,
@@ -87,7 +109,8 @@ def attention_mask(
     device: torch.device,
     core: AttentionCore = "auto",
 ) -> Mask:
-    """Whom the last `num_queries` of `num_keys` positions see, in the form that `core` takes; None: plain causal.
+    """Whom the last `num_queries` of `num_keys` positions see, in the form that `core` takes; None: plain causal,
+    by SDPA.
 
     A token sees itself and earlier ones, of its own document (`document_ids` [B, T]), at most `window` positions in all. As a
     tensor that is what is added to the scores, [1 or B, 1, S, T]. With a cache (T > S) it always is a tensor.
@@ -95,12 +118,13 @@ def attention_mask(
     if window is not None and window >= num_keys:
         window = None
     if num_queries == num_keys:
-        if document_ids is None and window is None:
-            return None
-        if core == "varlen" or (core == "auto" and is_cuda(device) and dtype in FLASH_DTYPES):
-            return Spans(None if document_ids is None else ends_of(document_ids), window)
         if core == "flex":
             return flex_mask(num_keys, document_ids=_ids(document_ids), window=window, device=device)
+        if document_ids is None and window is None:
+            return Causal(core) if core in SDPA_KERNELS else None
+        assert core not in SDPA_KERNELS, "refused before: spec.attention_cores"
+        if core == "varlen" or (core == "auto" and is_cuda(device) and dtype in FLASH_DTYPES):
+            return Spans(None if document_ids is None else ends_of(document_ids), window)
     document_ids = _ids(document_ids)
     keys = torch.arange(num_keys, device=device)
     queries = keys[num_keys - num_queries :].unsqueeze(1)  # [S, 1]

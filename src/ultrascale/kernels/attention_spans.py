@@ -29,8 +29,6 @@ from ultrascale.kernels.device_kind import is_cuda
 
 ENDS_MULTIPLE = 64
 """Documents of a micro-batch are padded to a multiple of this many with empty ones."""
-HEAD_DIM_LIMIT = 256
-"""The widest head that flash attention knows."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIM_MULTIPLE = 8
 """Elements in 16 bytes of bf16: CUDA's kernels load no less."""

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from ultrascale.kernels.attention import attention_mask
-from ultrascale.kernels.attention_spans import HEAD_DIM_LIMIT
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
 from ultrascale.parallel.context import apply_context_parallel
@@ -27,6 +26,7 @@ from ultrascale.plan.stage_cut import stage_layers
 from ultrascale.schedules.actions import Kind
 from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
 from ultrascale.schedules.custom import read_schedule
+from ultrascale.spec.attention_cores import FLASH_HEAD_DIM
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Place, place
@@ -99,11 +99,14 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
 
 
 def apply_attention(stage: Decoder, layout: Layout) -> None:
-    """Have masks made in the form that `layout.attention` takes, in place. Heads too wide for flash attention take a tensor."""
+    """Have masks made in the form that `layout.attention` takes, in place. Heads too wide for flash attention take a tensor.
+
+    What is still to be measured (`train.chosen_kernels`) goes by the rule of `kernels.attention`.
+    """
     core = layout.attention
-    if core in ("auto", "varlen") and stage.spec.head_dim > HEAD_DIM_LIMIT:
+    if core in ("auto", "fastest", "varlen") and stage.spec.head_dim > FLASH_HEAD_DIM:
         core = "sdpa"
-    if core != "auto":
+    if core not in ("auto", "fastest"):
         stage.make_mask = partial(attention_mask, core=core)
 
 

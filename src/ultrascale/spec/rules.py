@@ -9,6 +9,7 @@ from math import frexp, inf
 from typing import Any
 
 from ultrascale.spec import layout, model
+from ultrascale.spec.attention_cores import attention_wanted, why_not
 from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.families import export_problems
 from ultrascale.spec.layout import Layout
@@ -211,18 +212,9 @@ def _recompute_every(run: Run) -> Iterator[Problem]:
 
 
 def _attention(run: Run) -> Iterator[Problem]:
-    core, layout = run.layout.attention, run.layout
-    if core in ("varlen", "flex") and layout.cp > 1:
-        rule = f'"{core}" does not go with layout.cp = {layout.cp}, which has masks of its own, block by block'
-        yield Problem("layout.attention", rule, "Leave it out.")
-    if core == "varlen" and run.device != "cpu" and layout.precision in ("fp32", "fp64"):
-        rule = f'"varlen" is flash attention, which knows 16 bits only; layout.precision is {layout.precision}'
-        yield Problem("layout.attention", rule, 'Use precision = "bf16", or leave it out.')
-    if core == "flex" and run.device != "cpu" and layout.precision == "fp64":
-        yield Problem("layout.attention", '"flex" knows no fp64', "Leave it out.")
-    if core == "flex" and run.device == "cpu":
-        rule = '"flex" cannot be compiled for training on the CPU, and uncompiled makes all scores'
-        yield Problem("layout.attention", rule, "Leave it out.")
+    core = run.layout.attention
+    if core not in ("auto", "fastest") and (reason := why_not(core, attention_wanted(run, run.device))):
+        yield Problem("layout.attention", f'"{core}" {reason}', "Leave it out.")
 
 
 def _evaluation(run: Run) -> Iterator[Problem]:
@@ -339,7 +331,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("optimizer.name", "layout.offload_optimizer"), _offloaded_optimizer),
     (("checkpoint.every_steps", "checkpoint.keep_every_steps"), _checkpoints),
     (("layout.recompute", "layout.recompute_every"), _recompute_every),
-    (("layout.attention", "layout.cp", "layout.precision", "device"), _attention),
+    (("layout.attention", "layout.cp", "layout.precision", "device", "data.document_mask", "model"), _attention),
     (("evaluation.every_steps", "data.validation"), _evaluation),
     (("data.sources", "data.validation"), _corpora),
     (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout"), _noise_scale),

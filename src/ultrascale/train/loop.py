@@ -31,6 +31,7 @@ from ultrascale.spec.run import Run
 from ultrascale.spec.trainable import expect_trainable
 from ultrascale.train.agreement import expect_same_run
 from ultrascale.train.anomalies import AnomalousStepError, CorruptStateError
+from ultrascale.train.chosen_kernels import choose_kernels
 from ultrascale.train.chosen_recompute import choose_recomputation
 from ultrascale.train.compiled import load_compiled, save_compiled
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
@@ -84,6 +85,8 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
     ):
         leaving.enter_context(watched(run, ranks))
         expect_same_run(run, ranks)
+        chosen = choose_kernels(run, ranks, folder)
+        run = chosen.run
         run = choose_recomputation(run, ranks, folder, cluster_of(run, ranks.device), memory_bytes(run, ranks.device))
         fits = None
         if ranks.device.type == "cuda":
@@ -93,8 +96,8 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
             check_writable(folder.checkpoints)
         ranks.barrier()
         session = Session.start(run, ranks, allow_changes=allow_changes)
-        if fits is not None:
-            session.metrics.line(fits)
+        for line in (*chosen.lines, *([] if fits is None else [fits])):
+            session.metrics.line(line)
         leaving.callback(session.saver.close)
         leaving.callback(session.metrics.close)
         done = session.trainer.steps_done

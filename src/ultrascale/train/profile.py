@@ -46,6 +46,7 @@ from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
 from ultrascale.spec.trainable import expect_trainable
 from ultrascale.train.agreement import expect_same_run
+from ultrascale.train.chosen_kernels import choose_kernels
 from ultrascale.train.chosen_recompute import choose_recomputation
 from ultrascale.train.corpora import build_loader, with_absolute_paths
 from ultrascale.train.loop import cluster_of, memory_bytes
@@ -77,6 +78,7 @@ def profile_run(
         expect_same_run(run, ranks)
         folder.mkdir(parents=True, exist_ok=True)
         cluster = cluster_of(run, ranks.device)
+        run = choose_kernels(run, ranks, RunFolder(folder)).run
         run = choose_recomputation(run, ranks, RunFolder(folder), cluster, memory_bytes(run, ranks.device))
         trace = folder / f"rank-{ranks.rank}.json.gz"
         try:

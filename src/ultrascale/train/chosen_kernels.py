@@ -1,0 +1,105 @@
+"""Which kernels a run takes: measured once at its start, said in one line each, kept in its folder, and taken again by whoever
+goes on, so that the bits are the same.
+
+All ranks measure at the same time, and decide from the times of all. What is kept holds for the same model, shapes, layout,
+device and torch; under others the contest is held again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ultrascale.kernels.attention_contest import AttentionShape, contest
+from ultrascale.kernels.contest import Outcomes, Verdict, decide
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.precision import TORCH_DTYPE
+from ultrascale.spec.attention_cores import attention_wanted, why_not
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.run import Run
+from ultrascale.train.run_folder import RunFolder
+
+FILE = "chosen_kernels.json"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A run with its kernels named."""
+
+    run: Run
+    lines: tuple[str, ...]
+    """What was chosen and why, for people."""
+
+
+def choose_kernels(run: Run, ranks: Ranks, folder: RunFolder) -> Chosen:
+    """`run` with its attention core named where that is left to us. Collective.
+
+    Raises SpecError if a core that is asked for cannot do what the run wants on its device.
+    """
+    asked = _asked(run, ranks.device)
+    kept = _kept(ranks, folder, asked)
+    attention = _attention(run, ranks, kept.get("attention"))
+    verdicts = {"attention": attention}
+    if ranks.is_first and any(verdict.seconds for verdict in verdicts.values()):
+        folder.write_json(FILE, {"asked": asked, "verdicts": {name: asdict(one) for name, one in verdicts.items()}})
+    lines = [one.line() + (", as before" if one is kept.get(name) else "") for name, one in verdicts.items()]
+    core: Any = attention.chosen if attention.seconds else run.layout.attention
+    return Chosen(replace(run, layout=replace(run.layout, attention=core)), tuple(lines))
+
+
+def _attention(run: Run, ranks: Ranks, kept: Verdict | None) -> Verdict:
+    wanted = attention_wanted(run, ranks.device.type)
+    core = run.layout.attention
+    if core == "auto" and ranks.device.type == "cpu":
+        told = "torch's flash attention for the CPU" + ", under a mask" * wanted.is_masked
+        return Verdict("attention", "sdpa", f'{told} (timed only with layout.attention = "fastest")')
+    if core not in ("auto", "fastest"):
+        if reason := why_not(core, wanted):
+            raise SpecError([Problem("layout.attention", f'"{core}" {reason}', "Leave it out.")])
+        return Verdict("attention", core, "as layout.attention says")
+    if kept is not None:
+        return kept
+    shape = attention_shape(run)
+    return decide_together("attention", ranks, lambda: contest(shape, wanted, ranks.device, compiled=run.compile))
+
+
+def decide_together(what: str, ranks: Ranks, hold: Callable[[], Outcomes]) -> Verdict:
+    """The verdict on what all ranks measured, on every rank. Collective."""
+    of_ranks = [json.loads(text) for text in ranks.gather_text(json.dumps(hold()))]
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return decide(what, of_ranks)
+
+
+def attention_shape(run: Run) -> AttentionShape:
+    """What attention of the first rank works on; under cp the square of a rank's own part."""
+    model, layout = run.model, run.layout
+    places, heads_swapped = layout.cp_grid
+    cut = layout.tp * heads_swapped
+    key_heads = model.num_attention_heads if model.latent_attention else model.num_key_value_heads
+    return AttentionShape(
+        layout.micro_batch_size, run.batch.sequence_length // places, model.num_attention_heads // cut,
+        max(1, key_heads // cut), model.head_dim, model.value_head_dim, TORCH_DTYPE[layout.precision],
+    )  # fmt: skip
+
+
+def _kept(ranks: Ranks, folder: RunFolder, asked: dict[str, Any]) -> dict[str, Verdict]:
+    """The verdicts that rank 0 finds in the run's folder, if they were on the same question."""
+    before = folder.read_json(FILE) if ranks.is_first else None
+    known = json.loads(ranks.gather_text(json.dumps(before))[0])
+    if not isinstance(known, dict) or known.get("asked") != asked:
+        return {}
+    return {name: Verdict(**one) for name, one in known["verdicts"].items() if one["seconds"]}
+
+
+def _asked(run: Run, device: torch.device) -> dict[str, Any]:
+    """What a choice depends on, as plain data."""
+    parts = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, "torch": torch.__version__,
+        "attention": attention_wanted(run, device.type)._asdict(), "shape": str(attention_shape(run)), "compile": run.compile,
+    }  # fmt: skip
+    return json.loads(json.dumps(parts))

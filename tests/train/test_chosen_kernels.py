@@ -1,0 +1,101 @@
+"""Kernels chosen by their speed in a run: said, kept, taken again by whoever goes on, and alike on every rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from train.small_runs import same, small_run, state, stop_at, train_here, train_ranks
+
+from ultrascale.kernels import contest
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.resolve import resolve
+from ultrascale.train import chosen_kernels
+
+FASTEST = Layout(micro_batch_size=2, attention="fastest")
+
+
+def inject(monkeypatch, **seconds: float) -> None:
+    monkeypatch.setattr(contest, "_timed", lambda forms, inputs, passes: {name: seconds[name] for name in forms})
+
+
+def log(home: Path, name: str) -> list[str]:
+    return [line for line in (home / name / "log.txt").read_text().splitlines() if line.startswith("attention:")]
+
+
+def test_a_run_that_goes_on_takes_the_core_it_had_and_ends_with_the_same_bits(home: Path, monkeypatch) -> None:
+    inject(monkeypatch, sdpa=2e-3, varlen=1e-3)
+    whole, parts = (small_run(home, name=name, layout=FASTEST) for name in ("whole", "parts"))
+    train_here(whole)
+    train_here(parts, before_step=stop_at(3))
+    assert resolve(str(home / "parts" / "run.toml"), []).run.layout.attention == "varlen"
+    inject(monkeypatch, sdpa=1e-3, varlen=2e-3)  # another day, another winner
+    train_here(parts)
+    told = "attention: varlen 1 ms; sdpa 2 ms; not cudnn: is for CUDA"
+    assert [line[: len(told)] for line in log(home, "parts")] == [told, told]
+    assert log(home, "parts")[1].endswith("as before")
+    assert same(state(whole), state(parts))
+
+
+def test_the_file_that_was_written_goes_on_with_the_same_core_though_it_is_asked_for_by_name(home: Path, monkeypatch) -> None:
+    inject(monkeypatch, sdpa=2e-3, varlen=1e-3)
+    train_here(small_run(home, name="parts", layout=FASTEST), before_step=stop_at(3))
+    written = resolve(str(home / "parts" / "run.toml"), []).run
+    train_here(written)
+    assert log(home, "parts")[1] == "attention: varlen, as layout.attention says"
+
+
+def test_on_the_cpu_nothing_is_timed_unless_asked_for_and_the_line_says_so(home: Path, monkeypatch) -> None:
+    monkeypatch.setattr(contest, "_timed", None)
+    run = small_run(home, name="plain")
+    train_here(replace(run, steps=1))
+    assert log(home, "plain") == [
+        'attention: sdpa, torch\'s flash attention for the CPU, under a mask (timed only with layout.attention = "fastest")'
+    ]
+    assert not (home / "plain" / "chosen_kernels.json").exists()
+
+
+def test_ranks_that_measure_otherwise_decide_alike(home: Path, monkeypatch) -> None:
+    def timed(forms, inputs, passes):
+        import torch.distributed as dist
+
+        first = dist.get_rank() == 0
+        seconds = {"sdpa": 1e-3 if first else 5e-3, "varlen": 2e-3}  # alone, rank 0 would take sdpa
+        return {name: seconds[name] for name in forms}
+
+    monkeypatch.setattr(contest, "_timed", timed)
+    run = small_run(home, layout=replace(FASTEST, dp=2))
+    results = train_ranks(replace(run, steps=2))
+    assert [one["steps_done"] for one in results] == [2, 2]
+    assert log(home, "small")[0].startswith("attention: varlen 2 ms; sdpa 5 ms")
+
+
+def test_a_question_that_changed_is_asked_anew(home: Path, monkeypatch) -> None:
+    inject(monkeypatch, sdpa=2e-3, varlen=1e-3)
+    run = small_run(home, name="parts", layout=FASTEST)
+    train_here(run, before_step=stop_at(2))
+    inject(monkeypatch, sdpa=1e-3, varlen=2e-3)
+    train_here(replace(run, layout=replace(FASTEST, micro_batch_size=1)))
+    assert json.loads((home / "parts" / "chosen_kernels.json").read_text())["verdicts"]["attention"]["chosen"] == "sdpa"
+
+
+def test_a_core_that_the_device_has_not_is_refused_at_the_start(home: Path) -> None:
+    run = small_run(home, layout=replace(FASTEST, attention="cudnn"))
+    with pytest.raises(SpecError, match=r'layout.attention: "cudnn" is for CUDA'):
+        train_here(run)
+
+
+def test_shapes_are_those_of_one_rank() -> None:
+    run = resolve(None, {"model.preset": "llama-3.2-1b", "layout.tp": 2, "layout.cp": 4, "layout.precision": "bf16"}).run
+    shape = chosen_kernels.attention_shape(run)
+    assert (shape.length, shape.heads, shape.key_heads, shape.dtype) == (256, 16, 4, torch.bfloat16)
+    swapped = replace(run, layout=replace(run.layout, cp_method="all-to-all"))
+    shape = chosen_kernels.attention_shape(swapped)
+    assert (shape.length, shape.heads, shape.key_heads) == (1024, 4, 1)
+    latent = resolve(None, {"model.preset": "deepseek-v2-lite", "batch.sequence_length": 64}).run
+    shape = chosen_kernels.attention_shape(latent)
+    assert (shape.heads, shape.key_heads, shape.head_dim, shape.value_dim) == (16, 16, 192, 128)
