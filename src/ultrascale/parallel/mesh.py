@@ -16,12 +16,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous as meet
 
 from ultrascale.kernels.device_kind import kind_of
+from ultrascale.parallel.arrival import meet
 from ultrascale.parallel.groups import copies_axis, groups_of, warm_up
 from ultrascale.parallel.lost import waiting
-from ultrascale.parallel.torch_private import PrefixStore
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates
@@ -207,11 +206,7 @@ class Mesh:
 def _join(device: torch.device, timeout: timedelta, rendezvous: str) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"  # the CPUs have a group of their own, `Ranks.host_group`
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    store, rank, world = next(iter(meet(rendezvous, rank, world, timeout=timeout)))
-    # torchrun keeps its store over restarts, and a new worker then meets the addresses of dead ones: each attempt writes
-    # under its own prefix, unless the launcher already gives each a store of its own (pytorch#135712).
-    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store, rank, world = meet(rendezvous, rank, world, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 

@@ -1,0 +1,125 @@
+"""Ranks that start late or never, and a store of the rendezvous that goes away before the ranks have met or after."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+from train.small_runs import BeforeStep, at_step, curve, make_corpus, same, small_run, state, train_here, train_ranks
+
+from ultrascale.launch.forked import run_forked
+from ultrascale.parallel import arrival
+from ultrascale.parallel.torch_private import PrefixStore
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.run import Run
+
+COPIES = Layout(dp=2, zero_stage=2, micro_batch_size=2)
+
+
+@pytest.fixture
+def run(tmp_path) -> Run:
+    make_corpus(tmp_path / "tokens")
+    return small_run(tmp_path, layout=COPIES, steps=4)
+
+
+def outcome(train: Any) -> dict[str, Any]:
+    try:
+        return {"steps_done": train().steps_done}
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error)}
+
+
+# --- late --------------------------------------------------------------------------------------------------------------------
+
+
+def start_late(rendezvous: str, run: Run, late_seconds: float, patience: float) -> dict[str, Any]:
+    """Rank 1 starts so much later than rank 0."""
+    arrival.ARRIVAL_SECONDS = patience
+    if os.environ["RANK"] == "1":
+        time.sleep(late_seconds)
+    return outcome(lambda: train_here(run, rendezvous=rendezvous))
+
+
+@pytest.mark.catalogue(23)
+def test_a_rank_that_starts_late_is_waited_for_longer_than_a_collective_may_take(run):
+    run = replace(run, collective_timeout_seconds=2.0)
+    assert run_forked(2, start_late, run, 4.0, 60.0) == [{"steps_done": 4}] * 2
+
+
+@pytest.mark.catalogue(23)
+def test_control_a_rank_that_is_later_than_is_waited_for_is_named(run):
+    run = replace(run, collective_timeout_seconds=1.0)
+    first = run_forked(2, start_late, run, 4.0, 2.0)[0]
+    assert first["error"] == "LostRankError"
+    assert "rank 0 waited 2 s for rank 1 of 2, which did not start" in first["text"]
+
+
+# --- the store ---------------------------------------------------------------------------------------------------------------
+
+
+def hold_a_store(sending: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sending.send(store.port)
+    time.sleep(600)
+
+
+@contextmanager
+def store_elsewhere() -> Iterator[tuple[int, int]]:
+    """(port, pid) of a store in a process of its own, as torchrun's agent is."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=hold_a_store, args=(sending,), daemon=True)
+    process.start()
+    assert process.pid is not None
+    try:
+        yield receiving.recv(), process.pid
+    finally:
+        process.kill()
+        process.join()
+
+
+def train_with_store(
+    rendezvous: str, run: Run, port: int, before_step: BeforeStep | None = None, kill_before: int = 0
+) -> dict[str, Any]:
+    """`kill_before`: the process that rank 0 kills while rank 1 has not come to the store; rank 1 comes once it is gone."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    wait_for_all = arrival.wait_for_all
+
+    def go_away(store: PrefixStore, rank: int, world: int, timeout: timedelta) -> None:
+        if kill_before and rank == 1:
+            os.kill(kill_before, signal.SIGKILL)
+            time.sleep(0.2)
+        wait_for_all(store, rank, world, timeout)
+
+    arrival.wait_for_all = go_away
+    return outcome(lambda: train_here(run, rendezvous="env://", before_step=before_step))
+
+
+@pytest.mark.catalogue(22)
+def test_a_store_that_goes_away_before_the_ranks_have_met_ends_all_of_them_at_once_and_is_named(run):
+    with store_elsewhere() as (port, pid):
+        found = run_forked(2, train_with_store, run, port, None, pid)
+    assert [one["error"] for one in found] == ["LostRankError"] * 2
+    assert all("lost the store of the rendezvous" in one["text"] for one in found)
+
+
+@pytest.mark.catalogue(22)
+def test_ranks_that_have_met_need_the_store_no_more(run):
+    calm = replace(run, name="calm")
+    train_ranks(calm)
+    with store_elsewhere() as (port, pid):
+        kill = at_step(1, lambda trainer: os.kill(pid, signal.SIGKILL), rank=0)
+        assert run_forked(2, train_with_store, run, port, kill) == [{"steps_done": 4}] * 2
+    assert curve(run) == curve(calm) and same(state(run), state(calm))
+    assert Path(run.folder, run.name, "checkpoints").exists()
