@@ -18,12 +18,13 @@ import psutil
 import pytest
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
 
+from ultrascale.checkpoint import newest_valid
 from ultrascale.demo.interrupted import worker_pids
 from ultrascale.launch import local
 from ultrascale.launch.local import Ending, launch_local
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.resolve import to_toml
-from ultrascale.spec.run import Checkpoint, Run
+from ultrascale.spec.run import Checkpoint, Faults, Run
 
 FAILED = Ending("rank 1 failed with exit code 1")
 KILLED = Ending("rank 1 was ended by SIGKILL", by_signal=True)
@@ -114,6 +115,24 @@ def test_a_killed_rank_is_started_again_and_a_stop_saves_and_nothing_differs_fro
     stopped_at = len(curve(endless))
     whole = replace(endless, name="undisturbed")
     train_ranks(whole, before_step=stop_at(stopped_at))
+    assert curve(endless) == curve(whole) and same(state(endless), state(whole))
+
+
+@pytest.mark.catalogue(11)
+def test_a_stop_while_a_collective_hangs_ends_within_the_time_outs_and_leaves_the_checkpoint_before(endless):
+    endless = replace(endless, faults=Faults(hang_seconds=3.0))
+    with launched(endless) as process:
+        wait_until(lambda: steps_logged(endless) >= 12, process)
+        ranks_of(process)[1].suspend()  # the other now waits in a collective, where Python runs no handler
+        process.terminate()
+        told, code = process.communicate(timeout=120)[0], process.returncode
+    assert code == 1, told
+    assert "hang: no sign of life in step" in told and "stopped by a signal (SIGSTOP" in told and "Traceback" not in told, told
+    found = newest_valid(Path(endless.folder) / endless.name / "checkpoints")
+    assert found is not None and int(found.name[5:]) >= 10
+    whole = replace(endless, name="undisturbed")
+    for run in (endless, whole):
+        train_ranks(run, before_step=stop_at(int(found.name[5:]) + 10))
     assert curve(endless) == curve(whole) and same(state(endless), state(whole))
 
 

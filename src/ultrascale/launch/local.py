@@ -150,7 +150,9 @@ def _stopped(reason: str, failure: Path, saved: Path) -> Ending:
         told = json.loads(failure.read_text())
         return Ending(f"{reason}; rank {told['rank']} failed", exit_code=told["exit_code"], stopped=True, explained=True)
     if not saved.exists():
-        return Ending(f"{reason}, and the ranks ended without saving", stopped=True)
+        hang = failure.parent / HANG_FILE
+        why = f" (hang: {json.loads(hang.read_text())['reason']})" if hang.exists() else ""
+        return Ending(f"{reason}, and the ranks ended without saving{why}", stopped=True)
     return Ending(reason, stopped=True, saved=True)
 
 
