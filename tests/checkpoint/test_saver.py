@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import CheckpointError, Saver, saver
+from ultrascale.checkpoint import CheckpointError, LostContactError, Saver, saver
 
 
 def names(root: Path) -> list[str]:
@@ -280,3 +280,26 @@ def test_leftovers_of_a_killed_run_are_swept_and_other_files_are_not(tmp_path):
 def test_impossible_retention_is_refused(tmp_path, options):
     with pytest.raises(CheckpointError, match="expected keep >= 0 and a positive interval"):
         Saver(tmp_path, **options)
+
+
+# --- a rank that ends ------------------------------------------------------------------------------------------------------
+
+
+def end_during(rank: int, root: Path, doing: str) -> str:
+    """What rank 0 is told when rank 1 ends instead of saving or searching."""
+    with Saver(root) as saving:
+        saving.save(1, {"w": torch.ones(2, 2)}, {})
+        if rank == 1:
+            os._exit(1)
+        with pytest.raises(LostContactError) as caught:
+            saving.save(2, {"w": torch.ones(2, 2)}, {}) if doing == "saving" else checkpoint.search(root)
+        Path(root, "told").write_text(str(caught.value))
+        os._exit(0)
+
+
+@pytest.mark.parametrize("doing", ["saving", "searching"])
+def test_a_rank_that_ends_is_named_and_its_checkpoints_are_not_taken_for_damaged(tmp_path, doing):
+    run_ranks(2, end_during, tmp_path, doing, failures="return")
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("rank 0 lost contact with rank 1 while saving or loading a checkpoint: it has ended. Look for")
+    assert checkpoint.newest_valid(tmp_path) == tmp_path / "step-00000001"

@@ -1,6 +1,6 @@
 """Training state to disk and back, any layout to any layout; see `saving`, `loading`, `files` and `folders` for how."""
 
-from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.errors import CheckpointError, LostContactError
 from ultrascale.checkpoint.folders import check_writable
 from ultrascale.checkpoint.loading import (
     Rejected,
@@ -19,6 +19,7 @@ from ultrascale.checkpoint.slices import Slice, Tensors
 
 __all__ = [
     "CheckpointError",
+    "LostContactError",
     "Rejected",
     "Saver",
     "Search",

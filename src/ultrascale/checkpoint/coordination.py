@@ -2,7 +2,7 @@
 
 Values travel as JSON in byte tensors, not as pickled objects. `agree` is the heart: a step of work runs on every rank, and if
 it failed anywhere, every rank raises the same `CheckpointError`. A rank that has died shows as a broken collective, which
-becomes the same error type."""
+becomes a `LostContactError`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.errors import CheckpointError, LostContactError
+from ultrascale.contact import names, why
 
 T = TypeVar("T")
 MAX_SHOWN = 8
@@ -51,7 +52,7 @@ class Coordinator:
         if self.group is None:
             return {} if mine is None else {0: mine}
         bad = torch.tensor([mine is not None], dtype=torch.int64)
-        with _contact():
+        with self._contact():
             dist.all_reduce(bad, group=self.group)
         if not bad.item():
             return {}
@@ -64,7 +65,7 @@ class Coordinator:
         if self.group is None:
             return [value]
         data = _to_bytes(value)
-        with _contact():
+        with self._contact():
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
             dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
             padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
@@ -81,11 +82,22 @@ class Coordinator:
             return value
         data = _to_bytes(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([len(data)])
-        with _contact():
+        with self._contact():
             dist.broadcast(length, group=self.group, group_src=0)
             data = data if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(data, group=self.group, group_src=0)
         return _from_bytes(data)
+
+    @contextmanager
+    def _contact(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            ranks = [rank for rank in dist.get_process_group_ranks(self.group) if rank != dist.get_rank()]
+            lost = f"rank {dist.get_rank()} lost contact with {names(ranks)} while saving or loading a checkpoint: {why(error)}"
+            raise LostContactError(
+                f"{lost}. Look for the rank that ended first; what was published before is intact."
+            ) from error
 
     def on_rank_0(self, doing: str, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and give its JSON-able result to all. Raises CheckpointError on every rank if it fails."""
@@ -116,15 +128,6 @@ def coordinating(process_group: dist.ProcessGroup | None, *, own_group: bool = F
     finally:
         if dist.is_initialized():
             dist.destroy_process_group(own)
-
-
-@contextmanager
-def _contact() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        problem = f"lost contact with another rank while saving or loading a checkpoint ({error})"
-        raise CheckpointError(f"{problem}. Look for the rank that ended first; what was published before is intact.") from error
 
 
 def _describe(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The one error of this package."""
+"""The errors of this package."""
 
 
 class CheckpointError(RuntimeError):
@@ -6,3 +6,7 @@ class CheckpointError(RuntimeError):
 
     The message names the file or tensor, what was expected and found, and what to do. In a distributed job every rank raises
     it."""
+
+
+class LostContactError(CheckpointError):
+    """Another rank ended, or did not answer, while checkpoints were saved or read. Says nothing of the checkpoint."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ultrascale.checkpoint.coordination import coordinating
-from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.errors import CheckpointError, LostContactError
 from ultrascale.checkpoint.folders import candidates, check_writable, discard, step_folder, sweep
 from ultrascale.checkpoint.loading import verify
 from ultrascale.checkpoint.saving import Plan, copy_to_host, plan_save, write_and_publish
@@ -120,6 +120,8 @@ class Saver:
     def _is_valid(self, name: str) -> bool:
         try:
             self._verify(name)
+        except LostContactError:
+            raise
         except CheckpointError:
             return False
         return True

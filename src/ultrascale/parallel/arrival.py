@@ -11,12 +11,12 @@ from datetime import timedelta
 
 from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
+from ultrascale.contact import names
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.parallel.torch_private import PrefixStore
 
 ARRIVAL_SECONDS = 600.0
 """Ten minutes, as torchrun's rendezvous waits for nodes; more where collectives may take more."""
-MOST_NAMED = 8
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _ALL = "arrived, all"
 
@@ -55,9 +55,8 @@ def _here(rank: int) -> str:
 
 def _missed(store: PrefixStore, world: int, timeout: timedelta) -> str:
     try:
-        missing = [str(rank) for rank in range(world) if not store.check([_here(rank)])]
+        missing = [rank for rank in range(world) if not store.check([_here(rank)])]
     except RuntimeError:
         return "lost the store of the rendezvous before all ranks had met: whoever holds it has ended. Start the ranks again."
-    names = ", ".join(missing[:MOST_NAMED]) + (f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else "")
-    waited = f"waited {timeout.total_seconds():g} s for rank{'s' * (len(missing) > 1)} {names} of {world}"
+    waited = f"waited {timeout.total_seconds():g} s for {names(missing)} of {world}"
     return f"{waited}, which did not start. Look at their machines, and at what started them."

@@ -9,15 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ultrascale import heartbeat
+from ultrascale.contact import names, why
 from ultrascale.parallel.torch_private import profiler_looks_on
 
-_MEANINGS = {
-    ("Timed out", "timeout", "Timeout"): "it did not come in time (collective_timeout_seconds)",
-    ("reset by peer", "closed by peer", "Broken pipe", "Connection closed"): "it has ended",
-    ("refused", "connectFullMesh", "No route", "unreachable"): "it cannot be reached",
-    ("Message truncated", "preamble", "op.nbytes"): "it sent a message of another size",
-}
-"""Parts of gloo's and NCCL's messages."""
 AWAITED = "ultrascale: wait: "
 """Ranges in a profiler's trace in which a rank starts messages or waits for them; what they are follows."""
 
@@ -50,17 +44,7 @@ def waiting(
             raise
         ranks = dist.get_process_group_ranks(group)
         whom = [rank for rank in ranks if rank != dist.get_rank()] if peers is None else [ranks[peer] for peer in peers]
-        names = f"rank{'s' * (len(whom) > 1)} {', '.join(map(str, whom))}"
-        raise LostRankError(f"rank {dist.get_rank()} waited for {names} in {what}: {why(error)}") from error
-
-
-def why(error: BaseException) -> str:
-    """What gloo or NCCL means by its words, in ours; theirs stand in the traceback (ULTRASCALE_TRACEBACK=1)."""
-    text = str(error)
-    for words, meaning in _MEANINGS.items():
-        if any(word in text for word in words):
-            return meaning
-    return "the connection failed"
+        raise LostRankError(f"rank {dist.get_rank()} waited for {names(whom)} in {what}: {why(error)}") from error
 
 
 def _named(what: str, group: dist.ProcessGroup | None, tensor: torch.Tensor | None) -> tuple[str, str]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale import heartbeat
+from ultrascale.contact import why
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.lost import LostRankError, marked
 from ultrascale.schedules.messages import Message
@@ -127,4 +128,4 @@ class Mailbox:
             raise self._lost(what, error) from error
 
     def _lost(self, what: str, error: RuntimeError) -> PipelineError:
-        return PipelineError(f"pipeline rank {self.rank} (rank {dist.get_rank()} of the run) {what}: {error}")
+        return PipelineError(f"pipeline rank {self.rank} (rank {dist.get_rank()} of the run) {what}: {why(error)}")

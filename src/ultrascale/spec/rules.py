@@ -27,7 +27,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "evaluation.every_steps": (1, inf), "evaluation.sequences": (1, inf),
     "loss_scale.growth_steps": (1, inf), "log.every_steps": (1, inf), "log.memory_steps": (0, inf),
 }  # fmt: skip
-_RANGES |= {f"faults.{key}": (1, inf) for key in ("spike_factor", "digest_every_steps", "straggler_steps")}
+_RANGES |= {
+    f"faults.{key}": (1, inf) for key in ("spike_factor", "digest_every_steps", "repeat_every_steps", "straggler_steps")
+}
 _RANGES |= {f"layout.{key}": limits for key, limits in layout.RANGES.items()}
 _RANGES |= {f"model.{key}": limits for key, limits in model.RANGES.items()}
 # Settings of an axis that is not used when it has one rank.

@@ -156,6 +156,9 @@ class Faults:
     digest_every_steps: int | None = 100
     """Compare the bits of weights and optimizer state between ranks that hold the same after so many steps, and before each
     save. None: never."""
+    repeat_every_steps: int | None = None
+    """Compute the gradient of each multiple of so many steps twice, and compare the bits, on CPUs. It costs those steps' passes
+    once more. None: never."""
     straggler_steps: int | None = 4
     """Steps in a window of which ranks compare their own speed; one that is slow three times in a row is named. None: never."""
 

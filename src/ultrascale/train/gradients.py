@@ -29,7 +29,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float
 @contextmanager
 def watched_gradients(stages: Collection[Decoder], see: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
     """While inside, `see` is told each parameter's name and gradient of each backward pass, whole and of this rank alone:
-    before it is added to others or reduced."""
+    before it is added to others or reduced. Not those that a schedule computes apart from the backward pass (`W`)."""
+
+    def tell(name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            see(name, gradient)
+
     hooks: dict[nn.Parameter, RemovableHandle] = {}
 
     def hook_parameters(prefix: str, module: nn.Module, inputs: object) -> None:
@@ -37,7 +42,7 @@ def watched_gradients(stages: Collection[Decoder], see: Callable[[str, torch.Ten
             is_here = bool(prefix) or not name.startswith("layers.")
             if is_here and parameter not in hooks and torch.is_grad_enabled():
                 full = f"{prefix}{name}"
-                hooks[parameter] = parameter.register_hook(lambda gradient, full=full: see(full, gradient))
+                hooks[parameter] = parameter.register_hook(lambda gradient, full=full: tell(full, gradient))
 
     # Gathered parameters exist only once the forward pass of their bucket has begun: a block's with it, the others' with the
     # decoder's (the head is never called by itself, its loss takes the weight).

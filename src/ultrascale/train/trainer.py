@@ -42,6 +42,7 @@ from ultrascale.train.micro_batches import MicroBatch, ReadsSequences, micro_bat
 from ultrascale.train.noise_scale import NoiseScale
 from ultrascale.train.optimizer import build_optimizer, create_state, set_learning_rate
 from ultrascale.train.passes import Passes
+from ultrascale.train.repeat import expect_repeatable, is_due, played_twice
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class Trainer:
     def __post_init__(self) -> None:
         run = self.run
         self._just_compiled = run.compile
+        expect_repeatable(self)
         self.norms = Norms(run.faults)
         if self.ranks.device.type == "cpu":
             keep_freed_memory()
@@ -189,8 +191,7 @@ class Trainer:
         with ExitStack() as watching:
             if self.noise_scale is not None:
                 watching.enter_context(watched_gradients(self.share.stages.values(), self.noise_scale.see))
-            own = self._forward_backward(micro_batches, num_targets)
-        self.share.finish_gradients()
+            own = self._reduced_gradients(micro_batches, num_targets)
         if self.loss_scale is not None:
             unscale(self.share.parameters(), scale)
         norm = float(self.share.gradient_norm())
@@ -264,6 +265,16 @@ class Trainer:
         if stop:
             raise StopRequested
         return targets
+
+    def _reduced_gradients(self, micro_batches: list[MicroBatch], num_targets: int) -> torch.Tensor:
+        """Leave the gradient of all ranks in the parameters; returns what `_forward_backward` does."""
+
+        def play() -> torch.Tensor:
+            own = self._forward_backward(micro_batches, num_targets)
+            self.share.finish_gradients()
+            return own
+
+        return played_twice(self, play) if is_due(self) else play()
 
     def _forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> torch.Tensor:
         """Play the step's actions. Returns this rank's summed loss and, for the noise scale, three sums over its micro-batches:

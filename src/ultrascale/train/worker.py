@@ -13,6 +13,8 @@ from pathlib import Path
 
 from torch import distributed as dist
 
+from ultrascale.checkpoint import LostContactError
+from ultrascale.contact import why
 from ultrascale.launch.orphans import end_with_launcher
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.spec.problems import SpecError
@@ -92,7 +94,7 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
         if not (meant_for_people or has_lost_contact) or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
             raise
         rank, code = int(os.environ.get("RANK", "0")), 2 if isinstance(error, SpecError) else 1
-        text = str(error) if meant_for_people else f"lost contact with another rank ({str(error).splitlines()[0]})"
+        text = str(error) if meant_for_people else f"lost contact with another rank: {why(error)}"
         # Ranks mostly fail together and with the same words: one of them says it.
         if rank == 0 or f"rank {rank}" in text:
             print(f"ultrascale: error on rank {rank}: {text}", file=sys.stderr, flush=True)
@@ -103,7 +105,7 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
 
 def _has_lost_contact(error: Exception) -> bool:
     """Whether a collective broke because another rank is gone; gloo says so in words only."""
-    return isinstance(error, dist.DistError | LostRankError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return isinstance(error, dist.DistError | LostRankError | LostContactError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _tell_cause(error: Exception) -> None:
