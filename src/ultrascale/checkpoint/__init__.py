@@ -1,6 +1,6 @@
 """Training state to disk and back, any layout to any layout; see `saving`, `loading`, `files` and `folders` for how."""
 
-from ultrascale.checkpoint.errors import CheckpointError, LostContactError
+from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError
 from ultrascale.checkpoint.folders import check_writable
 from ultrascale.checkpoint.loading import (
     Rejected,
@@ -21,6 +21,7 @@ __all__ = [
     "CheckpointError",
     "LostContactError",
     "Rejected",
+    "SaveFailedError",
     "Saver",
     "Search",
     "Slice",

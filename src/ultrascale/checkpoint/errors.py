@@ -8,5 +8,9 @@ class CheckpointError(RuntimeError):
     it."""
 
 
+class SaveFailedError(CheckpointError):
+    """The disk did not take a checkpoint. What was there before is whole, and a later save may succeed."""
+
+
 class LostContactError(CheckpointError):
     """Another rank ended, or did not answer, while checkpoints were saved or read. Says nothing of the checkpoint."""

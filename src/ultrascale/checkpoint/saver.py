@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ultrascale.checkpoint.coordination import coordinating
-from ultrascale.checkpoint.errors import CheckpointError, LostContactError
+from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError
 from ultrascale.checkpoint.folders import candidates, check_writable, discard, step_folder, sweep
 from ultrascale.checkpoint.loading import verify
 from ultrascale.checkpoint.saving import Plan, copy_to_host, plan_save, write_and_publish
@@ -58,7 +58,8 @@ class Saver:
     def save(self, step: int, tensors: Tensors, metadata: dict[str, Any], *, finite: bool = False) -> Path:
         """Save as `checkpoint.save` does; where the checkpoint is, or will be once `wait` returns.
 
-        Raises CheckpointError on every rank, for this save or for the pending one; in the latter case this one was not begun.
+        Raises CheckpointError on every rank, SaveFailedError if the disk is to blame, for this save or for the pending one; in
+        the latter case this one was not begun.
         With `finite` also if any rank holds a NaN or an infinity, so that no good checkpoint is removed for one that is lost.
         """
         self.wait()
@@ -90,10 +91,15 @@ class Saver:
         self.close()
 
     def _write(self, plan: Plan) -> Path:
-        folder = write_and_publish(plan, ranks=self._ranks)
-        self._verified.discard(folder.name)  # another save of the same step
-        if self.keep:
-            self._prune(plan.step, folder)
+        try:
+            folder = write_and_publish(plan, ranks=self._ranks)
+            self._verified.discard(folder.name)  # another save of the same step
+            if self.keep:
+                self._prune(plan.step, folder)
+        except LostContactError:
+            raise
+        except CheckpointError as error:
+            raise SaveFailedError(str(error)) from error
         return folder
 
     def _prune(self, step: int, newest: Path) -> None:

@@ -23,7 +23,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "batch.sequence_length": (1, inf), "batch.sequences_per_batch": (1, inf),
     "optimizer.learning_rate": (0, inf), "optimizer.warmup_steps": (0, inf), "optimizer.decay_steps": (1, inf),
     "optimizer.min_learning_rate_ratio": (0, 1), "optimizer.weight_decay": (0, inf),
-    "checkpoint.every_steps": (1, inf), "checkpoint.keep": (0, inf), "checkpoint.keep_every_steps": (1, inf),
+    "checkpoint.every_steps": (1, inf), "checkpoint.keep": (0, inf), "checkpoint.failures_allowed": (0, inf),
+    "checkpoint.keep_every_steps": (1, inf),
     "evaluation.every_steps": (1, inf), "evaluation.sequences": (1, inf),
     "loss_scale.growth_steps": (1, inf), "log.every_steps": (1, inf), "log.memory_steps": (0, inf),
 }  # fmt: skip

@@ -112,6 +112,9 @@ class Checkpoint:
     """Checkpoints of these steps stay for ever."""
     asynchronous: bool = False
     """Copy to memory, train on, write in the background."""
+    failures_allowed: int = 10
+    """Saves in a row that the disk may refuse and the run goes on, told and tried again after a tenth of `every_steps`. 0: the
+    first ends it."""
     export: bool = True
     """Write a Hugging Face folder at the end of the run."""
 

@@ -44,6 +44,7 @@ from ultrascale.train.out_of_memory import measured_here, out_of_memory
 from ultrascale.train.performance import Performance
 from ultrascale.train.resume import changes_since, facts_of, restore_newest, tensors_of
 from ultrascale.train.run_folder import RunFolder, environment
+from ultrascale.train.saves import Saves
 from ultrascale.train.signals import on_stop_signal
 from ultrascale.train.signs_of_life import watched
 from ultrascale.train.stragglers import IN_A_ROW, Stragglers
@@ -98,7 +99,7 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
         session = Session.start(run, ranks, allow_changes=allow_changes)
         for line in (*chosen.lines, *([] if fits is None else [fits])):
             session.metrics.line(line)
-        leaving.callback(session.saver.close)
+        leaving.callback(session.saves.saver.close)
         leaving.callback(session.metrics.close)
         done = session.trainer.steps_done
         if done > run.steps:
@@ -125,13 +126,11 @@ class Session:
     ranks: Ranks
     folder: RunFolder
     trainer: Trainer
-    saver: Saver
+    saves: Saves
     metrics: Metrics
     performance: Performance
     validation: dict[str, Loader]
     """By the name of the metric."""
-    saved_at: int
-    """Steps done at the newest checkpoint; -1 if there is none."""
     save_seconds: float | None = None
     """Training waited so long for the last save. A step's row is written before its save, so that no kill can lose it; the next
     row tells."""
@@ -180,7 +179,8 @@ class Session:
         )
         performance = Performance(run, ranks, metrics)
         saved_at = trainer.steps_done if found.folder is not None else -1
-        return cls(run, ranks, folder, trainer, saver, metrics, performance, validation, saved_at)
+        saves = Saves(saver, run.checkpoint, metrics.save_failed, saved_at)
+        return cls(run, ranks, folder, trainer, saves, metrics, performance, validation)
 
     def steps(self) -> Outcome:
         """Step until the run is done or a signal came."""
@@ -220,19 +220,20 @@ class Session:
     def _rewind(self, error: AnomalousStepError | CorruptStateError) -> None:
         """Go back to the newest checkpoint, if that is what is asked for and there is one; else raise `error`."""
         step, trainer = self.trainer.steps_done, self.trainer
-        if self.run.faults.on_anomaly != "rewind" or self.saved_at < 0 or self.rewinds.count(step) >= MOST_REWINDS:
+        if self.run.faults.on_anomaly != "rewind" or self.saves.saved_at < 0 or self.rewinds.count(step) >= MOST_REWINDS:
             raise error
         if isinstance(error, AnomalousStepError) and step in self.rewinds:
             trainer.to_pass_over.add(step)  # once more did not help: it is not the machine
         self.rewinds.append(step)
         trainer.optimizer.zero_grad(set_to_none=True)
-        self.saver.wait()
+        self.saves.settle(step)
         restore_newest(trainer, self.folder.checkpoints, allow_changes=True)
         self.ranks.barrier()
         if self.ranks.is_first:
             self.folder.forget_metrics_from(trainer.steps_done)
         heartbeat.steps_done(trainer.steps_done)
-        self.saved_at, self.has_stepped = trainer.steps_done, False
+        self.saves.restored(trainer.steps_done)
+        self.has_stepped = False
         self.metrics.line(f"{error} Back to step {trainer.steps_done}.")
         self.metrics.event("rewind", step=step, to=trainer.steps_done, cause=str(error))
 
@@ -249,28 +250,29 @@ class Session:
 
     def finish(self, outcome: Outcome) -> None:
         """Keep what there is, and export it if the run is complete."""
-        if outcome.stopped and self.saved_at != self.trainer.steps_done:
+        heartbeat.beat("waiting for a save", extra_seconds=SLOW_DISK_SECONDS)
+        self.saves.settle(self.trainer.steps_done)
+        if outcome.stopped and self.saves.saved_at != self.trainer.steps_done:
             try:
                 self._compare_replicas_if_due(saving=True)
             except CorruptStateError as error:
                 self._rewind(error)  # and leave it at that
                 outcome = replace(outcome, steps_done=self.trainer.steps_done)
         heartbeat.beat("saving the last checkpoint", extra_seconds=SLOW_DISK_SECONDS)
-        if self.saved_at != self.trainer.steps_done:
-            self.save()
-        self.saver.close()
+        if self.saves.saved_at != self.trainer.steps_done:
+            self.save(last=True)
+        self.saves.saver.close()
         if outcome.stopped:
             self.metrics.line(f"stopped at step {outcome.steps_done}: saved; the same command goes on from here")
         self.metrics.event("stop" if outcome.stopped else "end", step=outcome.steps_done)
 
-    def save(self) -> None:
+    def save(self, *, last: bool = False) -> None:
         """Save the state as it is now."""
         started = time.perf_counter()
         heartbeat.beat("saving a checkpoint", extra_seconds=SLOW_DISK_SECONDS)
-        self.saver.save(self.trainer.steps_done, tensors_of(self.trainer), facts_of(self.trainer), finite=True)
+        self.saves.save(self.trainer.steps_done, tensors_of(self.trainer), facts_of(self.trainer), last=last)
         heartbeat.beat("between steps")
         self.save_seconds = time.perf_counter() - started
-        self.saved_at = self.trainer.steps_done
 
     def _after_step(self, result: StepResult, values: Row) -> None:
         done, run = self.trainer.steps_done, self.run
@@ -283,7 +285,7 @@ class Session:
             self.metrics.row(result.gradients.step, values, tables=tables)
             self.metrics.line(console_line(run, values, done))
         self.metrics.advance(done)
-        saving = _due(run.checkpoint.every_steps, done)
+        saving = self.saves.is_due(done)
         self._compare_replicas_if_due(saving=saving or self._is_complete())
         if saving:
             self.save()

@@ -63,6 +63,11 @@ class Metrics:
         """Add a row to events.jsonl."""
         self._append("events.jsonl", {"time": time.time(), "event": kind, **facts})
 
+    def save_failed(self, step: int, told: str) -> None:
+        """Say that a checkpoint could not be written."""
+        self.line(told)
+        self.event("save failed", step=step, cause=told)
+
     def report(self, name: str, value: Any) -> None:
         """Replace a JSON file of the run's folder."""
         self._try(name, lambda: self.folder.write_json(name, value))

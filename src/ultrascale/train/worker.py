@@ -105,7 +105,9 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
 
 def _has_lost_contact(error: Exception) -> bool:
     """Whether a collective broke because another rank is gone; gloo says so in words only."""
-    return isinstance(error, dist.DistError | LostRankError | LostContactError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return isinstance(error, dist.DistError | LostRankError | LostContactError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
 
 
 def _tell_cause(error: Exception) -> None:
