@@ -1,20 +1,25 @@
 """How long a trace takes and what it needs, at real sizes, against the budgets of the project; one rank each, two steps.
 
-    python benchmarks/trace/trace_speed.py            prints a table; exit code 1 if a budget is broken
+    python benchmarks/trace/trace_speed.py [--output benchmarks/trace/results/trace_speed.json]
 
-Each job is traced in a process of its own, imports included. CPU seconds are what the work costs; on a machine that does
-something else too, wall seconds are more.
+Prints a table; exit code 1 if a budget is broken. Each job is traced in a process of its own, imports included. CPU seconds are
+what the work costs, in one thread; on a machine that does something else too, wall seconds are more: the load is noted.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import platform
 import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
@@ -69,29 +74,50 @@ def traced_here(name: str) -> dict[str, Any]:
     planned = planned_rank(run_of(job), job.rank, "cuda")
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
-        "cpu_seconds": usage.ru_utime + usage.ru_stime, "gib": usage.ru_maxrss / 2**20, "operations": found.ticks,
-        "peak_gib": found.peak_bytes(1) / 2**30, "planned_gib": None if planned is None else planned.peak.total / 2**30,
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1), "gib": round(usage.ru_maxrss / 2**20, 2),
+        "operations": found.ticks, "peak_gib": round(found.peak_bytes(1) / 2**30, 3),
+        "planned_gib": None if planned is None else round(planned.peak.total / 2**30, 3),
     }  # fmt: skip
+
+
+def measure(name: str, job: Job) -> dict[str, Any]:
+    """Trace a job in a process of its own: its numbers, the wall seconds, the load before, and whether the budget holds."""
+    load, started = os.getloadavg()[0], time.perf_counter()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, __file__, "--job", name], env=environment, capture_output=True, text=True, check=True
+    )
+    row = json.loads(done.stdout.splitlines()[-1])
+    row |= {"wall_seconds": round(time.perf_counter() - started, 1), "load_average": round(load, 1)}
+    row["held"] = row["cpu_seconds"] <= job.seconds and row["gib"] <= MOST_GIB
+    return {"job": name, "budget_seconds": job.seconds} | row
 
 
 def main() -> int:
     """Every job, one after the other."""
-    if len(sys.argv) == 2:
-        print(json.dumps(traced_here(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write every number here")
+    parser.add_argument("--job", choices=JOBS, help="trace this one in this process")
+    asked = parser.parse_args()
+    if asked.job:
+        print(json.dumps(traced_here(asked.job)))
         return 0
-    print(f"{platform.machine()}, {platform.platform()}, Python {platform.python_version()}\n")
-    print(f"{'job':<34}{'budget':>8}{'CPU s':>8}{'wall s':>8}{'GiB':>6}{'ops':>9}{'peak GiB':>10}{'planned':>9}")
-    broken = 0
+    about = {
+        "date": time.strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, {platform.platform()}",
+        "processors": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "most_gib": MOST_GIB,
+    }  # fmt: skip
+    print(", ".join(f"{name} {value}" for name, value in about.items()) + "\n")
+    print(f"{'job':<34}{'budget':>8}{'CPU s':>8}{'wall s':>8}{'load':>6}{'GiB':>6}{'ops':>9}{'peak GiB':>10}{'planned':>9}")
+    rows = []
     for name, job in JOBS.items():
-        started = time.perf_counter()
-        done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, check=True)
-        row = json.loads(done.stdout.splitlines()[-1])
-        wall = time.perf_counter() - started
-        broken += row["cpu_seconds"] > job.seconds or row["gib"] > MOST_GIB
+        rows.append(row := measure(name, job))
         planned = "" if row["planned_gib"] is None else f"{row['planned_gib']:.2f}"
-        numbers = f"{row['cpu_seconds']:>8.1f}{wall:>8.1f}{row['gib']:>6.2f}{row['operations']:>9,}{row['peak_gib']:>10.2f}"
-        print(f"{name:<34}{job.seconds:>8.0f}{numbers}{planned:>9}", flush=True)
-    return 1 if broken else 0
+        numbers = f"{row['cpu_seconds']:>8.1f}{row['wall_seconds']:>8.1f}{row['load_average']:>6.1f}{row['gib']:>6.2f}"
+        peak = f"{row['operations']:>9,}{row['peak_gib']:>10.2f}{planned:>9}"
+        print(f"{name:<34}{job.seconds:>8.0f}{numbers}{peak}{'' if row['held'] else '  OVER'}", flush=True)
+    if asked.output:
+        asked.output.write_text(json.dumps(about | {"jobs": rows}, indent=1) + "\n")
+    return int(not all(row["held"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,16 +154,36 @@ def test_what_the_trainer_refuses_is_refused_in_its_words() -> None:
         trace_rank(run, 0)
 
 
-@pytest.mark.parametrize("ask, name", [(lambda x: x.nonzero(), "nonzero"), (lambda x: x[x > 0], "index")])
-def test_an_operation_that_needs_values_is_named_with_its_line(
-    monkeypatch: pytest.MonkeyPatch, ask: Callable[[torch.Tensor], object], name: str
+@torch.library.custom_op("tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+ODD = {
+    "aten.nonzero": lambda x: x.nonzero(),
+    "aten.index": lambda x: x[x > 0],
+    "aten._local_scalar_dense": lambda x: torch.zeros(int((x > 0).sum())),
+    "aten._to_copy": lambda x: x.cpu().numpy(),
+    "TypeError: can't convert meta": lambda x: x.detach().numpy(),
+    "no fake impl registered for .*twice": lambda x: twice(x.detach()),
+    "RuntimeError: .*broadcast": lambda x: x + torch.ones(3, device=x.device),
+}
+"""What shapes alone cannot do, by what is told of it."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_operation_that_needs_values_is_named_with_the_line_of_the_custom_model(
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     activate = feed_forward.activate
 
     def custom(kind: str, *gates: torch.Tensor) -> torch.Tensor:
-        ask(gates[0])
+        ODD[name](gates[0])
         return activate(kind, *gates)
 
     monkeypatch.setattr(feed_forward, "activate", custom)
-    with pytest.raises(TraceError, match=rf"aten\.{name}.*models/feed_forward\.py:\d+ needs values"):
+    with pytest.raises(TraceError, match=name) as told:
         trace_rank(replace(RUN, layout=Layout()), 0)
+    line = ODD[name].__code__.co_firstlineno
+    assert f"tests/trace/test_trace.py:{line}" in str(told.value)
+    assert "shapes alone" in str(told.value) and "\n" not in str(told.value)

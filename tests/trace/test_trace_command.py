@@ -75,6 +75,7 @@ def test_a_world_shares_the_batch_over_data_parallel_ranks(run: str, capsys: pyt
         (["--all-stages", "--explain-oom"], "a line a stage"),
         (["--steps", "0"], "must be at least 1"),
         (["--layout.tp", "3"], "must divide"),
+        (["--world", "9"], "--world\n    9 processes are not a multiple of tp = 2 x pp = 2"),
         (["--layout.schedule", "dualpipe"], "dualpipe"),
     ],
 )
@@ -85,9 +86,11 @@ def test_mistakes_are_told_before_anything_runs(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words, needed", [([], "513 MiB"), (["--all-stages"], "1.00 GiB")])
 def test_too_little_memory_is_said_before_it_is_used(
-    run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: str, words: list[str], needed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(verb, "free_bytes", lambda: 2**20)
-    assert main(["trace", run]) == 2
-    assert "of this machine's memory, of which 1 MiB are free" in capsys.readouterr().err
+    monkeypatch.setattr(verb, "usable_cores", lambda: 2)
+    assert main(["trace", run, *words]) == 2
+    assert f"would take about {needed} of this machine's memory, of which 1 MiB are free" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from ultrascale.plan.memory import num_micro_batches
 from ultrascale.plan.recompute_choice import with_recomputation
 from ultrascale.plan.report import device_of
 from ultrascale.spec.cluster import Cluster
+from ultrascale.spec.machines import free_bytes, usable_cores
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
@@ -88,7 +88,7 @@ def trace(
 def command(arguments: list[str]) -> int:
     """Run the verb."""
     asked, rest = parse_with_overrides(trace, "trace", arguments)
-    run = resolve(asked.run, rest, processes=asked.world).run
+    run = resolve(asked.run, rest, processes=asked.world, processes_flag="--world").run
     _expect_possible(asked, run)
     expect_trainable(run.model, run.layout)
     cluster = cluster_of(run)
@@ -124,9 +124,9 @@ def _expect_possible(asked: Asked, run: Run) -> None:
         raise SpecError(problems)
 
 
-def _expect_memory(run: Run, steps: int) -> None:
-    """Raises SpecError if the trace would not fit into this machine's memory."""
-    needed, free = needed_bytes(run, steps), free_bytes()
+def _expect_memory(run: Run, steps: int, *, at_once: int = 1) -> None:
+    """Raises SpecError if so many traces at once would not fit into this machine's memory."""
+    needed, free = at_once * needed_bytes(run, steps), free_bytes()
     if free is not None and needed > free:
         rule = f"would take about {format_bytes(needed)} of this machine's memory, of which {format_bytes(free)} are free"
         raise SpecError(
@@ -141,19 +141,8 @@ def needed_bytes(run: Run, steps: int) -> float:
     return BASE_BYTES + BYTES_PER_PASS * steps * passes * -(-run.model.num_hidden_layers // layout.pp)
 
 
-def free_bytes() -> int | None:
-    """Memory that is free on this machine; None where the system does not say."""
-    try:
-        with open("/proc/meminfo") as lines:
-            found = dict(line.split(":", 1) for line in lines)
-        return int(found["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        names = os.sysconf_names
-        return None if "SC_AVPHYS_PAGES" not in names else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _stages(asked: Asked, run: Run, device: Literal["cpu", "cuda"]) -> int:
-    _expect_memory(run, 2)
+    _expect_memory(run, 2, at_once=min(run.layout.pp, usable_cores()))
     from ultrascale.trace.stages import trace_stages
     from ultrascale.trace.view import show_stages
 

@@ -82,7 +82,7 @@ class Mailbox:
             with marked(BETWEEN_STAGES):
                 work = dist.isend(tensor, group=group, group_dst=message.receiver, tag=message.number)
         except RuntimeError as error:
-            raise self._lost(f"could not send {message} to rank {message.receiver}", error) from error
+            raise self._lost(f"could not send {message} to pipeline rank {message.receiver}", error) from error
         self._leaving[message.receiver].append((message, tensor, work))
         self._let_go(message.receiver)
 

@@ -160,6 +160,24 @@ def machine_memory_bytes() -> tuple[int, str]:
     return total, "operating system"
 
 
+def free_bytes() -> int | None:
+    """Memory that this process may still take: what the machine has, or a container has left; None where nobody says."""
+    try:
+        with open("/proc/meminfo") as lines:
+            found = dict(line.split(":", 1) for line in lines)
+        free = int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        names = os.sysconf_names
+        return None if "SC_AVPHYS_PAGES" not in names else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+    except (OSError, KeyError, ValueError):  # no container, or its limit is "max"
+        return free
+    return min(free, max(0, limit - used + int(cached)))
+
+
 def usable_cores() -> int:
     """Cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):

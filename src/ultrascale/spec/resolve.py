@@ -52,18 +52,20 @@ def resolve(
     *,
     require_data: bool = False,
     processes: int | None = None,
+    processes_flag: str = "--processes",
 ) -> Resolved:
     """The run that a TOML file (or a run folder, or nothing) and overrides describe.
 
     `overrides` are command-line words (`["--layout.dp", "4", "--compile"]`) or a mapping from dotted keys to values.
     `require_data` demands a corpus to train on, and what the trainer runs. `processes`: of the whole run; those that the other
-    axes leave are data parallel. Raises SpecError with every mistake found.
+    axes leave are data parallel; `processes_flag` is the word that said so. Raises SpecError with every mistake found.
     """
     problems: list[Problem] = []
     layers = [] if path is None else read_files(Path(path), problems)
     if path is not None and not layers:
         raise SpecError(problems)  # without its file, the rest would only be noise
-    return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data, processes=processes)
+    asked = None if processes is None else (processes, processes_flag)
+    return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data, processes=asked)
 
 
 def run_from_toml(text: str, *, where: str = "run.toml") -> Run:
@@ -95,13 +97,13 @@ def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: i
 
 
 def _resolve(
-    layers: list[Layer], problems: list[Problem], *, require_data: bool = False, processes: int | None = None
+    layers: list[Layer], problems: list[Problem], *, require_data: bool = False, processes: tuple[int, str] | None = None
 ) -> Resolved:
     entries = _model_entries(layers, problems) | _other_entries(layers, problems)
     values, bad = _convert_all(entries, problems)
     provenance = {key: entries[key].origin if key in entries else "default" for key in leaves()}
     if processes is not None:
-        _share_processes(processes, entries, values, provenance, bad, problems)
+        _share_processes(*processes, entries, values, provenance, bad, problems)
     _batch_from_tokens(entries, values, provenance, bad, problems)
     run = _build(values, bad, problems, entries)
     found = _section_problems(run, bad)
@@ -210,6 +212,7 @@ def _convert_all(entries: dict[str, Entry], problems: list[Problem]) -> tuple[di
 
 def _share_processes(
     processes: int,
+    flag: str,
     entries: dict[str, Entry],
     values: dict[str, Any],
     provenance: dict[str, str],
@@ -222,16 +225,16 @@ def _share_processes(
     said = " x ".join(f"{key} = {size}" for key, size in axes.items() if size > 1) or "1"
     if processes < 1:
         remedy = "Leave it out to start as many as the layout needs."
-        problems.append(Problem("--processes", f"must be at least 1, is {processes}", remedy))
+        problems.append(Problem(flag, f"must be at least 1, is {processes}", remedy))
     elif processes % others:
         near = max(1, round(processes / others)) * others
         rule = f"{processes} processes are not a multiple of {said}, which the layout cuts each replica over"
-        problems.append(Problem("--processes", rule, f"Start {near}, or change an axis."))
+        problems.append(Problem(flag, rule, f"Take {near}, or change an axis."))
     elif given is not None and given.origin == "flag" and values.get("layout.dp") not in (None, processes // others):
         rule = f"{processes} processes leave dp = {processes // others} beside {said}, but the flag says {given.value}"
         problems.append(Problem("layout.dp", rule, "Leave out one of the two."))
     else:
-        values["layout.dp"], provenance["layout.dp"] = processes // others, f"--processes {processes}"
+        values["layout.dp"], provenance["layout.dp"] = processes // others, f"{flag} {processes}"
         bad.discard("layout.dp")
         return
     bad.add("layout.dp")

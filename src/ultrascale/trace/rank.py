@@ -8,6 +8,9 @@ Recorder          sees every operation of it                          (recorder.
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +23,10 @@ from ultrascale.schedules.actions import Action
 from ultrascale.schedules.actions import Kind as ActionKind
 from ultrascale.spec.run import Run
 from ultrascale.spec.trainable import expect_trainable
+from ultrascale.trace.lines import is_code, line_of_error
 from ultrascale.trace.pretend import pretended_rank
 from ultrascale.trace.record import RankTrace
-from ultrascale.trace.recorder import Recorder
+from ultrascale.trace.recorder import Recorder, TraceError
 from ultrascale.trace.routing import balanced_routing
 from ultrascale.train.trainer import Trainer
 
@@ -71,10 +75,31 @@ def trace_rank(
     trace.micro_batches = (traced, count)
     with pretended_rank(rank, run.layout.world_size, device) as (ranks, streams), balanced_routing():
         recorder = Recorder(trace, stream_name=lambda: streams.current.name)
-        with recorder:
+        with recorder, named_errors():
             trainer = Trainer(run, ranks, EmptySequences(run.batch.sequence_length))  # pyright: ignore[reportArgumentType]
             record_steps(trainer, recorder, steps)
     return trace
+
+
+@contextmanager
+def named_errors() -> Iterator[None]:
+    """Inside, an error that is not told by this program becomes a TraceError with the line it came from.
+
+    Raises it for what torch refuses of tensors without values outside of an operation (`tensor.numpy()`, a custom operation
+    without `register_fake`, a constant on another device), and for mistakes of a model. Assertions of this program pass.
+    """
+    try:
+        yield
+    except Exception as error:
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        is_assert = isinstance(error, AssertionError) and is_code(innermost.f_code.co_filename)
+        if is_assert or isinstance(error, MemoryError) or type(error).__module__.startswith("ultrascale."):
+            raise
+        where = line_of_error(error)
+        text = (str(error).strip() or "no more is said").splitlines()[0]
+        raise TraceError(
+            f"{where} cannot be traced, where tensors have shapes alone: {type(error).__name__}: {text}"
+        ) from error
 
 
 def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:

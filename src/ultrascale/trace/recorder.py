@@ -2,7 +2,8 @@
 
 On the meta device nothing is computed, and most operations repeat: for one that neither writes nor gives views its results are
 made from what the first with the same shapes gave, at a tenth of the time of torch's shape functions. What only values could
-tell is pretended: a number that the host reads is 2, and of experts every one is chosen equally often (`trace.routing`).
+tell is pretended: a number that the trainer reads is 2, and of experts every one is chosen equally often (`trace.routing`). A
+model that reads one is refused, with the operation and the line.
 
 The same recorder counts a step that really runs on the CPU (`is_real`): tests hold the one to the other.
 """
@@ -24,14 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ultrascale.parallel import all_to_all, tensor_ops
 from ultrascale.trace.flops import FLOPS
 from ultrascale.trace.groups import group_of
+from ultrascale.trace.lines import line_of_code, line_of_ours, may_read
 from ultrascale.trace.recipes import key_of, made, recipe_of, tensors_in
 from ultrascale.trace.record import RankTrace, Sent
-from ultrascale.trace.storages import AGAIN, Storages, line_of_ours
+from ultrascale.trace.storages import AGAIN, Storages
 
 _aten = torch.ops.aten
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 PRETENDED_NUMBER = 2.0
-"""What the host reads from the device: a norm above any limit, so that gradients are clipped."""
+"""What the trainer reads from the device: a norm above any limit, so that gradients are clipped."""
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -78,10 +80,7 @@ class Recorder(Storages):
         try:
             return handler(func, args, kwargs or {})
         except NotImplementedError as error:
-            where = line_of_ours(sys._getframe())
-            raise TraceError(
-                f"{func} at {where} needs values, and a trace has shapes alone: {str(error).splitlines()[0]}"
-            ) from error
+            raise _needs_values(func, "its result's shape, or what is done next, depends on them") from error
 
     def _handler(self, func: Any) -> Handler:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -164,6 +163,8 @@ class Recorder(Storages):
         (tensor,) = args
         if tensor.device.type != "meta":
             return func(*args, **options)
+        if not may_read(sys._getframe()):
+            raise _needs_values(func, "the host reads a number, on which shapes and branches may depend")
         if tensor.dtype.is_floating_point:
             return PRETENDED_NUMBER
         return True if tensor.dtype is torch.bool else 0
@@ -171,6 +172,8 @@ class Recorder(Storages):
     def _to_copy(self, func: Any, args: Any, options: Any) -> Any:
         device = options.get("device")
         if device is not None and device.type == "cpu" and args[0].device.type == "meta":
+            if not may_read(sys._getframe()):
+                raise _needs_values(func, "numbers are copied to the host, which may do anything with them")
             result = torch.zeros(args[0].shape, dtype=options.get("dtype") or args[0].dtype)
             self._hide(result.untyped_storage())  # on a CPU it would be no copy
             return result
@@ -210,7 +213,7 @@ class Recorder(Storages):
         if self.is_real:
             return func(*args, **options)
         if func.namespace != "c10d":
-            raise TraceError(f"{func} at {line_of_ours(sys._getframe())} is a collective that a trace does not know")
+            raise TraceError(f"{func} at {line_of_code(sys._getframe())} is a collective that a trace does not know")
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
@@ -248,6 +251,13 @@ class Recorder(Storages):
         if torch._C._current_graph_task_id() == -1:
             return "forward"
         return "recomputed" if self._block.endswith(AGAIN) else "backward"
+
+
+def _needs_values(func: Any, why: str) -> TraceError:
+    return TraceError(
+        f"{func} at {line_of_code(sys._getframe())} needs values, and a trace has shapes alone: {why}. "
+        "Write it without, such as with torch.where or a fixed size."
+    )
 
 
 def _as_group(value: Any) -> dist.ProcessGroup | None:

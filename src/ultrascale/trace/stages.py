@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
 from ultrascale.kernels.device_kind import Kind
 from ultrascale.plan.memory import is_replayed, plan_memory
+from ultrascale.spec.machines import usable_cores
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.run import Run
 from ultrascale.trace.allocator import reserved_bytes
@@ -35,7 +35,7 @@ def trace_stages(run: Run, *, device: Kind) -> list[StagePeak]:
     """Each stage in a process of its own, as many at once as there are cores."""
     in_stage = run.layout.world_size // run.layout.pp
     todo = range(0, run.layout.world_size, in_stage)
-    workers = min(len(todo), os.cpu_count() or 1)
+    workers = min(len(todo), usable_cores())
     trace_one = partial(peak_of, run, device=device)
     if workers == 1:
         return list(map(trace_one, todo))

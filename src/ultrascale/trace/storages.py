@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,13 +15,12 @@ from torch.distributed.tensor import DTensor
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel import recompute
 from ultrascale.parallel.host_memory import is_on_host
+from ultrascale.trace.lines import line_of_ours
 from ultrascale.trace.recipes import tensors_in
 from ultrascale.trace.record import Block, Mark, RankTrace
 
 AGAIN = ", again"
 """Behind the name of a block that is recomputed."""
-OURS = "/ultrascale/"
-OWN = ("/ultrascale/trace/", "/ultrascale/measure/")
 
 
 class Storages(LiveMemory):
@@ -177,17 +175,6 @@ class Storages(LiveMemory):
                     self._block = ""
 
                 self._undo += [block.register_forward_pre_hook(enter).remove, block.register_forward_hook(leave).remove]
-
-
-def line_of_ours(frame: FrameType | None) -> str:
-    """`file:line` of the innermost caller in `ultrascale` that is neither of the trace nor of what measures."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        at = name.rfind(OURS)
-        if at >= 0 and not name.startswith(OWN, at) and frame.f_code.co_name != "__torch_dispatch__":
-            return f"{name[at + len(OURS) :]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:

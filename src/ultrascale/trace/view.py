@@ -73,7 +73,7 @@ def show_parts(parts: list[Part], edits: list[Edit], total: int, console: Consol
     if not edits:
         console.print("no single change of the layout saves memory: take more devices, or shorter sequences")
         return
-    table = _table("change", "then needs", "saves", "fits", "step", right=(1, 2, 4))
+    table = _table("change", "the fullest rank then needs", "saves", "fits", "step", right=(1, 2, 4))
     for edit in edits:
         slower, fits = "" if edit.slower is None else f"{100 * edit.slower:+.0f} %", "yes" if edit.fits else "no"
         table.add_row(edit.setting, format_bytes(edit.needed_bytes), format_bytes(edit.saved_bytes), fits, slower)
