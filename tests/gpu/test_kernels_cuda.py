@@ -10,8 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ultrascale.kernels.attention import attention, attention_mask
+from ultrascale.kernels.attention_contest import AttentionShape
+from ultrascale.kernels.attention_contest import contest as attention_contest
 from ultrascale.kernels.cross_entropy import linear_cross_entropy
-from ultrascale.spec.layout import AttentionCore
+from ultrascale.kernels.fused_contest import contest as fused_contest
+from ultrascale.kernels.fused_contest import fused_shape
+from ultrascale.spec.attention_cores import Wanted
+from ultrascale.spec.layout import AttentionCore, Layout
+from ultrascale.spec.model_presets import preset
 
 pytestmark = pytest.mark.gpu
 LENGTH = 300
@@ -102,3 +108,20 @@ def test_head_and_loss_of_llamas_vocabulary_take_less_than_15_percent_of_the_unf
     assert peaks[0] < 0.15 * peaks[1]
     for one, other in zip(*gradients, strict=True):
         assert float((one.float() - other.float()).norm() / other.float().norm()) < 1e-2
+
+
+@pytest.mark.parametrize(("documents", "window"), [(False, None), (True, None), (False, 64)])
+def test_the_cores_that_take_part_run_and_agree(documents, window):
+    shape = AttentionShape(2, 512, 8, 2, 64, 64, torch.bfloat16)
+    wanted = Wanted("cuda", "bf16", (window,), documents=documents)
+    outcomes = attention_contest(shape, wanted, torch.device("cuda"), compiled=False)
+    expected = {"varlen", "flex"} if documents or window else {"sdpa", "cudnn", "flex"}
+    assert {name for name, one in outcomes.items() if isinstance(one, float)} >= expected, outcomes
+
+
+@pytest.mark.parametrize("kernel", ["norm", "rotary", "swiglu", "loss"])
+def test_the_forms_of_a_fused_kernel_run_and_agree(kernel):
+    model = preset("llama-3.2-1b")
+    shape = fused_shape(model, Layout(), 1024, torch.bfloat16)
+    outcomes = fused_contest(kernel, model, shape, torch.device("cuda"))
+    assert isinstance(outcomes["torch"], float) and isinstance(outcomes["triton"], float), outcomes

@@ -97,7 +97,7 @@ def loss(dtype: torch.dtype, columns: int) -> None:
 
 def step_of_a_model() -> None:
     """Where a run asks for Triton: every kernel inside a model, in place of torch's."""
-    from ultrascale.kernels import cross_entropy, norm, rotary, swiglu
+    from ultrascale.kernels import implementation
     from ultrascale.models.decoder import Decoder
     from ultrascale.models.initialise import initialise
     from ultrascale.spec.model import Model
@@ -108,9 +108,9 @@ def step_of_a_model() -> None:
     )  # fmt: skip
     tokens = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(0))
     found = []
-    for uses_triton in (False, True):
-        for module in (cross_entropy, norm, rotary, swiglu):
-            setattr(module, "runs_triton", lambda x, yes=uses_triton: yes)  # noqa: B010
+    implementation.is_cuda = lambda x: True
+    for form in ("torch", "triton"):
+        implementation._CHOSEN = dict.fromkeys(implementation.FORMS, form)
         decoder = Decoder(model)
         initialise(decoder, model, 0)
         loss = decoder(tokens, targets=tokens)
@@ -120,7 +120,22 @@ def step_of_a_model() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-CASES: dict[str, Callable[[], None]] = {"a step of a model": step_of_a_model}
+def contests() -> None:
+    """All forms that are installed run, agree, and are timed."""
+    from ultrascale.kernels import fused_contest, implementation
+    from ultrascale.spec.layout import Layout
+    from ultrascale.spec.model_presets import preset
+
+    implementation.is_cuda = lambda x: True
+    model = preset("tiny-llama")
+    shape = fused_contest.fused_shape(model, Layout(), 16, torch.float32)._replace(vocabulary=300, inner=48)
+    for kernel in fused_contest.kernels_of(model, Layout()):
+        outcomes = fused_contest.contest(kernel, model, shape, torch.device("cpu"))
+        assert isinstance(outcomes["torch"], float) and isinstance(outcomes["triton"], float), (kernel, outcomes)
+        assert implementation._CHOSEN[kernel] == "torch"
+
+
+CASES: dict[str, Callable[[], None]] = {"contests": contests, "a step of a model": step_of_a_model}
 for _dtype, _name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
     CASES |= {
         f"norm {_name} {columns}": (lambda d=_dtype, c=columns: norm(d, c)) for columns in (64, 100)

@@ -122,6 +122,7 @@ def test_every_kth_block_is_a_setting_of_its_own():
 
 @pytest.mark.parametrize("more", [{"device": "cpu"}, {"compile": True}, {"layout.precision": "fp64"}])
 def test_triton_kernels_are_refused_where_they_would_not_run(more) -> None:
-    with pytest.raises(SpecError, match="kernels"):
-        resolve(None, TINY | {"kernels": "triton"} | more)
+    for form in ("triton", "liger"):
+        with pytest.raises(SpecError, match=f'kernels .*: "{form}"'):
+            resolve(None, TINY | {"kernels": form} | more)
     assert resolve(None, TINY | {"kernels": "triton"}).run.kernels == "triton"

@@ -10,7 +10,10 @@ import pytest
 import torch
 from train.small_runs import same, small_run, state, stop_at, train_here, train_ranks
 
-from ultrascale.kernels import contest
+from ultrascale.kernels import contest, implementation
+from ultrascale.kernels.contest import Verdict
+from ultrascale.kernels.implementation import choose
+from ultrascale.parallel.mesh import Ranks
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
@@ -56,6 +59,8 @@ def test_on_the_cpu_nothing_is_timed_unless_asked_for_and_the_line_says_so(home:
     assert log(home, "plain") == [
         'attention: sdpa, torch\'s flash attention for the CPU, under a mask (timed only with layout.attention = "fastest")'
     ]
+    kernels = "kernels: torch, ours and torch's operations, the only ones for the CPU"
+    assert kernels in (home / "plain" / "log.txt").read_text().splitlines()
     assert not (home / "plain" / "chosen_kernels.json").exists()
 
 
@@ -87,6 +92,37 @@ def test_a_core_that_the_device_has_not_is_refused_at_the_start(home: Path) -> N
     run = small_run(home, layout=replace(FASTEST, attention="cudnn"))
     with pytest.raises(SpecError, match=r'layout.attention: "cudnn" is for CUDA'):
         train_here(run)
+
+
+def test_on_cuda_each_kernel_that_the_model_calls_is_chosen_by_itself_and_kept_ones_are_not_timed(monkeypatch) -> None:
+    monkeypatch.setattr(
+        chosen_kernels, "fused_contest", lambda kernel, *rest: {"torch": 2e-3, "triton": 1e-3 if kernel == "norm" else 3e-3}
+    )
+    run = resolve(None, {"model.preset": "llama-3.2-1b", "layout.precision": "bf16"}).run
+    on_cuda = Ranks(0, 1, torch.device("cuda"))
+    kept = {"swiglu": Verdict("swiglu", "triton", "", {"triton": 1.0})}
+    found = chosen_kernels._fused(run, on_cuda, kept)
+    assert {name: one.chosen for name, one in found.items()} == {
+        "norm": "triton", "rotary": "torch", "swiglu": "triton", "loss": "torch"
+    }  # fmt: skip
+    assert found["norm"].line() == "norm: triton 1 ms; torch 2 ms"
+    cut = replace(run, layout=replace(run.layout, tp=2))
+    assert "loss" not in chosen_kernels._fused(cut, on_cuda, kept)
+    compiled = chosen_kernels._fused(replace(run, compile=True), on_cuda, kept)
+    assert [one.line() for one in compiled.values()] == ["kernels: torch, the compiler fuses them"]
+
+
+def test_forms_are_set_kernel_by_kernel_and_one_name_goes_for_those_that_have_it(monkeypatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(implementation, "_CHOSEN", {})
+    monkeypatch.setattr(implementation, "not_installed", lambda form: "")
+    choose({"norm": "liger", "loss": "compiled"}, cuda)
+    assert implementation._CHOSEN == {"norm": "liger", "rotary": "torch", "swiglu": "torch", "loss": "compiled"}
+    choose("liger", cuda)
+    assert implementation._CHOSEN == {"norm": "liger", "rotary": "torch", "swiglu": "torch", "loss": "torch"}
+    monkeypatch.setattr(implementation, "not_installed", lambda form: "liger_kernel is not installed")
+    with pytest.raises(SpecError, match=r"kernels: liger_kernel is not installed\. pip install liger-kernel"):
+        choose("liger", cuda)
 
 
 def test_shapes_are_those_of_one_rank() -> None:

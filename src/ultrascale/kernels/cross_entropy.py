@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.cross_entropy_columns import IGNORED, sweep_columns
 from ultrascale.kernels.device_kind import is_cuda, kind_of
-from ultrascale.kernels.implementation import runs_triton
+from ultrascale.kernels.implementation import form_of
 from ultrascale.spec.work import chunk_rows, slab_columns
 
 __all__ = ["IGNORED", "linear_cross_entropy"]
@@ -48,7 +48,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, com
         return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=IGNORED, reduction="sum")
     with_gradients = torch.is_grad_enabled()
     faster = is_cuda(hidden) or hidden.dtype != _wide(hidden)
-    fused = with_gradients and ((compiled and faster) or runs_triton(hidden))
+    fused = with_gradients and ((compiled and faster) or form_of("loss", hidden) != "torch")
     return _LinearCrossEntropy.apply(hidden, weight, targets, with_gradients, fused)  # pyright: ignore[reportReturnType]
 
 
@@ -60,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if columns is not None:
             is_inside = (targets == IGNORED) | ((targets >= 0) & (targets < len(weight)))
             torch._assert_async(is_inside.all())  # pyright: ignore[reportPrivateImportUsage]
-            compiled = fused and not runs_triton(hidden)
+            compiled = fused and form_of("loss", hidden) != "triton"
             found = sweep_columns(hidden, weight, targets, columns, with_gradients=with_gradients, compiled=compiled)
             ctx.save_for_backward(found.grad_hidden, found.grad_weight)
             return found.loss
@@ -118,7 +118,7 @@ def _compiled_sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden
     rows = min(len(hidden), chunk_rows(hidden.shape[0], weight.shape[0], kind_of(hidden)) * 4 // hidden.itemsize)
     room = hidden.new_empty(rows, weight.shape[0])
     product = torch.empty_like(weight) if weight.dtype != grad_weight.dtype else None
-    if runs_triton(hidden):
+    if form_of("loss", hidden) == "triton":
         to_gradient, add = _to_gradient_by_triton, _add
     else:
         to_gradient, add = _compiled(_to_gradient), _compiled(_add)

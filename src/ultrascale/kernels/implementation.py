@@ -1,36 +1,69 @@
-"""Which of two forms of norm, rotary positions, SwiGLU and loss runs on CUDA: torch's operations, or our Triton kernels.
+"""Which form of norm, rotary positions, SwiGLU and loss runs on CUDA: torch's operations, our Triton kernels, or another's.
 
-Under torch.compile the plain form is traced and fused, and this is not asked. Without it, `kernels = "triton"` of a run says so
-here, once, when the run is built.
+Under torch.compile the plain form is traced and fused, and this is not asked. Without it a run says so here, once, when it is
+built: one form for all, or what was fastest of each (`kernels.fused_contest`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.spec.problems import Problem, SpecError
 
-Implementation = Literal["torch", "triton"]
-_CHOSEN: dict[str, Implementation] = {"elementwise": "torch"}
+Kernel = Literal["norm", "rotary", "swiglu", "loss"]
+FORMS: dict[str, tuple[str, ...]] = {
+    "norm": ("torch", "triton", "liger"), "rotary": ("torch", "triton"), "swiglu": ("torch", "triton"),
+    "loss": ("torch", "compiled", "triton"),
+}  # fmt: skip
+"""What there is of each, torch's first. Not Liger's SwiGLU, which writes gradients over gate and up, nor its loss, which adds
+up the weight's gradient in 16 bits, nor its rotary positions, which take queries and keys at once."""
+PACKAGES = {"triton": "triton", "liger": "liger_kernel"}
+_CHOSEN: dict[str, str] = dict.fromkeys(FORMS, "torch")
 """The one state, as in `kernels.device_kind`: the functions have no other argument in which it could come to them."""
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def choose(implementation: Implementation, device: torch.device) -> None:
-    """Let it run from here on in this process. Raises SpecError where Triton cannot."""
-    if implementation == "triton":
+def choose(forms: str | Mapping[str, str], device: torch.device) -> None:
+    """Let these run from here on in this process: one form of all kernels that have it, or one by name of each.
+
+    Raises SpecError where a form cannot.
+    """
+    wanted = {forms} if isinstance(forms, str) else set(forms.values())
+    for form in wanted & PACKAGES.keys():
         if device.type != "cuda":
-            rule = f'"triton" is for CUDA, and this run is on {device.type}'
+            rule = f'"{form}" is for CUDA, and this run is on {device.type}'
             raise SpecError([Problem("kernels", rule, 'Leave it out: "torch" runs everywhere.')])
-        if find_spec("triton") is None:
-            raise SpecError([Problem("kernels", '"triton" is not installed', "pip install triton, or leave it out.")])
-    _CHOSEN["elementwise"] = implementation
+        if reason := not_installed(form):
+            raise SpecError([Problem("kernels", reason, f"pip install {PACKAGES[form].replace('_', '-')}, or leave it out.")])
+    for kernel, known in FORMS.items():
+        form = forms if isinstance(forms, str) else forms.get(kernel, "torch")
+        _CHOSEN[kernel] = form if form in known else "torch"
 
 
-def runs_triton(x: Tensor) -> bool:
-    """Whether this tensor's kernels are Triton's."""
-    return x.is_cuda and _CHOSEN["elementwise"] == "triton" and x.dtype in TRITON_DTYPES
+def not_installed(form: str) -> str:
+    """Why a form cannot be imported; empty if it can."""
+    package = PACKAGES.get(form)
+    return "" if package is None or find_spec(package) is not None else f"{package} is not installed"
+
+
+def form_of(kernel: Kernel, x: Tensor) -> str:
+    """Which form of `kernel` runs for this tensor."""
+    return _CHOSEN[kernel] if is_cuda(x) and not x.is_meta and x.dtype in TRITON_DTYPES else "torch"
+
+
+@contextmanager
+def chosen(kernel: Kernel, form: str) -> Iterator[None]:
+    """Inside, this form of `kernel` is the one that was chosen."""
+    before = _CHOSEN[kernel]
+    _CHOSEN[kernel] = form
+    try:
+        yield
+    finally:
+        _CHOSEN[kernel] = before

@@ -2,8 +2,8 @@
 
 Saves for the backward pass: x, the weight, and one number per row in fp32 (or fp64), as CUDA's fused kernel does.
 `F.rms_norm` has no fused kernel on CPU: it runs as separate operations that each save their input, takes about twice the time
-and three times the memory. CUDA and the compiler have better ones, so there it is used, or `kernels.triton_norm` where a run
-asks for it.
+and three times the memory. CUDA and the compiler have better ones, so there it is used, or `kernels.triton_norm`, or Liger's,
+where a run asks for it or it is faster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ultrascale.kernels.device_kind import is_cuda
-from ultrascale.kernels.implementation import runs_triton
+from ultrascale.kernels.implementation import form_of
 
 LARGEST_ROW = 2**16
 """Elements that a program of the Triton kernel holds."""
@@ -23,13 +23,22 @@ LARGEST_ROW = 2**16
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] over the root of its mean square, times weight [D]; the result has the dtype of x."""
-    if not torch.compiler.is_compiling() and runs_triton(x) and x.shape[-1] <= LARGEST_ROW:
+    form = "torch" if torch.compiler.is_compiling() else form_of("norm", x)
+    if form == "triton" and x.shape[-1] <= LARGEST_ROW:
         from ultrascale.kernels import triton_norm  # here: Triton need not be installed
 
         return triton_norm.rms_norm(x, weight, eps)
+    if form == "liger":
+        return _by_liger(x, weight, eps)
     if is_cuda(x) or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
+
+
+def _by_liger(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from liger_kernel.transformers.functional import liger_rms_norm  # pyright: ignore[reportMissingImports]
+
+    return liger_rms_norm(x, weight, eps, in_place=False)  # in place it would write over the gradient it is given
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.kernels.implementation import runs_triton
+from ultrascale.kernels.implementation import form_of
 from ultrascale.spec.model import Model, RopeScaling
 
 Angles = tuple[Tensor, Tensor]
@@ -38,7 +38,7 @@ def rotate(x: Tensor, angles: Angles, *, start: int = 0, neighbours: bool = Fals
     cos, sin = angles
     if torch.compiler.is_compiling():
         return _traced_turn(x, cos, sin, start, neighbours)
-    if runs_triton(x):
+    if form_of("rotary", x) == "triton":
         from ultrascale.kernels import triton_rotary  # here: Triton need not be installed
 
         return triton_rotary.rotate(x, angles, start=start, neighbours=neighbours)

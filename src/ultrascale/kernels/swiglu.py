@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ultrascale.kernels.implementation import runs_triton
+from ultrascale.kernels.implementation import form_of
 
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0
 """GPT-OSS's `swiglu_alpha` (with it x sigmoid(alpha x) is close to GELU) and `swiglu_limit`."""
@@ -22,7 +22,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, element by element; shapes and dtypes are equal."""
     if torch.compiler.is_compiling():
         return F.silu(gate) * up
-    if runs_triton(gate):
+    if form_of("swiglu", gate) == "triton":
         return _by_triton(gate, up, clamped=False)
     return _SwiGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
 
@@ -32,7 +32,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
         return (up + 1) * (gate * torch.sigmoid(CLAMPED_SLOPE * gate))
-    if runs_triton(gate):
+    if form_of("swiglu", gate) == "triton":
         return _by_triton(gate, up, clamped=True)
     return _ClampedSwiGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
 

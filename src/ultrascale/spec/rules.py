@@ -275,15 +275,15 @@ def _compiled_kinds(run: Run) -> Iterator[Problem]:
 
 
 def _kernels(run: Run) -> Iterator[Problem]:
-    if run.kernels != "triton":
+    if run.kernels not in ("triton", "liger"):
         return
     if run.device == "cpu":
-        yield Problem("kernels", '"triton" is for CUDA, and device = "cpu"', 'Leave it out: "torch" runs everywhere.')
+        yield Problem("kernels", f'"{run.kernels}" is for CUDA, and device = "cpu"', 'Leave it out: "torch" runs everywhere.')
     if run.compile:
-        rule = '"triton" is not read with compile = true: the compiler fuses norm, rotary positions and SwiGLU itself'
+        rule = f'"{run.kernels}" is not read with compile = true: the compiler fuses norm, rotary positions and SwiGLU itself'
         yield Problem("kernels", rule, "Leave one of the two out.")
     if run.layout.precision == "fp64":
-        yield Problem("kernels", '"triton" computes in fp32; layout.precision is fp64', "Leave it out.")
+        yield Problem("kernels", f'"{run.kernels}" computes in fp32; layout.precision is fp64', "Leave it out.")
 
 
 def compiled_halves(schedule: str) -> Problem:

@@ -183,9 +183,9 @@ class Run:
     """A name of the catalogue (`8xh100`, `64xa100-80`, `cpu`); auto: this machine."""
     compile: bool = False
     """torch.compile each decoder block."""
-    kernels: Literal["torch", "triton"] = "torch"
-    """On CUDA without `compile`: norm, rotary positions, SwiGLU and loss as torch's operations, or as our Triton kernels. The
-    compiler fuses torch's itself."""
+    kernels: Literal["auto", "torch", "triton", "liger"] = "auto"
+    """On CUDA without `compile`: norm, rotary positions, SwiGLU and loss as torch's operations, as our Triton kernels, or as
+    Liger's where it has one; auto: each as it is fastest at the run's shapes. The compiler fuses torch's itself."""
     collective_timeout_seconds: float = 600.0
     """A collective that takes longer ends the run with an error."""
     layout: Layout = field(default_factory=Layout)

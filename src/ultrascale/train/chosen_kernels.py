@@ -10,12 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ultrascale.kernels.attention_contest import AttentionShape, contest
 from ultrascale.kernels.contest import Outcomes, Verdict, decide
+from ultrascale.kernels.fused_contest import contest as fused_contest
+from ultrascale.kernels.fused_contest import fused_shape, kernels_of
+from ultrascale.kernels.implementation import FORMS, choose
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.spec.attention_cores import attention_wanted, why_not
@@ -31,24 +35,27 @@ class Chosen:
     """A run with its kernels named."""
 
     run: Run
+    forms: dict[str, str]
+    """Of norm, rotary positions, SwiGLU and loss (`kernels.implementation`)."""
     lines: tuple[str, ...]
     """What was chosen and why, for people."""
 
 
 def choose_kernels(run: Run, ranks: Ranks, folder: RunFolder) -> Chosen:
-    """`run` with its attention core named where that is left to us. Collective.
+    """`run` with its attention core named where that is left to us, and the forms of its other kernels. Collective.
 
-    Raises SpecError if a core that is asked for cannot do what the run wants on its device.
+    Raises SpecError if what is asked for cannot do what the run wants on its device.
     """
     asked = _asked(run, ranks.device)
     kept = _kept(ranks, folder, asked)
     attention = _attention(run, ranks, kept.get("attention"))
-    verdicts = {"attention": attention}
+    verdicts = {"attention": attention} | _fused(run, ranks, kept)
     if ranks.is_first and any(verdict.seconds for verdict in verdicts.values()):
         folder.write_json(FILE, {"asked": asked, "verdicts": {name: asdict(one) for name, one in verdicts.items()}})
     lines = [one.line() + (", as before" if one is kept.get(name) else "") for name, one in verdicts.items()]
     core: Any = attention.chosen if attention.seconds else run.layout.attention
-    return Chosen(replace(run, layout=replace(run.layout, attention=core)), tuple(lines))
+    forms = {name: one.chosen for name, one in verdicts.items() if name in FORMS}
+    return Chosen(replace(run, layout=replace(run.layout, attention=core)), forms, tuple(lines))
 
 
 def _attention(run: Run, ranks: Ranks, kept: Verdict | None) -> Verdict:
@@ -65,6 +72,26 @@ def _attention(run: Run, ranks: Ranks, kept: Verdict | None) -> Verdict:
         return kept
     shape = attention_shape(run)
     return decide_together("attention", ranks, lambda: contest(shape, wanted, ranks.device, compiled=run.compile))
+
+
+def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdict]:
+    """Of norm, rotary positions, SwiGLU and loss; of all together where nothing is timed."""
+    if run.kernels != "auto":
+        choose(run.kernels, ranks.device)  # refuses what is not there
+        return {"kernels": Verdict("kernels", run.kernels, "as the key kernels says")}
+    reason = "the compiler fuses them" if run.compile else ""
+    if ranks.device.type == "cpu":
+        reason = "ours and torch's operations, the only ones for the CPU"
+    elif run.layout.precision == "fp64":
+        reason = "the only ones in fp64"
+    if reason:
+        return {"kernels": Verdict("kernels", "torch", reason)}
+    shape = fused_shape(run.model, run.layout, run.batch.sequence_length, TORCH_DTYPE[run.layout.precision])
+    return {
+        kernel: kept.get(kernel)
+        or decide_together(kernel, ranks, partial(fused_contest, kernel, run.model, shape, ranks.device))
+        for kernel in kernels_of(run.model, run.layout)
+    }
 
 
 def decide_together(what: str, ranks: Ranks, hold: Callable[[], Outcomes]) -> Verdict:
@@ -101,5 +128,6 @@ def _asked(run: Run, device: torch.device) -> dict[str, Any]:
     parts = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, "torch": torch.__version__,
         "attention": attention_wanted(run, device.type)._asdict(), "shape": str(attention_shape(run)), "compile": run.compile,
+        "model": asdict(run.model), "tp": run.layout.tp, "sequence_parallel": run.layout.sequence_parallel,
     }  # fmt: skip
     return json.loads(json.dumps(parts))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -96,7 +97,7 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
             leaving.enter_context(folder.owned())
             check_writable(folder.checkpoints)
         ranks.barrier()
-        session = Session.start(run, ranks, allow_changes=allow_changes)
+        session = Session.start(run, ranks, allow_changes=allow_changes, kernels=chosen.forms)
         for line in (*chosen.lines, *([] if fits is None else [fits])):
             session.metrics.line(line)
         leaving.callback(session.saves.saver.close)
@@ -144,13 +145,13 @@ class Session:
         self.stragglers = Stragglers(self.run.layout, self.ranks, self.run.faults.straggler_steps)
 
     @classmethod
-    def start(cls, run: Run, ranks: Ranks, *, allow_changes: bool) -> Session:
+    def start(cls, run: Run, ranks: Ranks, *, allow_changes: bool, kernels: Mapping[str, str] | None = None) -> Session:
         """Build everything, go on from the newest checkpoint, and say so in the run's folder."""
         folder, loader, validation = RunFolder.of(run), build_loader(run, run.data.sources), validation_loaders(run)
         expect_one_tokenizer(run, loader, validation)
         if run.compile:
             load_compiled(folder.compiled)
-        trainer = Trainer(run, ranks, loader)
+        trainer = Trainer(run, ranks, loader, kernels=kernels)
         found = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes)
         ranks.barrier()  # whoever lost another rank above must not take its checkpoints for missing ones
         if ranks.is_first and trainer.steps_done <= run.steps:

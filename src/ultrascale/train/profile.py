@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -78,11 +78,12 @@ def profile_run(
         expect_same_run(run, ranks)
         folder.mkdir(parents=True, exist_ok=True)
         cluster = cluster_of(run, ranks.device)
-        run = choose_kernels(run, ranks, RunFolder(folder)).run
+        chosen = choose_kernels(run, ranks, RunFolder(folder))
+        run = chosen.run
         run = choose_recomputation(run, ranks, RunFolder(folder), cluster, memory_bytes(run, ranks.device))
         trace = folder / f"rank-{ranks.rank}.json.gz"
         try:
-            unprofiled = _steps(run, ranks, first, last, trace)
+            unprofiled = _steps(run, ranks, first, last, trace, chosen.forms)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(run, ranks.rank, measured_here(), folder / "run.toml", error) from error
         report = _report(run, ranks, trace, list(range(first, last + 1)), unprofiled)
@@ -92,9 +93,9 @@ def profile_run(
         return report
 
 
-def _steps(run: Run, ranks: Ranks, first: int, last: int, trace: Path) -> float:
+def _steps(run: Run, ranks: Ranks, first: int, last: int, trace: Path, kernels: Mapping[str, str]) -> float:
     """All that the head of this file lists; what a step takes that nobody watches."""
-    trainer = Trainer(run, ranks, build_loader(run, run.data.sources))
+    trainer = Trainer(run, ranks, build_loader(run, run.data.sources), kernels=kernels)
     _watch_memory(trainer, min(MEMORY_STEPS, first - 2), trace.parent)
     while trainer.steps_done < first - 2:
         trainer.train_step()

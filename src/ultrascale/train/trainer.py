@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf, isfinite
@@ -99,6 +99,8 @@ class Trainer:
     run: Run
     ranks: Ranks
     loader: ReadsSequences
+    kernels: Mapping[str, str] | None = None
+    """Forms of norm, rotary positions, SwiGLU and loss, where they were measured; else what the run says, or torch's."""
     draw_on_device: bool = False
     """Draw initial weights where they live: faster, and other numbers than the CPU's, which are the same everywhere."""
     share: Share = field(init=False)
@@ -127,7 +129,7 @@ class Trainer:
         self.norms = Norms(run.faults)
         if self.ranks.device.type == "cpu":
             keep_freed_memory()
-        choose(run.kernels, self.ranks.device)
+        choose(self.kernels or ("torch" if run.kernels == "auto" else run.kernels), self.ranks.device)
         self.share = build_share(
             run.model,
             run.layout,

@@ -1,0 +1,126 @@
+"""The fastest forms of norm, rotary positions, SwiGLU and loss for a run's shapes: `kernels.contest` between those of `FORMS`.
+
+Each is timed as the model calls it, forward and backward, on as many tokens as a micro-batch has on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ultrascale.kernels.contest import MOST_BYTES, Form, Outcomes, measure
+from ultrascale.kernels.cross_entropy import linear_cross_entropy
+from ultrascale.kernels.implementation import FORMS, Kernel, chosen, not_installed
+from ultrascale.kernels.norm import rms_norm
+from ultrascale.kernels.rotary import rotate
+from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+
+
+class FusedShape(NamedTuple):
+    """What one rank's kernels work on."""
+
+    tokens: int
+    """Of a micro-batch; with sequence parallelism norms see a share of them."""
+    norm_tokens: int
+    hidden: int
+    heads: int
+    head_dim: int
+    rotary_dim: int
+    inner: int
+    """Width of a feed-forward layer, or of an expert."""
+    vocabulary: int
+    dtype: torch.dtype
+
+
+def fused_shape(model: Model, layout: Layout, sequence_length: int, dtype: torch.dtype) -> FusedShape:
+    """The shapes of a rank of `layout`."""
+    tokens = layout.micro_batch_size * sequence_length // layout.cp
+    inner = model.moe_intermediate_size if model.num_experts else model.intermediate_size
+    return FusedShape(
+        tokens, tokens // (layout.tp if layout.sequence_parallel else 1), model.hidden_size,
+        model.num_attention_heads // layout.tp, model.head_dim, model.rotary_dim,
+        inner // (layout.expert_tp if model.num_experts else layout.tp), model.vocab_size, dtype,
+    )  # fmt: skip
+
+
+def kernels_of(model: Model, layout: Layout) -> Iterator[Kernel]:
+    """Those of `FORMS` that a run of `model` calls. With tp the loss is `parallel.tensor_loss`."""
+    if model.norm == "rmsnorm":
+        yield "norm"
+    if model.position_embedding == "rotary":
+        yield "rotary"
+    if model.gated_mlp and model.activation in ("silu", "swigluoai"):
+        yield "swiglu"
+    if layout.tp == 1:
+        yield "loss"
+
+
+def contest(kernel: Kernel, model: Model, shape: FusedShape, device: torch.device, *, bitwise: bool = False) -> Outcomes:
+    """Seconds of each form of `kernel`, forward and backward, or why it is out."""
+    function, inputs = _CASES[kernel](model, shape, device)
+    forms = {form: not_installed(form) or _form(kernel, form, function) for form in FORMS[kernel]}
+    return measure(forms, inputs, bitwise=bitwise)
+
+
+def _form(kernel: Kernel, form: str, function: Form) -> Form:
+    def run(*inputs: Tensor) -> Tensor:
+        with chosen(kernel, form):
+            return function(*inputs)
+
+    return run
+
+
+class _Draw:
+    """Random tensors of one dtype, of as few rows as `MOST_BYTES` asks for."""
+
+    def __init__(self, shape: FusedShape, device: torch.device):
+        self.dtype, self.device = shape.dtype, device
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def rows(self, wanted: int, width: int) -> int:
+        """How many rows of so many elements there is room for."""
+        return max(1, min(wanted, MOST_BYTES // (width * self.dtype.itemsize)))
+
+    def __call__(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self.generator, device=self.device).to(self.dtype)
+
+
+def _norm(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    rows = draw.rows(shape.norm_tokens, shape.hidden)
+    return partial(rms_norm, eps=model.norm_eps), [draw(rows, shape.hidden), draw(shape.hidden)]
+
+
+def _rotary(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    rows = draw.rows(shape.tokens, shape.heads * shape.head_dim)
+    angles = torch.rand(1, rows, 1, shape.rotary_dim // 2, generator=draw.generator, device=device)
+    turn = angles.cos().to(shape.dtype), angles.sin().to(shape.dtype)
+    latent = {"start": model.qk_nope_head_dim, "neighbours": True} if model.latent_attention else {}
+    return partial(rotate, angles=turn, **latent), [draw(1, rows, shape.heads, shape.head_dim)]
+
+
+def _swiglu(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    rows = draw.rows(shape.tokens, 2 * shape.inner)
+    function = clamped_swiglu if model.activation == "swigluoai" else swiglu
+    return function, [draw(rows, shape.inner), draw(rows, shape.inner)]
+
+
+def _loss(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=draw.generator, device=device)
+    weight = draw(shape.vocabulary, shape.hidden) / shape.hidden**0.5
+    return linear_cross_entropy, [draw(shape.tokens, shape.hidden), weight, targets]
+
+
+_CASES = cast(
+    "dict[str, Callable[[Model, FusedShape, torch.device], tuple[Form, list[Tensor]]]]",
+    {"norm": _norm, "rotary": _rotary, "swiglu": _swiglu, "loss": _loss},
+)
