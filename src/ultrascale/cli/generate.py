@@ -144,12 +144,12 @@ def _vocabulary_problems(trained: Trained, file: Path, vocabulary: Tokenizer) ->
 
 def _fingerprints(trained: Trained) -> set[str]:
     """Of the tokenizer that made the training data, as its manifests say; or else of the file that goes with the model."""
-    from ultrascale.checkpoint import read_metadata
     from ultrascale.data.manifest import NAME, load_manifest
     from ultrascale.spec.resolve import run_from_toml
+    from ultrascale.train.facts import read_facts
 
     if trained.steps_done is not None:
-        run = run_from_toml(read_metadata(trained.source)["run"], where=f"{trained.source}, metadata")
+        run = run_from_toml(read_facts(trained.source)["run"], where=f"{trained.source}, metadata")
         prepared = [Path(source.path) for source in run.data.sources if (Path(source.path) / NAME).exists()]
         if prepared:
             return {load_manifest(folder).tokenizer.fingerprint for folder in prepared}

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.checkpoint import CheckpointError, Search, Slice, load, read_metadata, search
+from ultrascale.checkpoint import CheckpointError, Search, Slice, load, search
 from ultrascale.parallel.share import Held
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
 from ultrascale.train.compact_adamw import CompactAdamW, box_of
 from ultrascale.train.export import PREFIX
+from ultrascale.train.facts import read_facts
 from ultrascale.train.optimizer import moments_of, set_steps_done
 from ultrascale.train.trainer import Trainer
 
@@ -88,18 +89,18 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False, 
     Raises SpecError if the run or its data are not those of the checkpoint (with `allow_changes`: if its batch is not), and
     CheckpointError if the files are damaged; nothing is changed then.
     """
-    facts = read_metadata(checkpoint)
+    facts = read_facts(checkpoint)
     _expect_same_run(trainer, facts, checkpoint, allow_changes=allow_changes)
     tensors = tensors_of(trainer)
     load(checkpoint, tensors, verified=verified)
     _take_back(trainer, tensors)
     trainer.steps_done = facts["steps_done"]
-    trainer.skipped_steps = facts.get("skipped_steps", 0)
-    trainer.norms.load_state(facts.get("norms", []))
+    trainer.skipped_steps = facts.get("skipped_steps") or 0
+    trainer.norms.load_state(facts.get("norms") or [])
     set_steps_done(trainer.optimizer, trainer.steps_done - trainer.skipped_steps)
     if trainer.loss_scale is not None and facts.get("loss_scale") is not None:
         trainer.loss_scale.load_state(facts["loss_scale"])
-    if trainer.noise_scale is not None and facts["noise_scale"] is not None:
+    if trainer.noise_scale is not None and facts.get("noise_scale") is not None:
         trainer.noise_scale.load_state(facts["noise_scale"])
 
 
@@ -129,7 +130,7 @@ def decisive_parts(run: Run) -> dict[str, Any]:
 
 def changes_since(checkpoint: Path, run: Run) -> list[str]:
     """What `run` says otherwise than the run that wrote `checkpoint`, as `optimizer.learning_rate: 0.003 (was 0.001)`."""
-    before, now = (tomllib.loads(text) for text in (read_metadata(checkpoint)["run"], to_toml(run)))
+    before, now = (tomllib.loads(text) for text in (read_facts(checkpoint)["run"], to_toml(run)))
     where = ("name", "folder")
     changes = [change for change in _differences("", before, now) if change[0] not in where]
     return [f"{key}: {_said(new)} (was {_said(old)})" for key, old, new in changes]
@@ -146,7 +147,7 @@ def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, 
         for key, before, now in _differences("", facts["decides"], decisive_parts(trainer.run))
         if _batch_remedy(key, before) or not allow_changes
     ]
-    problems += _optimizer_problem(facts.get("optimizer", "adamw"), trainer.run.optimizer.name)
+    problems += _optimizer_problem(facts.get("optimizer") or "adamw", trainer.run.optimizer.name)
     if not allow_changes and facts["data"] != trainer.loader.fingerprint():
         rule = f"the prepared data is not what {checkpoint.name} was trained on (its fingerprint differs)"
         problems.append(Problem("data.sources", rule, remedy))

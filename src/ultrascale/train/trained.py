@@ -22,6 +22,7 @@ from ultrascale.spec.weights import score_biases
 from ultrascale.spec.weights import weights as weights_of
 from ultrascale.train.corpora import build_loader, with_absolute_paths
 from ultrascale.train.export import PREFIX, tokenizer_of, weights_in
+from ultrascale.train.facts import expect_facts
 from ultrascale.train.optimizer import moments_of, saved_dtype
 from ultrascale.train.resume import decisive_parts
 from ultrascale.train.run_folder import RunFolder
@@ -115,6 +116,7 @@ def _find_checkpoint(path: Path) -> Path:
 
 def _open_checkpoint(folder: Path) -> Trained:
     tensors, facts = load_full(folder)
+    expect_facts(facts, folder)
     run = run_from_toml(facts["run"], where=f"{folder}, metadata")
     kept = folder.resolve().parent.parent / TOKENIZER_FILE  # in the run's folder, also if that has moved
     tokenizer = kept if kept.exists() else tokenizer_of(run)
