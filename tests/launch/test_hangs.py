@@ -46,14 +46,15 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def hang(folder: Path, before_step: BeforeStep) -> Hang | None:
-    """What the watchdog says of a run on two ranks in which something happens."""
+def hang(folder: Path, before_step: BeforeStep, *, hang_seconds: float = 1.5, timeout_seconds: float = 60.0) -> Hang | None:
+    """What the watchdog says of a run on two ranks in which something happens; None if it says nothing until the run ends."""
     found: list[Hang | None] = []
     looking = threading.Thread(target=lambda: found.append(watch(folder / "signs", os.getppid())), daemon=True)
     looking.start()
-    run = replace(small_run(folder, layout=ZERO_3), faults=Faults(hang_seconds=1.5), collective_timeout_seconds=60.0)
+    faults = Faults(hang_seconds=hang_seconds)
+    run = replace(small_run(folder, layout=ZERO_3), faults=faults, collective_timeout_seconds=timeout_seconds)
     with suppress(RankFailed):
-        assert {"error", "text"} <= train_ranks(run, before_step=before_step)[0].keys()
+        train_ranks(run, before_step=before_step)
     looking.join(2.0)
     return found[0] if found else None
 
@@ -120,6 +121,36 @@ def test_a_collective_of_another_shape_is_told_although_gloo_aborts_the_process(
     found = disagreement(heartbeat.read(folder / "signs"))
     assert found is not None
     assert "rank 0 came to a sum over all ranks of int64[2], rank 1 came to a sum over all ranks of int64[3]" in found[1]
+
+
+@pytest.mark.catalogue(17)
+def test_control_without_patience_running_out_a_stopped_rank_is_named_by_nobody(folder):
+    assert hang(folder, at_step(3, sleep_a_while, rank=1), hang_seconds=60.0, timeout_seconds=4.0) is None
+
+
+def sleep_a_while(trainer: Trainer) -> None:
+    """Longer than the other rank's collective waits, so that the test ends; a stopped process would not."""
+    time.sleep(6.0)
+
+
+@pytest.mark.catalogue(17)
+def test_control_a_rank_that_gets_on_without_signs_of_life_is_taken_for_hanging(folder):
+    """They are what the watchdog goes by: a heart that stands still is seen although the rank computes."""
+
+    def stop_the_heart(trainer: Trainer) -> None:
+        if trainer.steps_done == 3 and trainer.ranks.rank == 1:
+            heartbeat._heart = None
+        if trainer.steps_done >= 3:
+            time.sleep(0.4)
+
+    found = hang(folder, stop_the_heart)
+    assert found is not None and found.culprits == (1,)
+
+
+@pytest.mark.catalogue(18)
+def test_control_ranks_that_come_to_the_same_collectives_are_not_accused(folder):
+    assert hang(folder, at_step(3, lambda trainer: None, rank=1)) is None
+    assert disagreement(heartbeat.read(folder / "signs")) is None
 
 
 def test_of_several_ranks_the_minority_is_blamed_and_of_two_both():

@@ -13,22 +13,23 @@ from train.small_runs import small_run, train_ranks
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Faults
-from ultrascale.train.stragglers import IN_A_ROW, Judge, Straggler, excess
+from ultrascale.train.stragglers import WINDOWS, Judge, Straggler, is_slow, log_excess
 from ultrascale.train.trainer import Trainer
 
 WINDOW = 4
 
 
-def windows(world: int, steps: int, *, seed: int, slow: dict[int, float] | None = None) -> list[list[float]]:
+def windows(world: int, steps: int, *, seed: int, slow: float = 1.0, since: int = 0) -> list[list[float]]:
     """Medians of windows of noisy steps: 20 percent of log-normal noise, and one step in 20 that a pause makes ten times as
-    long, on each rank for itself."""
+    long, on each rank for itself. Rank 1 is `slow` times slower from step `since` on."""
     chance = random.Random(seed)
 
-    def step(rank: int) -> float:
+    def step(rank: int, number: int) -> float:
         pause = 10.0 if chance.random() < 0.05 else 1.0
-        return 0.05 * chance.lognormvariate(0.0, 0.2) * pause * (slow or {}).get(rank, 1.0)
+        return 0.05 * chance.lognormvariate(0.0, 0.2) * pause * (slow if rank == 1 and number >= since else 1.0)
 
-    return [[statistics.median_low(step(rank) for _ in range(WINDOW)) for rank in range(world)] for _ in range(steps // WINDOW)]
+    firsts = range(0, steps - WINDOW + 1, WINDOW)
+    return [[statistics.median_low(step(rank, first + n) for n in range(WINDOW)) for rank in range(world)] for first in firsts]
 
 
 @pytest.mark.catalogue(21)
@@ -41,36 +42,55 @@ def test_nobody_is_named_in_a_thousand_noisy_steps(world):
 
 @pytest.mark.catalogue(20)
 @pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("times", [2.5, 5.0])
+@pytest.mark.parametrize("times", [2.0, 5.0])
 def test_a_slow_rank_is_named_within_20_steps_and_no_other(world, times):
+    """In at least 99 of 100 runs, whichever step of a window it becomes slow at."""
     late = 0
-    for seed in range(50):
-        judge = Judge(Layout(dp=world))
-        found = [one for window in windows(world, 20, seed=seed, slow={1: times}) for one in judge.window(window)]
+    for seed in range(300):
+        judge, since = Judge(Layout(dp=world)), 1000 + seed % WINDOW
+        found = [
+            one for window in windows(world, since + 20, seed=seed, slow=times, since=since) for one in judge.window(window)
+        ]
         assert {one.rank for one in found} <= {1}
         late += not found
-    assert late <= 1
+    assert late <= 3
+
+
+def test_control_three_windows_in_a_row_each_judged_for_itself_miss_a_rank_twice_as_slow():
+    """As it was before; the test above would not pass."""
+    late = 0
+    for seed in range(300):
+        slow = [own > 1.5 * other for other, own in windows(2, 20, seed=seed, slow=2.0)]
+        late += not any(all(slow[first : first + 3]) for first in range(3))
+    assert late > 3
 
 
 def test_a_rank_that_has_recovered_is_said_to_have():
     judge = Judge(Layout(dp=2))
-    slow = [judge.window([0.1, 0.3]) for _ in range(IN_A_ROW)]
+    slow = [judge.window([0.1, 0.3]) for _ in range(WINDOWS)]
     (named,) = slow[-1]
     assert named.rank == 1 and named.times == pytest.approx(3.0)
     assert judge.window([0.1, 0.3]) == []
-    assert judge.window([0.1, 0.1]) == [Straggler(1, 1.0, recovered=True)]
+    after = [judge.window([0.1, 0.1]) for _ in range(WINDOWS)]
+    assert after == [[], [], [Straggler(1, 1.0, recovered=True)], []]
 
 
 def test_stages_of_a_pipeline_are_not_compared_with_one_another():
     judge = Judge(Layout(pp=2, dp=2))
     assert [judge.window([0.1, 0.1, 0.4, 0.4]) for _ in range(5)] == [[]] * 5
-    assert [one.rank for _ in range(IN_A_ROW) for one in judge.window([0.1, 0.1, 0.4, 1.0])] == [3]
-    assert Judge(Layout(pp=2)).window([0.1, 9.0]) == []
+    assert [one.rank for _ in range(WINDOWS) for one in judge.window([0.1, 0.1, 0.4, 1.0])] == [3]
+    alone = Judge(Layout(pp=2))
+    assert [alone.window([0.1, 9.0]) for _ in range(WINDOWS)] == [[]] * WINDOWS
 
 
 def test_what_a_scheduler_takes_is_no_slowness():
-    assert excess(0.003, [0.001]) == 0.0
-    assert excess(0.3, []) == 0.0
+    assert log_excess(0.003, [0.0015]) == log_excess(0.3, []) == 0.0
+    assert not is_slow(9.0, [])
+
+
+def test_two_bad_windows_name_nobody():
+    judge = Judge(Layout(dp=2))
+    assert [judge.window([0.1, own]) for own in (0.1, 0.1, 9.0, 9.0, 0.1, 0.1, 9.0, 9.0)] == [[]] * 8
 
 
 @pytest.mark.catalogue(20)
@@ -82,7 +102,18 @@ def test_a_rank_that_sleeps_is_named_in_a_real_run_although_all_steps_are_as_lon
     rows = [json.loads(line) for line in (Path(run.folder) / run.name / "events.jsonl").read_text().splitlines()]
     (named,) = [row for row in rows if row["event"] == "straggler"]
     assert named["rank"] == 1 and named["step"] <= 16
-    assert "rank 1 is slow: its own part of the last 12 steps took" in named["cause"]
+    assert "rank 1 is slow: its own part of the last 16 steps took" in named["cause"]
+
+
+@pytest.mark.nightly
+@pytest.mark.catalogue(21)
+def test_nobody_is_named_in_a_thousand_real_steps(home):
+    run = small_run(
+        home, layout=Layout(dp=2, zero_stage=2, micro_batch_size=2), steps=1000, faults=Faults(straggler_steps=WINDOW)
+    )
+    assert train_ranks(run)[0]["steps_done"] == 1000
+    rows = [json.loads(line) for line in (Path(run.folder) / run.name / "events.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in rows] == ["start", "stepped", "end"]
 
 
 def sleep_in_forward(trainer: Trainer) -> None:

@@ -48,7 +48,7 @@ from ultrascale.train.run_folder import RunFolder, environment
 from ultrascale.train.saves import Saves
 from ultrascale.train.signals import on_stop_signal
 from ultrascale.train.signs_of_life import watched
-from ultrascale.train.stragglers import IN_A_ROW, Stragglers
+from ultrascale.train.stragglers import WINDOWS, Stragglers
 from ultrascale.train.trainer import StepResult, StopRequested, Trainer
 
 MOST_REWINDS = 3
@@ -212,7 +212,7 @@ class Session:
             self.metrics.line(f"step {result.gradients.step} passed over: {result.gradients.anomaly}")
             self.metrics.event("skip", step=result.gradients.step, cause=result.gradients.anomaly)
         for straggler in self.stragglers.after_step(seconds):
-            told = straggler.text(IN_A_ROW * (self.run.faults.straggler_steps or 0))
+            told = straggler.text(WINDOWS * (self.run.faults.straggler_steps or 0))
             self.metrics.line(told)
             self.metrics.event("straggler", step=self.trainer.steps_done, rank=straggler.rank, cause=told)
         self._after_step(result, self.performance.after_step(result, seconds))
