@@ -172,6 +172,15 @@ def test_ranks_that_all_wait_and_agree_are_all_told():
     assert found.reason == "no sign of life in step 7: rank 0 waited in a sum (a.py:1 in f); rank 1 waited in the norm"
 
 
+def test_ranks_that_wait_for_other_nodes_are_told_with_the_group_they_wait_in():
+    group = "ranks 0 to 3 (4)"
+    came = (FIRST._replace(group=group),)
+    found = judge([beat(0, collectives=came), beat(1, collectives=came)], [], {})
+    assert found.culprits == (0, 1)
+    assert ". Others of ranks 0 to 3 (4) are on other nodes: look at the network between" in found.reason
+    assert "other nodes" not in judge([beat(0, collectives=(FIRST,)), beat(1, collectives=(FIRST,))], [], {}).reason
+
+
 def test_the_line_told_is_the_caller_of_what_waits():
     stack = (
         'Thread 0x1 (most recent call first):\n  File "/x/threading.py", line 3 in _bootstrap_inner\n\n'

@@ -77,22 +77,40 @@ def count(run: Run, kind: str) -> int:
     return sum(json.loads(line)["event"] == kind for line in path.read_text().splitlines()) if path.exists() else 0
 
 
-@pytest.mark.nightly
-@pytest.mark.catalogue(4)
-def test_two_nodes_go_on_by_themselves_after_a_rank_of_one_was_killed(tmp_path, nodes):
+@pytest.fixture
+def two(tmp_path, nodes) -> Run:
+    """A run on both nodes that has begun."""
     make_corpus(tmp_path / "tokens")
     run = small_run(tmp_path, name="two", steps=100_000, layout=Layout(dp=2, zero_stage=3))
-    run = replace(run, checkpoint=Checkpoint(every_steps=10, export=False), faults=Faults(hang_seconds=20.0))
+    run = replace(run, checkpoint=Checkpoint(every_steps=10, export=False), faults=Faults(hang_seconds=8.0))
     file = tmp_path / "two.toml"
     file.write_text(to_toml(run))
     for number, node in enumerate(nodes):
         start(node, number, file)
     wait_until(lambda: count(run, "stepped") == 1)
+    return run
+
+
+@pytest.mark.nightly
+@pytest.mark.catalogue(4)
+def test_two_nodes_go_on_by_themselves_after_a_rank_of_one_was_killed(two, nodes):
     victims = [
         pid for pid in processes(nodes[1]) if b"\0-u\0-m\0ultrascale\0train" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     os.kill(max(victims), signal.SIGKILL)
-    wait_until(lambda: count(run, "stepped") == 2)
+    wait_until(lambda: count(two, "stepped") == 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.catalogue(24)
+def test_a_cable_that_is_cut_is_told_on_both_nodes_and_the_run_goes_on_once_it_is_mended(two, nodes):
+    logs = [Path(two.folder) / f"node-{number}.log" for number in (0, 1)]
+    ip("-n", nodes[1], "link", "set", "ue1", "down")
+    wait_until(lambda: all("ultrascale: hang: no sign of life in step" in log.read_text() for log in logs))
+    assert all(f"rank {rank} waited in " in log.read_text() for rank, log in enumerate(logs))
+    assert all("Others of ranks 0 to 1 (2) are on other nodes: look at the network" in log.read_text() for log in logs)
+    ip("-n", nodes[1], "link", "set", "ue1", "up")
+    wait_until(lambda: count(two, "stepped") == 2)
 
 
 def test_several_nodes_with_one_store_for_all_attempts_are_told():

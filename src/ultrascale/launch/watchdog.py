@@ -31,6 +31,8 @@ STACK_SIGNAL = signal.SIGUSR2
 MOST_TOLD = 8
 HANG_FILE, DUMP_MARK = "hang.json", "dump"
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+_SIZE = re.compile(r"\((\d+)\)$")
+"""Of a group of ranks, at the end of its name."""
 _PASSED_OVER = ("parallel/lost.py", "ultrascale/heartbeat.py", "parallel/mesh.py", "launch/orphans.py")
 """Frames of ours that say less than their caller."""
 
@@ -102,7 +104,17 @@ def judge(beats: list[Beat], stopped: list[int], lines: dict[int, str]) -> Hang:
         others = next(f"rank {beat.rank} {told[beat.rank]}" for beat in beats if beat.rank not in behind)
         return Hang(tuple(behind), f"{at}: {where}, and did not come to where {others}", told, steps)
     everybody = tuple(beat.rank for beat in beats)
-    return Hang(everybody, f"{at}: " + "; ".join(f"rank {rank} {text}" for rank, text in told.items()), told, steps)
+    where = "; ".join(f"rank {rank} {text}" for rank, text in told.items())
+    return Hang(everybody, f"{at}: {where}{_elsewhere(beats)}", told, steps)
+
+
+def _elsewhere(beats: list[Beat]) -> str:
+    """Whom ranks of this node wait for that this watchdog does not see."""
+    groups = {beat.collectives[-1].group for beat in beats if beat.waiting and beat.collectives}
+    beyond = sorted(group for group in groups if (size := _SIZE.search(group)) and int(size[1]) > len(beats))
+    if not beyond:
+        return ""
+    return f". Others of {', '.join(beyond)} are on other nodes: look at the network between, and at what is told there"
 
 
 def disagreement(beats: list[Beat]) -> tuple[tuple[int, ...], str] | None:
