@@ -7,8 +7,9 @@ and B_(u-p+1) of every rank r. With y and x the ends of the two and c the second
     y'[r] = max(x[r], y[r-1] + c) + F[r]        the next level
 
 from level p-1, before which there are only forward passes, to m-1, after which they run out rank by rank. What is between is
-linear in the algebra of maximum and sum, so that n levels are the n-th power of one, by squaring: log n products of matrices.
-Baccelli et al., Synchronization and Linearity, 1992.
+linear in the algebra of maximum and sum: once a level is the one before it L later on all ranks, so are all that follow, and
+until then n levels are the n-th power of one, by squaring: log n products of matrices. Baccelli et al., Synchronization and
+Linearity, 1992.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 LEVEL_ELEMENTS = 5000
 """A level by itself takes about as long as this many elements of a product of matrices: a dozen calls of NumPy."""
+MOST_LEVELS = 48
+"""Played one by one in search of a rhythm, before they are multiplied: about what one product of 32 ranks costs."""
+SAME = 1e-13
+"""Of the time so far: levels whose lengths differ by less on all ranks are in rhythm."""
 
 
 class _Costs(NamedTuple):
@@ -51,10 +56,23 @@ def level_step_seconds(forward: Floats, backward: Floats, send: Floats, num_micr
     first = forward.cumsum(axis=0) + way + left * np.maximum.accumulate(forward, axis=0)
     y = _levels(first[:, :, None], costs, num_micro_batches - ranks)
     x = _backward(y, costs)
-    for without in range(1, ranks):  # so many ranks have no forward pass left
-        y = np.concatenate([x[:without], _forward(x, y, costs)[without:]])
-        x = _backward(y, costs)
-    return x[0, :, 0]
+    return _drain(x, y, costs)
+
+
+def _drain(x: Floats, y: Floats, costs: _Costs) -> Floats:
+    """The end of the last pass, [cases], from the last level that all ranks share; a rank less has a forward pass each time."""
+    (x, y), columns = (column[:, :, 0].copy() for column in (x, y)), [column[:, :, 0] for column in costs]
+    forward, border, rising, falling = columns
+    arrives = np.empty_like(y)
+    for without in range(1, len(x)):
+        np.add(y[without - 1 : -1], border[without:], out=arrives[without:])
+        np.maximum(x[without:], arrives[without:], out=arrives[without:])
+        np.add(arrives[without:], forward[without:], out=y[without:])
+        y[:without] = x[:without]
+        np.add(y, rising, out=x)
+        np.maximum.accumulate(x[::-1], axis=0, out=x[::-1])
+        x += falling
+    return x[0]
 
 
 def _backward(y: Floats, costs: _Costs) -> Floats:
@@ -71,6 +89,11 @@ def _forward(x: Floats, y: Floats, costs: _Costs) -> Floats:
 def _levels(y: Floats, costs: _Costs, count: int) -> Floats:
     """y, [ranks, cases, 1], after so many levels."""
     ranks, cases = y.shape[:2]
+    for _ in range(min(count, MOST_LEVELS)):
+        after = _forward(_backward(y, costs), y, costs)
+        longer, y, count = after - y, after, count - 1
+        if np.all(np.ptp(longer, axis=0) <= SAME * y[-1]):
+            return y + count * longer
     if count * LEVEL_ELEMENTS < count.bit_length() * ranks**3 * cases:
         for _ in range(count):
             y = _forward(_backward(y, costs), y, costs)
