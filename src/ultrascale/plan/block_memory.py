@@ -203,6 +203,8 @@ class _Part:
         if selective == "alternate-products":  # of aten.mm: grouped products of experts are another operator, and not kept
             products = [op for op in ops if op.kind == "matmul" and not op.name.startswith("mlp.experts.")]
             ops = [op for op in ops if op.kind != "matmul" or (op in products and products.index(op) % 2 == 0)]
+        if selective == "wide-products":
+            ops = [op for op in ops if op.kind == "matmul" and op.name.startswith("self_attn.")]
         return frozenset(), frozenset(one.name for op in ops for one in op.makes)
 
     def _forward(

@@ -221,10 +221,11 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             kernel, over = stack.attention_kernel, stack.overheads.attention
             attention += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
             inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
+        over = 1.0 if op.kind == "loss" else stack.overheads.elementwise  # every pass of a loss is in the table
         if op.moved_bytes and not op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
-            elementwise += stack.overheads.elementwise * elementwise_seconds(accelerator, op.moved_bytes)
+            elementwise += over * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:
-            inputs += stack.overheads.elementwise * elementwise_seconds(accelerator, op.backward_moved_bytes)
+            inputs += over * elementwise_seconds(accelerator, op.backward_moved_bytes)
     return product, attention, elementwise, inputs, weights, grouped, last, count
 
 

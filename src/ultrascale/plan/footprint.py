@@ -30,7 +30,7 @@ INDEX_BYTES = 8
 """Of a token or a target: int64."""
 FEW = 64
 """Layouts whose columns of bytes are worth keeping: for many, memory is dearer than time."""
-MARGIN = 0.07
+MARGIN = 0.10
 """Of the device's memory, kept free: above it the allocator gives back and takes again what it caches. See docs/memory-model.md
 for how many published runs this judges rightly."""
 

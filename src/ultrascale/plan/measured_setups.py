@@ -28,6 +28,7 @@ from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableErro
 from ultrascale.plan.measured_rows import Asked
 from ultrascale.plan.measured_stacks import LAST_YEAR_WITHOUT_FLASH, TUNING, Tuning, stack_of
 from ultrascale.plan.measured_words import RECOMPUTE_WORDS, out_of_range, read_otherwise
+from ultrascale.plan.share_cut import cannot_run
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.model import Model
@@ -88,6 +89,10 @@ def setup_of(asked: Asked, tuning: Tuning = TUNING) -> Setup:
     if not layouts:
         rule = f"no micro-batch of {choices['micro_batch_size']} divides a global batch of {sequences} over dp = {cut.dp}"
         raise UnrepresentableError(rule)
+    if stack.stage_cut == "by-share":
+        counts = [sequences // (cut.dp * layout.micro_batch_size) for layout in layouts]
+        if wrong := cannot_run(model, cut.pp, counts):
+            raise UnrunnableError(wrong)
     open_cells = tuple(_COLUMN_OF[key] for key, values in choices.items() if len(values) > 1)
     workload = Workload(model, cluster, asked.seq_len, sequences, stack)
     otherwise = read_otherwise(asked, model, layouts[0])

@@ -20,8 +20,9 @@ class Vintage:
 
     nvfp4_over_fp8: float = 0.6
     """Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026)."""
-    old_op_seconds: float = 1.2e-4
-    """`Overheads.op_seconds` of Megatron before fused kernels and CUDA graphs: an operation of the table is several kernels."""
+    eager_op_seconds: float = 1.2e-4
+    """`Overheads.op_seconds` of programs without fused kernels and CUDA graphs (Megatron's first years, nanotron): an operation
+    of the table is several kernels, each launched by Python, autograd and the dispatcher."""
     expert_op_seconds: float = 1.8e-4
     """The same with experts: permutations are many kernels, and the host waits for how many tokens each expert got."""
     flash_1_over_2: float = 1.6
@@ -59,6 +60,8 @@ class _Likeness:
 _NO_OVERLAP = {"overlaps_data_parallel": False, "overlaps_tensor_parallel": False}
 _EAGER = {"norm": False, "rotary": False, "swiglu": False}
 """Norms, rotary positions and SwiGLU as torch's own operations, one kernel for each: neither compiled nor hand-written."""
+_WITHOUT_SCAN = {"pipelined_collective_seconds": 0.0, "pipelined_collective_tp_seconds": 0.0, "stall_seconds": 0.0}
+"""nanotron's runs of 2024 in pipelines over nodes show nothing of what those of the playbook's scan waited for."""
 _NARROW_GRADIENTS = {"gradient_bytes": 2, "reduce_bytes": 2}
 """NeMo's and Megatron-Bridge's performance recipes sum and reduce gradients in bf16 (grad_reduce_in_fp32 = False)."""
 _NARROW_MOMENTS = r"megatron-bridge|hai-llm"
@@ -147,7 +150,9 @@ def _refined(stack: Stack, asked: Asked) -> Stack:
     if asked.attn_kind.lower().startswith("mla") and re.search(_NARROW_MOMENTS, asked.framework, re.IGNORECASE):
         stack = with_optimizer(stack, "adamw-bf16")
     detail = asked.recompute_detail.lower()
-    if re.search(r"layernorm|moe_act|mla_up_proj|rmsnorm|maxtext|save_dot", detail):
+    if re.search(r"maxtext|save_dot", detail):
+        return replace(stack, selective="wide-products")
+    if re.search(r"layernorm|moe_act|mla_up_proj|rmsnorm", detail):
         return replace(stack, selective="elementwise")
     if "core" in detail:
         return replace(stack, selective="attention")
@@ -197,8 +202,12 @@ def _overheads(stack: Stack, asked: Asked, vintage: Vintage) -> Overheads:
         products = attention = LIMITED_POWER ** (-1 / 3)
     if "nvfp4" in asked.precision.lower():
         products *= vintage.nvfp4_over_fp8
-    if "vtrain" in words or (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH:
-        op_seconds = max(op_seconds, vintage.old_op_seconds)
+    if stack.name == "nanotron":
+        op_seconds, overheads = vintage.eager_op_seconds, replace(overheads, elementwise=1.0)
+        if (asked.year or 9999) <= LAST_YEAR_OF_WHOLE_INPUTS:
+            overheads = replace(overheads, **_WITHOUT_SCAN)
+    elif "vtrain" in words or (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH:
+        op_seconds = max(op_seconds, vintage.eager_op_seconds)
     if _in_graphs(asked):
         op_seconds = 0.0
         if asked.experts and re.search(r"B300", asked.gpu or asked.gpu_family) and "fp4" not in asked.precision.lower():
@@ -213,7 +222,7 @@ def _overheads(stack: Stack, asked: Asked, vintage: Vintage) -> Overheads:
     # Aleph Alpha's own RMSNorm kernel ran in some runs, all without checkpointing (arXiv 2311.05610, section 4.1). Which, a row
     # does not say: memory is that of runs without it, which need more, time lies between.
     some_fused = stack.name == "aleph-alpha" and asked.recompute == "none" and asked.flash_attention is not False
-    if stack.name in ("llm-foundry", "aleph-alpha") or "vtrain" in words or is_eager_moe:
+    if stack.name in ("llm-foundry", "aleph-alpha", "nanotron") or "vtrain" in words or is_eager_moe:
         elementwise = SOME_FUSED if some_fused else vintage.eager_over_bytes
     return replace(
         overheads, op_seconds=op_seconds, products=overheads.products * products,

@@ -23,6 +23,7 @@ REDONE = {
     "elementwise": "norms, rotary, activation functions",
     "attention": "attention's core",
     "alternate-products": "every second product and what is element-wise",
+    "wide-products": "all but attention's products",
 }
 
 

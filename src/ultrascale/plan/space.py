@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
+from ultrascale.plan.share_cut import cannot_run
 from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cut_rules import cut_problems
@@ -266,6 +267,8 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
                     rules.refuse(schedule, f"pp x {chunks} stages are more than the {layers} layers")
                 elif not abilities(rules.workload.stack).cuts(layers, pp * chunks):
                     rules.refuse(schedule, f"{rules.workload.stack.name} does not cut {layers} layers so")
+                elif rules.workload.stack.stage_cut == "by-share" and (wrong := cannot_run(rules.workload.model, pp)):
+                    rules.refuse(f"pp = {pp}", wrong)
                 else:
                     yield chunks, schedule
     if "schedule" not in rules.asked:
@@ -367,6 +370,10 @@ def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
     count = rules.workload.sequences_per_batch // (dp * size)
     if schedule in V_SHAPED and count < 2 * pp:
         rules.refuse(schedule, "fewer than 2 x pp micro-batches do not fill it")
+        return False
+    fills = rules.workload.stack.stage_cut != "by-share" or schedule != "1f1b"
+    if not fills and (wrong := cannot_run(rules.workload.model, pp, [count])):
+        rules.refuse(f"pp = {pp}, {schedule}", wrong)
         return False
     if abilities(rules.workload.stack).any_micro_batches:
         return True

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.blocks import layer_kinds
 from ultrascale.plan.layouts import SCHEDULES, LayoutTable
+from ultrascale.plan.share_cut import layers_by_share
 from ultrascale.plan.stage_cut import balanced_layers
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.model import Model
@@ -93,8 +94,7 @@ def chunk_layers_of(workload: Workload, num_chunks: int, layers_per_stage: Seque
 def split_layers(workload: Workload, num_chunks: int) -> list[int]:
     """Blocks of each chunk of the pipeline, prediction blocks included, by `Stack.stage_cut`.
 
-    balanced: as our trainer cuts. even: what is left over to the chunks after the first. by-share, as nanotron does: blocks
-    and head in a row, each goes to the first chunk whose share of the FLOPs is not used up yet.
+    balanced: as our trainer cuts. even: what is left over to the chunks after the first. by-share: as nanotron does.
     """
     model, way = workload.model, workload.stack.stage_cut
     total = model.num_hidden_layers + model.num_nextn_predict_layers
@@ -106,15 +106,7 @@ def split_layers(workload: Workload, num_chunks: int) -> list[int]:
         base, extra = divmod(total, num_chunks)
         first = max(0, extra - (num_chunks - 2))
         return [base + first, *(base + (i < extra - first) for i in range(num_chunks - 2)), base]
-    block = sum(w.numel for w in layer_weights(model, total - 1) if len(w.shape) > 1)
-    costs = [float(block)] * total + [float(model.vocab_size * model.hidden_size)]
-    layers, done, chunk = [0] * num_chunks, 0.0, 0
-    for index, cost in enumerate(costs):
-        done += cost
-        layers[chunk] += index < total
-        if done > sum(costs) * (chunk + 1) / num_chunks and chunk < num_chunks - 1:
-            chunk += 1
-    return layers
+    return layers_by_share(model, num_chunks)
 
 
 @lru_cache(maxsize=4096)

@@ -76,7 +76,8 @@ class Overheads:
     pipeline_seconds: float = 0.0
     """Of a micro-batch on a rank of a pipeline: shapes are sent before tensors, and Python decides what comes next."""
     pipelined_collective_seconds: float = 0.0
-    """Instead of `collective_seconds` where there is a pipeline: receives that wait on the device are in the way."""
+    """Instead of `collective_seconds` where a pipeline spans nodes, for each rank of tp: receives from another node are in the
+    way of a ring's steps."""
     pipelined_collective_tp_seconds: float = 0.0
     """Added to that, times tp squared."""
     stall_seconds: float = 0.0
@@ -133,9 +134,10 @@ class Stack:
     """A forward pass runs beside the backward pass of another micro-batch, and each computes while the other's tokens travel to
     experts and back (Megatron's overlap_moe_expert_parallel_comm, for pipelines of several stages a rank)."""
     overlaps_sends: bool = True
-    selective: Literal["elementwise", "attention", "alternate-products"] = "elementwise"
-    """What recompute = "selective" computes again: all but products and attention; attention's core (Megatron); or every second
-    product and what is element-wise (torchtitan's per-op policy)."""
+    selective: Literal["elementwise", "attention", "alternate-products", "wide-products"] = "elementwise"
+    """What recompute = "selective" computes again: all but products and attention; attention's core (Megatron); every second
+    product and what is element-wise (torchtitan's per-op policy); or all but attention's products (MaxText's
+    save_dot_except_mlpwi: the result of the MLP's second product is in its list too, but no gradient reads it)."""
     offloads_parameters: bool = True
     """With the optimizer on the host no parameter stays on the device between steps; else what is gathered does. Read only if
     gathers = "buckets"."""
@@ -179,11 +181,12 @@ STACKS: dict[str, Stack] = {
             kernels=Kernels(
                 "unfused", swiglu=False, rotary=False, joins_projections=True, value_is_view=True, copies_attended=True,
             ),
-            # From the playbook's scan of 1,139 runs: under tp a block takes 4.5 ms at least, forward and backward; in a
-            # pipeline 20 ms at tp 4, 26 at 8, 62 at 16, 180 at 32; on 64 nodes each micro-batch stopped for over a second.
+            # What launches and copies of an eager program cost is as in others (`measured_stacks.VINTAGE`). The rest is of the
+            # playbook's scan of 1,139 runs and its network: in a pipeline over nodes a block takes 10 ms at least at tp 2, 15
+            # at 4, 25 at 8, 52 at 16, 130 at 32, on one node 5 at any tp; on 64 nodes micro-batches stopped for over a second.
             overheads=Overheads(
-                2.3e-5, 4.4e-4, crossing_seconds=3.6e-4, pipeline_seconds=8e-4, pipelined_collective_seconds=1.12e-3,
-                pipelined_collective_tp_seconds=1.64e-5, stall_seconds=1.2, stall_nodes=64, products=1.145,
+                1.2e-4, crossing_seconds=3.6e-4, pipelined_collective_seconds=1.9e-4, pipelined_collective_tp_seconds=7e-6,
+                stall_seconds=1.2, stall_nodes=64, elementwise=2.3,
             ),
         ),
         Stack(
