@@ -13,6 +13,7 @@ from ultrascale.kernels.attention import attention, attention_mask
 from ultrascale.kernels.attention_contest import AttentionShape
 from ultrascale.kernels.attention_contest import contest as attention_contest
 from ultrascale.kernels.cross_entropy import linear_cross_entropy
+from ultrascale.kernels.flash_packages import MODULES, not_importable
 from ultrascale.kernels.fused_contest import contest as fused_contest
 from ultrascale.kernels.fused_contest import fused_shape
 from ultrascale.spec.attention_cores import Wanted
@@ -125,3 +126,19 @@ def test_the_forms_of_a_fused_kernel_run_and_agree(kernel):
     shape = fused_shape(model, Layout(), 1024, torch.bfloat16)
     outcomes = fused_contest(kernel, model, shape, torch.device("cuda"))
     assert isinstance(outcomes["torch"], float) and isinstance(outcomes["triton"], float), outcomes
+
+
+@pytest.mark.parametrize("core", list(MODULES))
+@pytest.mark.parametrize(("told", "window"), [(True, None), (True, 50), (False, 50), (False, None)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_flash_attn_package_equals_the_softmax_written_out(core: AttentionCore, told, window, sinks):
+    if reason := not_importable(core):
+        pytest.skip(reason)
+    ids, given = documents() if told else None, inputs(torch.bfloat16, sinks=sinks)
+    mask = attention_mask(
+        LENGTH, LENGTH, document_ids=ids, window=window, dtype=torch.bfloat16, device=given[0].device, core=core
+    )
+    found = results(lambda q, k, v, **options: attention(q, k, v, mask, **options), given)
+    expected = results(written_out(ids, window), [tensor.double() for tensor in given])
+    for one, other in zip(found, expected, strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 2e-2

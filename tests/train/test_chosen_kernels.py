@@ -38,7 +38,7 @@ def test_a_run_that_goes_on_takes_the_core_it_had_and_ends_with_the_same_bits(ho
     assert resolve(str(home / "parts" / "run.toml"), []).run.layout.attention == "varlen"
     inject(monkeypatch, sdpa=1e-3, varlen=2e-3)  # another day, another winner
     train_here(parts)
-    told = "attention: varlen 1 ms; sdpa 2 ms; not cudnn: is for CUDA"
+    told = "attention: varlen 1 ms; sdpa 2 ms; not cudnn, flash-2, flash-3, flash-4: is for CUDA; "
     assert [line[: len(told)] for line in log(home, "parts")] == [told, told]
     assert log(home, "parts")[1].endswith("as before")
     assert same(state(whole), state(parts))
@@ -92,6 +92,18 @@ def test_a_core_that_the_device_has_not_is_refused_at_the_start(home: Path) -> N
     run = small_run(home, layout=replace(FASTEST, attention="cudnn"))
     with pytest.raises(SpecError, match=r'layout.attention: "cudnn" is for CUDA'):
         train_here(run)
+
+
+def test_a_run_whose_package_is_gone_is_told_what_to_do_and_does_not_go_on_with_another(monkeypatch) -> None:
+    kept = Verdict("attention", "flash-3", "", {"flash-3": 1e-3, "sdpa": 2e-3})
+    run = resolve(None, {"model.preset": "llama-3.2-1b", "layout.precision": "bf16"}).run
+    on_cuda = Ranks(0, 1, torch.device("cuda"))
+    with pytest.raises(SpecError, match="began with flash-3, but rank 0: flash_attn_interface is not installed"):
+        chosen_kernels._attention(run, on_cuda, kept)
+    monkeypatch.setattr(chosen_kernels, "not_importable", lambda core: "")
+    assert chosen_kernels._attention(run, on_cuda, kept) is kept
+    named = replace(run, layout=replace(run.layout, attention="flash-2"))
+    assert chosen_kernels._attention(named, on_cuda, None).line() == "attention: flash-2, as layout.attention says"
 
 
 def test_on_cuda_each_kernel_that_the_model_calls_is_chosen_by_itself_and_kept_ones_are_not_timed(monkeypatch) -> None:

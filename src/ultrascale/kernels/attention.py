@@ -4,7 +4,8 @@ What `attention_mask` makes of documents and a sliding window says which runs:
 
     None        plain causal: torch's SDPA (flash, cuDNN or memory-efficient attention), which skips the half it cannot see
     Causal      the same, by one of SDPA's kernels that was asked for
-    Spans       where documents end, and a window: flash attention for sequences of many lengths (`kernels.attention_spans`)
+    Spans       where documents end, and a window: flash attention for sequences of many lengths (`kernels.attention_spans`),
+                torch's or a package's (`kernels.flash_packages`); a package's also where nothing is masked
     FlexMask    blocks of 128 x 128 that are seen in whole or in part: compiled FlexAttention (`kernels.attention_flex`)
     a tensor    numbers to add to the scores, 0 or -inf, [1 or B, 1, S, S] in the activations' dtype, shared by all layers
 
@@ -42,6 +43,7 @@ from ultrascale.kernels.attention_spans import (
 )
 from ultrascale.kernels.attention_with_lse import attend, attend_backward
 from ultrascale.kernels.device_kind import is_cuda
+from ultrascale.kernels.flash_packages import MODULES
 from ultrascale.spec.layout import AttentionCore
 
 
@@ -75,12 +77,12 @@ def attention(
     if isinstance(mask, FlexMask):
         return attend_flex(query, key, value, mask, sinks=sinks, scale=scale)
     if isinstance(mask, Spans):
-        return _SpansAttention.apply(query, key, value, mask.ends, mask.window, sinks, scale)  # pyright: ignore[reportReturnType]
+        return _SpansAttention.apply(query, key, value, mask.ends, mask.window, mask.core, sinks, scale)  # pyright: ignore[reportReturnType]
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if isinstance(mask, Causal):
         return _by_one_kernel(query, key, value, SDPA_KERNELS[mask.core], scale)
     if sinks is not None or (value.shape[-1] != query.shape[-1] and not is_cuda(query)):
-        return _Attention.apply(query, key, value, mask, sinks, scale)  # pyright: ignore[reportReturnType]
+        return _Attention.apply(query, key, value, mask, sinks, scale, "")  # pyright: ignore[reportReturnType]
     repeats = query.shape[1] // key.shape[1]
     fused_groups = repeats > 1 and _runs_grouped(query, mask)
     if repeats > 1 and not fused_groups:
@@ -97,6 +99,12 @@ def _by_one_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: SDPBackend
     with sdpa_kernel(kernel):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, scale=scale)
     return out.transpose(1, 2)
+
+
+def causal_piece(query: Tensor, key: Tensor, value: Tensor, core: str) -> Tensor:
+    """Plain causal attention by the kernel that context parallelism joins pieces with (`attention_with_lse`): [B, S, H, E']."""
+    heads_first = (one.transpose(1, 2) for one in (query, key, value))
+    return _Attention.apply(*heads_first, None, None, None, core)  # pyright: ignore[reportReturnType]
 
 
 def attention_mask(
@@ -120,6 +128,8 @@ def attention_mask(
     if num_queries == num_keys:
         if core == "flex":
             return flex_mask(num_keys, document_ids=_ids(document_ids), window=window, device=device)
+        if core in MODULES:
+            return Spans(None if document_ids is None else ends_of(document_ids), window, core)
         if document_ids is None and window is None:
             return Causal(core) if core in SDPA_KERNELS else None
         assert core not in SDPA_KERNELS, "refused before: spec.attention_cores"
@@ -158,16 +168,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float | None
-    ) -> Tensor:
-        out, lse = attend(query, key, value, mask=mask, is_causal=mask is None, scale=scale)  # [B, H, S]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float | None,
+        core: str,
+    ) -> Tensor:  # fmt: skip
+        out, lse = attend(query, key, value, mask=mask, is_causal=mask is None, scale=scale, core=core)  # [B, H, S]
         if sinks is not None:
             score = sinks.to(lse.dtype)[:, None]
             out = out * torch.sigmoid(lse - score).to(out.dtype).unsqueeze(-1)
             lse = torch.logaddexp(lse, score)
         out = out.transpose(1, 2).contiguous()
         ctx.save_for_backward(query, key, value, mask, sinks, out, lse)
-        ctx.scale = scale
+        ctx.options = {"is_causal": mask is None, "scale": scale, "core": core}
         return out
 
     @staticmethod
@@ -175,12 +186,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, sinks, out, lse = ctx.saved_tensors
         grad, out = grad.transpose(1, 2), out.transpose(1, 2)
-        grads = attend_backward(grad, query, key, value, out, lse, mask=mask, is_causal=mask is None, scale=ctx.scale)
+        grads = attend_backward(grad, query, key, value, out, lse, mask=mask, **ctx.options)
         if sinks is None:
-            return *grads, None, None, None
+            return *grads, None, None, None, None
         share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of each row's weight, [B, H, S]
         along = torch.linalg.vecdot(grad.to(lse.dtype), out.to(lse.dtype))
-        return *grads, None, -(share * along).sum((0, 2)).to(sinks.dtype), None
+        return *grads, None, -(share * along).sum((0, 2)).to(sinks.dtype), None, None
 
 
 class _SpansAttention(torch.autograd.Function):
@@ -194,25 +205,27 @@ class _SpansAttention(torch.autograd.Function):
         value: Tensor,
         ends: Tensor | None,
         window: int | None,
+        core: str,
         sinks: Tensor | None,
         scale: float,
     ) -> Tensor:
-        out, lse = attend_spans(query, key, value, Spans(ends, window), scale=scale)  # lse [H, B*S]
+        out, lse = attend_spans(query, key, value, Spans(ends, window, core), scale=scale)  # lse [H, B*S]
         if sinks is not None:
             score = sinks.to(lse.dtype)[:, None]
             share = torch.sigmoid(lse - score).to(out.dtype).t().reshape(*out.shape[:3], 1)
             out, lse = out * share, torch.logaddexp(lse, score)
         ctx.save_for_backward(query, key, value, ends, sinks, out, lse)
-        ctx.window, ctx.scale = window, scale
+        ctx.window, ctx.core, ctx.scale = window, core, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, ends, sinks, out, lse = ctx.saved_tensors
-        grads = attend_spans_backward(grad, query, key, value, out, lse, Spans(ends, ctx.window), scale=ctx.scale)
+        spans = Spans(ends, ctx.window, ctx.core)
+        grads = attend_spans_backward(grad, query, key, value, out, lse, spans, scale=ctx.scale)
         if sinks is None:
-            return *grads, None, None, None, None
+            return *grads, None, None, None, None, None
         share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of each row's weight, [H, B*S]
         along = torch.linalg.vecdot(grad.to(lse.dtype), out.to(lse.dtype)).flatten(0, 1).t()
-        return *grads, None, None, -(share * along).sum(1).to(sinks.dtype), None
+        return *grads, None, None, None, -(share * along).sum(1).to(sinks.dtype), None

@@ -1,7 +1,8 @@
 """The fastest attention core for a run's shapes: `kernels.contest` between all that `spec.attention_cores` lets in.
 
 Timed is what a layer does, from queries, keys and values to their gradients, for each kind of layer that the model has (its
-windows); a core's time is the mean over the layers. Documents are taken to be DOCUMENTS a sequence, all as long.
+windows; under context parallelism a causal square of what a rank has); a core's time is the mean over the layers. Documents are
+taken to be DOCUMENTS a sequence, all as long.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ultrascale.kernels.attention import attention, attention_mask
+from ultrascale.kernels.attention import attention, attention_mask, causal_piece
 from ultrascale.kernels.attention_spans import packed_ids
 from ultrascale.kernels.contest import MOST_BYTES, Form, Outcomes, added, measure
+from ultrascale.kernels.flash_packages import MODULES, not_importable
 from ultrascale.spec.attention_cores import CONTESTANTS, Wanted, why_not
 from ultrascale.spec.layout import AttentionCore
 
@@ -66,7 +68,7 @@ def left_out(core: AttentionCore, wanted: Wanted, *, compiled: bool) -> str:
         return "is sdpa where nothing is masked"
     if core == "varlen" and wanted.device == "cpu" and compiled:
         return "cannot be compiled on the CPU"
-    return ""
+    return not_importable(core)
 
 
 def forms(inputs: list[Tensor], wanted: Wanted, window: int | None, refused: Mapping[str, str]) -> dict[str, Form | str]:
@@ -77,6 +79,9 @@ def forms(inputs: list[Tensor], wanted: Wanted, window: int | None, refused: Map
         attention_mask, length, length, window=window, dtype=inputs[0].dtype, device=inputs[0].device,
         document_ids=packed_ids(ids, inputs[0].device) if wanted.documents else None,
     )  # fmt: skip
+    if wanted.cp > 1:
+        pieces = {core: partial(causal_piece, core=core if core in MODULES else "") for core in CONTESTANTS}
+        return {core: refused.get(core) or piece for core, piece in pieces.items()}
     return {core: refused.get(core) or _form(partial(made, core=core)) for core in CONTESTANTS}
 
 

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.attention_with_lse import attend, attend_backward, hidden_score
 from ultrascale.kernels.device_kind import is_cuda
+from ultrascale.kernels.flash_packages import flash_backward, flash_forward
 
 ENDS_MULTIPLE = 64
 """Documents of a micro-batch are padded to a multiple of this many with empty ones."""
@@ -51,6 +52,8 @@ class Spans(NamedTuple):
     ends: Tensor | None
     """As in `PackedIds`; None: every sequence is one document."""
     window: int | None
+    core: str = ""
+    """A key of `flash_packages.MODULES`; empty: torch's own."""
 
 
 def packed_ids(ids: Tensor, device: torch.device) -> Tensor | PackedIds:
@@ -76,6 +79,8 @@ def attend_spans(query: Tensor, key: Tensor, value: Tensor, spans: Spans, *, sca
 
     lse is fp32, or fp64 if the queries are.
     """
+    if spans.core:
+        return _attend_by_package(query, key, value, spans, scale)
     ends, width = _all_ends(query, spans), value.shape[-1]
     if not _runs_flash(query):
         return _attend_one_by_one(query, key, value, ends, spans.window, scale)
@@ -93,6 +98,8 @@ def attend_spans_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, spans: Spans, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values. `out` and `lse` may be those of a softmax with more in it, a sink."""
+    if spans.core:
+        return _gradients_by_package(grad_out, query, key, value, out, lse, spans, scale)
     ends = _all_ends(query, spans)
     if not _runs_flash(query):
         return _gradients_one_by_one(grad_out, query, key, value, out, lse, ends, spans.window, scale)
@@ -107,6 +114,34 @@ def attend_spans_backward(
         grad.unflatten(0, (-1, length))[..., :width] for grad, width in zip(grads, widths, strict=True)
     )
     return of_query, of_key, of_value
+
+
+def _attend_by_package(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
+    length, width = query.shape[1], value.shape[-1]
+    given = _given(spans, query, key, value)
+    out, lse = flash_forward(*given, spans.ends, length, True, spans.window or 0, scale, spans.core)
+    if spans.ends is None:
+        return out[..., :width].contiguous(), lse.transpose(0, 1).flatten(1)  # of [B, H, S]
+    return out.unflatten(0, (-1, length))[..., :width].contiguous(), lse
+
+
+def _gradients_by_package(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, spans: Spans, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    length, given = query.shape[1], _given(spans, grad_out, query, key, value, out)
+    if spans.ends is None:
+        lse = lse.unflatten(1, (-1, length)).transpose(0, 1).contiguous()  # [B, H, S]
+    grads = flash_backward(*given, lse, spans.ends, length, True, spans.window or 0, scale, spans.core)
+    of_query, of_key, of_value = (
+        grad.reshape(*tensor.shape[:3], -1)[..., : tensor.shape[3]]
+        for grad, tensor in zip(grads, (query, key, value), strict=True)
+    )
+    return of_query, of_key, of_value
+
+
+def _given(spans: Spans, *tensors: Tensor) -> list[Tensor]:
+    """As the packages take them: packed where documents are told."""
+    return [(one if spans.ends is None else one.flatten(0, 1)).contiguous() for one in _one_width(*tensors)]
 
 
 def _all_ends(query: Tensor, spans: Spans) -> Tensor:

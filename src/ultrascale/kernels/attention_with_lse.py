@@ -7,8 +7,9 @@ Parts join exactly (Milakov and Gimelshein 2018; Dao et al. 2022): lse = log(exp
 out_b in proportion to exp(lse_a) and exp(lse_b). Backward, each part is worked through alone with the *joined* out and lse: the
 probabilities exp(scores - lse) are then those of the whole softmax, and gradients of parts add up.
 
-Kernels, all of which torch brings: on CPU its flash attention, with or without a mask; on CUDA flash attention for 16 bits
-without a mask, memory-efficient attention for fp32 or a mask; plain products for what is left (fp64 on CUDA).
+Kernels: a flash-attn package's for what has no mask, where a run takes one. Else torch's: on CPU its flash attention, with or
+without a mask; on CUDA flash attention for 16 bits without a mask, memory-efficient attention for fp32 or a mask; plain
+products for what is left (fp64 on CUDA).
 Here tensors are [B, H, S, E]: heads before positions, as the kernels have them. Of keys and values there may be fewer heads.
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ultrascale.kernels.device_kind import is_cuda
+from ultrascale.kernels.flash_packages import flash_backward, flash_forward
 
 _aten = torch.ops.aten
 _HEAD_DIM_MULTIPLE = 8
@@ -53,13 +55,18 @@ def attend(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    core: str = "",
 ) -> tuple[Tensor, Tensor]:
     """(out [B, H, S, E'], lse [B, H, S]) of queries [B, H, S, E] over keys [B, K, T, E] and values [B, K, T, E'].
 
     `mask` [1 or B, 1, S, T] of the same dtype is added to the scores; `is_causal` is for T = S, without a mask; `scale` is
-    1 / sqrt(E) unless given. lse is fp32, or fp64 if the queries are.
+    1 / sqrt(E) unless given; `core`: a package's flash attention for what has no mask (`kernels.flash_packages`). lse is fp32,
+    or fp64 if the queries are.
     """
     scale, width = _scale(query, scale), value.shape[-1]
+    if core and mask is None:
+        out, lse = flash_forward(*_places_first(query, key, value), None, key.shape[2], is_causal, 0, scale, core)
+        return out.transpose(1, 2)[..., :width], lse
     if _needs_plain(query):
         return _plain(query, key, value, mask, is_causal, scale)
     query, key, value = _one_width(query, key, value)
@@ -88,10 +95,16 @@ def attend_backward(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    core: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values that one part contributes; `out` and `lse` are those of all parts joined."""
     scale = _scale(query, scale)
     widths = (query.shape[-1], key.shape[-1], value.shape[-1])
+    if core and mask is None:
+        given = _places_first(grad_out, query, key, value, out)
+        found = flash_backward(*given, lse.contiguous(), None, key.shape[2], is_causal, 0, scale, core)
+        of_query, of_key, of_value = (one.transpose(1, 2)[..., :width] for one, width in zip(found, widths, strict=True))
+        return of_query, of_key, of_value
     if _needs_plain(query):
         return _plain_backward(grad_out, query, key, value, out, lse, mask, is_causal, scale)
     heads = key.shape[1]
@@ -133,6 +146,13 @@ def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
     if is_cuda(tensors[0]):
         width += -width % _HEAD_DIM_MULTIPLE
     return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
+
+
+def _places_first(*tensors: Tensor) -> list[Tensor]:
+    """[B, S, H, E] of one width, as packages take them."""
+    width = max(one.shape[-1] for one in tensors)
+    width += -width % _HEAD_DIM_MULTIPLE
+    return [F.pad(one, (0, width - one.shape[-1])).transpose(1, 2).contiguous() for one in tensors]
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,10 @@ class Verdict:
             return f"{self.what}: {self.chosen}, {self.reason}"
         best, *rest = [f"{name} {value * 1e3:.3g} ms" for name, value in self._in_order()]
         told = [f"{self.what}: {best}" + (f", {self.reason}" if self.reason else ""), *rest]
-        return "; ".join([*told, *(f"not {name}: {why}" for name, why in self.refused.items())])
+        out: dict[str, list[str]] = {}
+        for name, why in self.refused.items():
+            out.setdefault(why, []).append(name)
+        return "; ".join([*told, *(f"not {', '.join(names)}: {why}" for why, names in out.items())])
 
     def _in_order(self) -> list[tuple[str, float]]:
         """The chosen one, then the others by time."""

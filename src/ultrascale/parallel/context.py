@@ -28,6 +28,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ultrascale.kernels.flash_packages import MODULES
 from ultrascale.models.decoder import Decoder, following
 from ultrascale.parallel.context_attention import Setting, ring_attention
 from ultrascale.parallel.context_masks import (
@@ -117,6 +118,7 @@ class ContextParallel:
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup):
         self.layout, self.gathers = layout, layout.cp_method == "all-gather"
+        self.package = layout.attention if layout.attention in MODULES else ""
         ring, heads = layout.cp_grid
         place, own = divmod(group.rank(), heads)
         self.ring = Ring(group, ring, place, stride=heads, first=own)
@@ -139,7 +141,8 @@ class ContextParallel:
 
         `sinks` [H]: a score of each head that draws weight and has no value. `scale`: 1 / sqrt(E) unless given.
         """
-        setting = Setting(mask.mask, self.ring, self.gathers, scale if scale is not None else query.shape[-1] ** -0.5)
+        factor = float(query.shape[-1] ** -0.5) if scale is None else scale
+        setting = Setting(mask.mask, self.ring, self.gathers, factor, self.package)
         if self.swap.size == 1:
             return ring_attention(query, key, value, sinks, setting)
         query, key, value = to_heads(query, key, value, self.swap, mask.swapped_lengths)

@@ -30,6 +30,8 @@ class Setting(NamedTuple):
     gathers: bool
     """Keys and values are gathered first; otherwise they go round."""
     scale: float
+    core: str = ""
+    """A package's flash attention, for blocks without a mask."""
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting) -> Tensor:
@@ -68,7 +70,9 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tup
     joined: tuple[Tensor, Tensor] | None = None
     for held, blocks in hops:
         for block in blocks:
-            out, lse = attend(*_block(query, held, block), mask=block.mask, is_causal=block.is_causal, scale=setting.scale)
+            out, lse = attend(
+                *_block(query, held, block), mask=block.mask, is_causal=block.is_causal, scale=setting.scale, core=setting.core
+            )
             if setting.ring.size == 1 and len(blocks) == 1:
                 return out, lse
             if joined is None:
@@ -104,7 +108,7 @@ def _backward(
             place = (block.sequences, slice(None), block.queries)
             found = attend_backward(
                 grad_out[place], *_block(query, held, block), out[place], lse[place],
-                mask=block.mask, is_causal=block.is_causal, scale=setting.scale,
+                mask=block.mask, is_causal=block.is_causal, scale=setting.scale, core=setting.core,
             )  # fmt: skip
             total_query.add(block.queries, found[0], block.sequences)
             if distance == 0:

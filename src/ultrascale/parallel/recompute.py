@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ultrascale.kernels import fp8
+from ultrascale.kernels import flash_packages, fp8
 from ultrascale.models.attention import Attention, LatentAttention
 from ultrascale.models.decoder import Block, Decoder
 from ultrascale.models.experts import Experts
@@ -38,6 +38,7 @@ from ultrascale.spec.recomputed import Again
 _aten = torch.ops.aten
 KEPT_OPS = {
     fp8.PRODUCT,
+    flash_packages.FORWARD,
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,

@@ -5,6 +5,7 @@ sdpa      torch's attention, which chooses        under a mask of S x S numbers
 varlen    as sdpa                                 flash attention told where documents end
 cudnn     cuDNN's attention, through torch        -
 flex      FlexAttention                           FlexAttention
+flash-N   FlashAttention N of its package         the same, told where documents end
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from ultrascale.spec.run import Run
 
 FLASH_HEAD_DIM = 256
 """The widest head that flash attention knows."""
-CONTESTANTS: tuple[AttentionCore, ...] = ("sdpa", "varlen", "cudnn", "flex")
+CONTESTANTS: tuple[AttentionCore, ...] = ("sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4")
 """In the order in which ties are decided: torch's own choice first."""
+
+PACKAGED = ("flash-2", "flash-3", "flash-4")
 
 
 class Wanted(NamedTuple):
@@ -69,9 +72,12 @@ def _reasons(core: AttentionCore, wanted: Wanted) -> Iterator[str]:
     on_cuda = wanted.device == "cuda"
     if core in ("varlen", "flex", "cudnn") and wanted.cp > 1:
         yield f"does not go with layout.cp = {wanted.cp}, which has masks of its own, block by block"
-    if core == "varlen" and on_cuda and not wanted.is_narrow:
+    if core in PACKAGED and not on_cuda:
+        yield "is for CUDA"
+    is_flash = core in PACKAGED or (core == "varlen" and on_cuda)
+    if is_flash and not wanted.is_narrow:
         yield f"is flash attention, which knows 16 bits only; layout.precision is {wanted.precision}"
-    if core == "varlen" and on_cuda and wanted.head_dim > FLASH_HEAD_DIM:
+    if is_flash and wanted.head_dim > FLASH_HEAD_DIM:
         yield f"is flash attention, which knows heads of up to {FLASH_HEAD_DIM}, not of {wanted.head_dim}"
     if core == "flex" and not on_cuda:
         yield "cannot be compiled for training on the CPU, and uncompiled makes all scores"

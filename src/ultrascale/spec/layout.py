@@ -31,7 +31,7 @@ from ultrascale.spec.recomputed import SELECTIVE, WHOLE, Again, modes_of, parse_
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", "expert_dp"]
-AttentionCore = Literal["auto", "fastest", "sdpa", "varlen", "cudnn", "flex"]
+AttentionCore = Literal["auto", "fastest", "sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4"]
 SCHEDULES: dict[str, int | None] = {
     "1f1b": 1, "afab": 1, "interleaved": None, "breadth-first": None, "zb-h1": 1, "zb-v": 2, "dualpipe": 1, "dualpipe-v": 2,
 }  # fmt: skip
@@ -77,8 +77,9 @@ class Layout:
     "none x 12"]; `spec.recomputed` has the words."""
     attention: AttentionCore = "auto"
     """The kernel of attention, and with it what keeps documents apart and windows narrow: sdpa (torch's own, under a mask of
-    S x S numbers), varlen (flash attention told where documents end), cudnn, flex (FlexAttention); `spec.attention_cores` says
-    what each can do. fastest: all that can are timed at the run's shapes, once. auto: so on CUDA; on the CPU sdpa."""
+    S x S numbers), varlen (flash attention told where documents end), cudnn, flex (FlexAttention), flash-2, flash-3, flash-4
+    (the flash-attn packages); `spec.attention_cores` says what each can do. fastest: all that can are timed at the run's
+    shapes, once. auto: so on CUDA; on the CPU sdpa."""
     precision: Precision = "fp32"
     """Dtype of the forward and backward passes. bf16, fp16 and fp8 keep parameters, gradients and optimizer state in fp32."""
     fp8_scaling: Literal["row", "tensor"] = "row"

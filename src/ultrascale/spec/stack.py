@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ultrascale.spec.attention_cores import PACKAGED
 from ultrascale.spec.layout import AttentionCore
 from ultrascale.spec.problems import Problem, SpecError
 
@@ -226,7 +227,9 @@ def with_attention(stack: Stack, core: AttentionCore) -> Stack:
     """The stack with `layout.attention`, if it is ours: others have their own."""
     if stack.name != "ultrascale":
         return stack
-    return replace(stack, kernels=replace(stack.kernels, spans=core != "sdpa", masks_in_kernel=core in ("varlen", "flex")))
+    return replace(
+        stack, kernels=replace(stack.kernels, spans=core != "sdpa", masks_in_kernel=core in ("varlen", "flex", *PACKAGED))
+    )
 
 
 def with_optimizer(stack: Stack, name: str) -> Stack:

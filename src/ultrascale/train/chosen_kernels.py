@@ -17,6 +17,7 @@ import torch
 
 from ultrascale.kernels.attention_contest import AttentionShape, contest
 from ultrascale.kernels.contest import Outcomes, Verdict, decide
+from ultrascale.kernels.flash_packages import not_importable
 from ultrascale.kernels.fused_contest import contest as fused_contest
 from ultrascale.kernels.fused_contest import fused_shape, kernels_of
 from ultrascale.kernels.implementation import FORMS, choose
@@ -65,13 +66,23 @@ def _attention(run: Run, ranks: Ranks, kept: Verdict | None) -> Verdict:
         told = "torch's flash attention for the CPU" + ", under a mask" * wanted.is_masked
         return Verdict("attention", "sdpa", f'{told} (timed only with layout.attention = "fastest")')
     if core not in ("auto", "fastest"):
-        if reason := why_not(core, wanted):
+        if reason := why_not(core, wanted) or not_importable(core):
             raise SpecError([Problem("layout.attention", f'"{core}" {reason}', "Leave it out.")])
         return Verdict("attention", core, "as layout.attention says")
     if kept is not None:
+        _expect_importable(kept.chosen, ranks)
         return kept
     shape = attention_shape(run)
     return decide_together("attention", ranks, lambda: contest(shape, wanted, ranks.device, compiled=run.compile))
+
+
+def _expect_importable(core: str, ranks: Ranks) -> None:
+    """Raise SpecError, on every rank, if one of them has lost the package that the run began with. Collective."""
+    reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(ranks.gather_text(not_importable(core))) if reason]
+    if reasons:
+        rule = f"this run began with {core}, but {reasons[0]}"
+        remedy = f"Install it, or name another core, or remove {FILE} of the run's folder to choose anew: bits will differ."
+        raise SpecError([Problem("layout.attention", rule, remedy)])
 
 
 def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdict]:
