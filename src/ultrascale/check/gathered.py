@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ultrascale.models.experts import moe_layers
+from ultrascale.models.initialise import own_rows
 from ultrascale.parallel.share import Share
 from ultrascale.spec.run import Optimizer as Settings
 from ultrascale.train.optimizer import moment_of, moments_of
@@ -32,57 +32,76 @@ class Gathered(NamedTuple):
     """Of which two ranks hold the same box with other bits."""
 
 
-def gather_parts(share: Share, value_of: Callable[[nn.Parameter], Tensor]) -> Gathered:
-    """What `value_of` gives for each parameter (its shape and cut are the parameter's), whole, on rank 0.
-
-    Collective. Raises ValueError if the ranks together do not hold all of a weight.
-    """
-    own = [(one.name, one.weight.shape, Part(one.place.offsets, _uncut(value_of(one.parameter)))) for one in share.held]
-    return _joined(_everything(share, own))
+Box = tuple[str, tuple[int, ...], Part]
+"""The global name and shape of a tensor, and the part of it that a rank holds."""
 
 
-def gather_moments(share: Share, optimizer: Optimizer, settings: Settings, moment: str) -> Gathered:
-    """A moment of every weight that has it, whole, float64, on rank 0. Collective."""
-    own = [
-        (one.name, one.weight.shape, Part(one.place.offsets, _uncut(moment_of(optimizer, one, moment)).double()))
+def parts(share: Share, value_of: Callable[[nn.Parameter], Tensor]) -> list[Box]:
+    """What `value_of` gives for each parameter of this rank (its shape and cut are the parameter's)."""
+    return [(one.name, one.weight.shape, _part(one.place.offsets, value_of(one.parameter))) for one in share.held]
+
+
+def moment_parts(share: Share, optimizer: Optimizer, settings: Settings, moment: str) -> list[Box]:
+    """A moment of every weight that has it, float64."""
+    return [
+        (one.name, one.weight.shape, _part(one.place.offsets, moment_of(optimizer, one, moment).double()))
         for one in share.held
         if moment in moments_of(one.weight, settings)
     ]
-    return _joined(_everything(share, own))
 
 
-def gather_biases(share: Share) -> Gathered:
-    """The biases that even out the load of experts, by block, float64, on rank 0. Collective."""
-    own = [
-        (f"bias.{number}", tuple(bias.shape), Part((0,), bias.double().clone()))
+def bias_parts(share: Share) -> list[Box]:
+    """The biases that even out the load of experts, by block, float64."""
+    return [
+        (f"bias.{number}", tuple(bias.shape), Part((0,), bias.double()))
         for stage in share.stages.values()
         for number, layer in moe_layers(stage)
         if (bias := layer.router.e_score_correction_bias) is not None
     ]
-    return _joined(_everything(share, own))
 
 
-def _everything(share: Share, own: list[Any]) -> list[list[Any]]:
+def gather(share: Share, kinds: dict[str, list[Box]]) -> dict[str, Gathered]:
+    """Of each kind what all ranks hold, whole, on rank 0.
+
+    Collective, once for all kinds. Raises ValueError if the ranks together do not hold all of a tensor.
+    """
     if share.layout.world_size == 1:
-        return [own]
+        return {kind: _joined([boxes]) for kind, boxes in kinds.items()}
+    packed = [(kind, name, shape, part.offsets, *_packed(part.values)) for kind in kinds for name, shape, part in kinds[kind]]
     found: list[Any] | None = [None] * share.layout.world_size if dist.get_rank() == 0 else None
-    dist.gather_object(own, found)
-    return found or []
+    dist.gather_object(packed, found)
+    everything: dict[str, list[list[Box]]] = {kind: [] for kind in kinds}
+    for rank in found or []:
+        for boxes in everything.values():
+            boxes.append([])
+        for kind, name, shape, offsets, *values in rank:
+            everything[kind][-1].append((name, shape, Part(offsets, _unpacked(*values))))
+    return {kind: _joined(ranks) for kind, ranks in everything.items()}
 
 
-def _joined(everything: list[list[tuple[str, tuple[int, ...], Part]]]) -> Gathered:
+def _packed(values: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    """For pickle, which takes tensors twenty times as long as bytes."""
+    return values.dtype, tuple(values.shape), values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _unpacked(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
+
+
+def _joined(everything: list[list[Box]]) -> Gathered:
     shapes = {name: shape for rank in everything for name, shape, _ in rank}
-    parts: dict[str, list[Part]] = {name: [] for name in shapes}
+    held: dict[str, list[Part]] = {name: [] for name in shapes}
     for rank in everything:
         for name, _, part in rank:
-            parts[name].append(part)
-    whole = {name: _assembled(name, shapes[name], parts[name]) for name in parts}
-    return Gathered(whole, [name for name in parts if _differ(parts[name])])
+            held[name].append(part)
+    whole = {name: _assembled(name, shapes[name], held[name]) for name in held}
+    return Gathered(whole, [name for name in held if _differ(held[name])])
 
 
-def _uncut(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
+def _part(offsets: tuple[int, ...], tensor: Tensor) -> Part:
+    """This rank's own part of what is cut at `offsets`: data parallelism may have cut it once more, by rows."""
+    own, first = own_rows(tensor)
+    return Part((offsets[0] + first, *offsets[1:]), own.detach())
 
 
 def _assembled(name: str, shape: tuple[int, ...], parts: Iterable[Part]) -> Tensor:

@@ -16,7 +16,7 @@ from ultrascale.check.case import Case
 from ultrascale.check.compare import Verdict, judge
 from ultrascale.check.documents import RandomDocuments
 from ultrascale.check.faults import planted
-from ultrascale.check.gathered import gather_biases, gather_moments, gather_parts
+from ultrascale.check.gathered import bias_parts, gather, moment_parts, parts
 from ultrascale.check.pool import Pool
 from ultrascale.check.reference import Reference, StepFacts
 from ultrascale.check.small import made_small, micro_batch_counts, provable, small_layouts
@@ -97,11 +97,13 @@ def trainer_step(trainer: Trainer) -> StepFacts:
     """All that a step of `trainer` computes, on rank 0. Collective."""
     result = trainer.compute_gradients()
     share, settings = trainer.share, trainer.run.optimizer
-    gradients = gather_parts(share, lambda p: p.grad if p.grad is not None else torch.zeros_like(p))
+    gradients = parts(share, lambda p: p.grad if p.grad is not None else torch.zeros_like(p))
+    gradients = gather(share, {"gradients": gradients})["gradients"]
     balance = trainer.apply(result).expert_balance
-    weights = gather_parts(share, lambda p: p.detach())
-    moments = {moment: gather_moments(share, trainer.optimizer, settings, moment) for moment in MOMENTS}
-    experts, biases = {}, gather_biases(share)
+    of_moments = {moment: moment_parts(share, trainer.optimizer, settings, moment) for moment in MOMENTS}
+    updated = gather(share, {"weights": parts(share, lambda p: p.detach()), "biases": bias_parts(share)} | of_moments)
+    weights, biases, moments = updated["weights"], updated["biases"], {moment: updated[moment] for moment in MOMENTS}
+    experts = {}
     if balance is not None:
         load = {f"load.{layer}": counts.double() for layer, counts in enumerate(balance.load)}
         experts = load | biases.whole | {"auxiliary": torch.tensor(balance.auxiliary_loss, dtype=torch.float64)}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from inspect import signature
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
+from ultrascale.spec.schema import STAND_INS, leaves
+
 T = TypeVar("T")
 _CONFIG = (tyro.conf.FlagCreatePairsOff,)
+SWITCHED = ("true", "false", "yes", "no", "on", "off", "1", "0")
+"""What may be meant for a setting that is on or off; which of them it takes is checked where it is read."""
 
 
 def parse(verb: Callable[..., T] | Any, name: str, arguments: list[str]) -> T:
@@ -23,10 +28,38 @@ def parse(verb: Callable[..., T] | Any, name: str, arguments: list[str]) -> T:
 
 
 def parse_with_overrides(verb: Callable[..., T], name: str, arguments: list[str]) -> tuple[T, list[str]]:
-    """The same, and the words it did not know: dotted settings of a run, which `spec.resolve` reads and checks."""
+    """The same, and the words it did not know: settings of a run, which `spec.resolve` reads and checks.
+
+    Settings may stand before the words of the verb too: `ultrascale train --layout.tp 2 run.toml`.
+    """
     _say_what_to_give(verb)
-    result: Any = tyro.cli(verb, prog=f"ultrascale {name}", args=arguments, return_unknown_args=True, config=_CONFIG)
-    return result
+    settings, words = set_aside(arguments, own=signature(verb).parameters.keys())
+    result, unknown = tyro.cli(verb, prog=f"ultrascale {name}", args=words, return_unknown_args=True, config=_CONFIG)
+    return result, [*settings, *unknown]  # type: ignore[return-value]
+
+
+def set_aside(arguments: list[str], *, own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Flags of a run's settings, with their values, and all other words. `own`: flags that the verb has itself.
+
+    A setting that is on or off takes the next word only if that says so.
+    """
+    sections = {key.partition(".")[0] for key in leaves() if "." in key}
+    settings: list[str] = []
+    others: list[str] = []
+    words = deque(arguments)
+    while words:
+        word = words.popleft()
+        flag, equals, _ = word.partition("=")
+        key = flag.removeprefix("--").replace("-", "_")
+        is_setting = key in leaves() or key in STAND_INS or ("." in key and key.partition(".")[0] in sections)
+        if not flag.startswith("--") or key in own or not is_setting:
+            others.append(word)
+            continue
+        settings.append(word)
+        is_switch = key in leaves() and leaves()[key].kind is bool
+        if words and not equals and not words[0].startswith("--") and (not is_switch or words[0].lower() in SWITCHED):
+            settings.append(words.popleft())
+    return settings, others
 
 
 def _say_what_to_give(verb: Any) -> None:

@@ -54,7 +54,7 @@ def initialise(
         part = _all_of(table[name]) if places is None else places[name]
         if tuple(parameter.shape) != part.shape:
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}, its description says {part.shape}")
-        own, first_row = _own_rows(parameter)
+        own, first_row = own_rows(parameter)
         offsets = (part.offsets[0] + first_row, *part.offsets[1:])
         _fill(own, table[name], offsets, seed, parameter.device if draw_on_device else torch.device("cpu"))
     for bias in decoder.buffers():  # those that balance experts' load
@@ -79,7 +79,7 @@ def _all_of(weight: Weight) -> Place:
     return Place((0,) * len(weight.shape), weight.shape)
 
 
-def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
+def own_rows(parameter: Tensor) -> tuple[Tensor, int]:
     """This rank's part of a parameter that data parallelism has cut by rows or not at all, and its first row."""
     if not isinstance(parameter, DTensor):
         return parameter, 0

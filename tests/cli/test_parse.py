@@ -1,0 +1,34 @@
+"""Settings of a run among the words of a verb."""
+
+from __future__ import annotations
+
+import pytest
+
+from ultrascale.cli.main import main
+from ultrascale.cli.parse import set_aside
+
+
+@pytest.mark.parametrize(
+    "words, settings",
+    [
+        (["--layout.tp", "2", "run.toml", "--rank", "1"], ["--layout.tp", "2"]),
+        (["run.toml", "--layout.tp=2", "--rank", "1"], ["--layout.tp=2"]),
+        (["--compile", "run.toml", "--rank", "1"], ["--compile"]),
+        (["--compile", "false", "run.toml", "--rank", "1"], ["--compile", "false"]),
+        (["--layout.sequence-parallel", "--cluster", "8xh100", "run.toml", "--rank", "1"],
+         ["--layout.sequence-parallel", "--cluster", "8xh100"]),
+        (["--layout.unknown", "3", "run.toml", "--rank", "1"], ["--layout.unknown", "3"]),
+        (["--model.preset", "tiny-llama", "run.toml", "--rank", "1"], ["--model.preset", "tiny-llama"]),
+        (["run.toml", "--rank", "1", "--steps", "3"], []),
+    ],
+)  # fmt: skip
+def test_settings_are_told_from_the_words_of_the_verb_wherever_they_stand(words: list[str], settings: list[str]) -> None:
+    found, others = set_aside(words, own=("rank", "steps"))
+    assert found == settings
+    assert others == ["run.toml", "--rank", "1", *(["--steps", "3"] if "--steps" in words else [])]
+
+
+@pytest.mark.parametrize("verb", ["plan", "check", "trace", "train", "show"])
+def test_a_setting_may_stand_before_the_file(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--layout.tp", "3", "runs/tiny-llama-cpu.toml"]) == 2
+    assert "must divide model.num_attention_heads = 4, is 3" in capsys.readouterr().err
