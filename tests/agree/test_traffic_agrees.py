@@ -138,6 +138,19 @@ def test_every_collective_of_latent_attention_is_planned_however_it_is_recompute
     assert bytes_of[0] == bytes_of[1]
 
 
+@pytest.mark.parametrize("layout", [
+    Layout(tp=2, precision="fp8"),
+    Layout(tp=2, precision="fp8", fp8_scaling="tensor", sequence_parallel=False, recompute="selective"),
+    Layout(tp=2, expert_tp=2, precision="fp8", recompute="full"),
+    Layout(tp=2, expert_tp=2, precision="fp8", fp8_scaling="tensor"),
+], ids=str)  # fmt: skip
+def test_every_collective_of_fp8_is_planned_with_those_for_scales(layout: Layout) -> None:
+    case = Case(EXPERTS if layout.expert_tp > 1 else MODEL, replace(layout, micro_batch_size=2))
+    found, told = only(measured(case), BLOCKWISE), only(planned(case), BLOCKWISE)
+    assert found == told
+    assert told != only(planned(replace(case, layout=replace(case.layout, precision="bf16"))), BLOCKWISE)
+
+
 @settings(max_examples=3, deadline=None, derandomize=True, database=None)
 @given(case=cases())
 def test_messages_of_a_pipeline_are_those_of_its_schedule(case: Case) -> None:

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ultrascale.kernels.fp8 import Scaling
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initial_value
+from ultrascale.parallel.fp8 import apply_fp8
 from ultrascale.parallel.recompute import apply_recompute
 from ultrascale.parallel.tensor import apply_tensor_parallel
 from ultrascale.spec.layout import Layout
@@ -34,6 +36,8 @@ class Case:
     fault: Callable[[], None] | None = None
     """Breaks this rank before it computes."""
     sum_copies: bool = True
+    fp8: Scaling | None = None
+    """In fp8, with float64 between products and inside them."""
 
 
 class WholeWorld(NamedTuple):
@@ -43,6 +47,15 @@ class WholeWorld(NamedTuple):
 
     def group(self, axis: str, /) -> dist.ProcessGroup | None:
         return dist.group.WORLD if axis == "tp" and dist.get_world_size() > 1 else None
+
+
+class OneRank(NamedTuple):
+    """The same, of one process."""
+
+    at: Coordinates = Coordinates.of(Layout(), 0)
+
+    def group(self, axis: str, /) -> dist.ProcessGroup | None:
+        return None
 
 
 def divisible(model: Model, tp: int) -> Model:
@@ -59,8 +72,11 @@ def errors_of(rank: int, cases: dict[str, Case]) -> dict[str, dict[str, float]]:
 
 
 def errors(rank: int, case: Case) -> dict[str, float]:
-    layout = Layout(tp=dist.get_world_size(), sequence_parallel=case.sequence_parallel, recompute=case.recompute)  # pyright: ignore
-    expected_loss, expected = computed(decoder_of(case.model), case)
+    words: dict[str, Any] = {} if case.fp8 is None else {"precision": "fp8", "fp8_scaling": case.fp8}
+    words |= {"sequence_parallel": case.sequence_parallel, "recompute": case.recompute}
+    layout, whole = Layout(tp=dist.get_world_size(), **words), decoder_of(case.model)
+    apply_fp8(whole, layout, OneRank())
+    expected_loss, expected = computed(whole, case)
     if case.fault is not None:
         case.fault()
     decoder = tensor_parallel_decoder(case.model, layout, rank)
@@ -85,6 +101,7 @@ def tensor_parallel_decoder(model: Model, layout: Layout, rank: int) -> Decoder:
     with torch.device("meta"):
         decoder = Decoder(model).double()
     apply_tensor_parallel(decoder, layout, WholeWorld(at))
+    apply_fp8(decoder, layout, WholeWorld(at))
     apply_recompute(decoder, layout)
     decoder.to_empty(device="cpu")
     fill(decoder, {weight.name: place(weight, layout, at) for weight in weights(model)})

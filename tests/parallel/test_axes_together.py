@@ -89,8 +89,8 @@ def positions_that_wait(rank: int, layout: Layout) -> set[tuple[int, int]]:
     make = pipeline.make_gradients
 
     def noting(waiting: Waiting) -> None:
-        found.update((grad_output.own.shape[1], given.own.shape[1]) for _, grad_output, given in waiting)
-        sizes = {factor.own.untyped_storage().nbytes() for _, *factors in waiting for factor in factors}
+        found.update((grad_output.own.shape[1], given.own.shape[1]) for _, grad_output, given, _ in waiting)
+        sizes = {factor.own.untyped_storage().nbytes() for _, *factors, _ in waiting for factor in factors}
         assert max(sizes) <= LENGTH * FAMILIES["llama"].intermediate_size * 8
         make(waiting)
 

@@ -9,9 +9,11 @@ from ultrascale.spec.resolve import resolve
 from ultrascale.spec.trainable import TRAINED_FAMILIES, expect_trainable, untrainable_layout, untrainable_model
 
 
-@pytest.mark.parametrize("layout, field", [({"tp": 2}, "tp"), ({"pp": 2, "schedule": "zb-h1"}, "schedule")])
+@pytest.mark.parametrize("layout, field", [
+    ({"precision": "fp8", "tp": 2, "tp_overlap": True}, "tp_overlap"), ({"pp": 2, "schedule": "dualpipe"}, "schedule"),
+])  # fmt: skip
 def test_layouts_that_are_only_planned_are_refused_by_name(layout, field):
-    found = untrainable_layout(Layout(precision="fp8", **layout))
+    found = untrainable_layout(Layout(**layout))
     assert [problem.key for problem in found] == [f"layout.{field}"]
     assert all("so far" in p.rule and "ultrascale plan" in p.remedy for p in found)
 
@@ -41,7 +43,7 @@ def test_families_that_are_only_planned_are_refused_by_name(kind):
     assert [problem.key for problem in caught.value.problems] == ["model.model_type"]
 
 
-@pytest.mark.parametrize("words", [["--layout.precision", "fp8", "--layout.tp", "2"], ["--model.preset", "tiny-nemotron"]])
+@pytest.mark.parametrize("words", [["--layout.pp", "2", "--layout.schedule", "dualpipe"], ["--model.preset", "tiny-nemotron"]])
 def test_a_run_that_is_only_planned_resolves_but_no_verb_starts_it(words, tmp_path):
     from ultrascale.cli import check, train
 
@@ -58,10 +60,10 @@ def test_what_is_only_planned_is_told_together_with_the_corpus_that_is_missing()
     with pytest.raises(SpecError) as caught:
         resolve(
             None,
-            {"model.preset": "tiny-nemotron", "batch.sequence_length": 64, "layout.precision": "fp8", "layout.tp": 2},
+            {"model.preset": "tiny-nemotron", "batch.sequence_length": 64, "layout.pp": 2, "layout.schedule": "dualpipe"},
             require_data=True,
         )
-    assert [p.key for p in caught.value.problems] == ["model.model_type", "layout.tp", "data.sources"]
+    assert [p.key for p in caught.value.problems] == ["model.model_type", "layout.schedule", "data.sources"]
 
 
 def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
@@ -74,7 +76,7 @@ def test_no_part_of_the_trainer_builds_a_model_that_is_only_planned(tmp_path):
 
     with pytest.raises(SpecError, match=r"model\.model_type"):
         Decoder(PRESETS["tiny-nemotron"])
-    with pytest.raises(SpecError, match=r"layout\.tp"):
-        build_share(PRESETS["tiny-llama"], Layout(precision="fp8", tp=2), Ranks(0, 1, torch.device("cpu")), seed=0)
+    with pytest.raises(SpecError, match=r"layout\.schedule"):
+        build_share(PRESETS["tiny-llama"], Layout(pp=2, schedule="dualpipe"), Ranks(0, 1, torch.device("cpu")), seed=0)
     with pytest.raises(SpecError, match=r"model\.model_type"):
         export_folder({}, PRESETS["tiny-nemotron"], tmp_path / "out")

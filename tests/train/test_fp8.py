@@ -7,19 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from parallel.tensor_cases import OneRank
 from parallel.test_precision import LLAMA, gradients_and_weights, run_of
 from ranks import run_ranks
 from torch.nn import functional as F
 from train.small_runs import same, small_run, state, stop_at, train_in_turn
 
 from ultrascale.kernels import fp8
-from ultrascale.kernels.fp8 import GRADIENT, Scaling, fp8_linear, narrow, product
+from ultrascale.kernels import fp8_linear as fp8_linear_module
+from ultrascale.kernels.fp8 import GRADIENT, Scaling, narrow, product
+from ultrascale.kernels.fp8_linear import fp8_linear
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.fp8 import apply_fp8
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.work import Shape, block_work
@@ -73,8 +75,8 @@ def test_results_and_gradients_are_those_of_the_exact_products_within_the_format
 
 def test_gradients_of_one_scale_are_in_the_wide_format_and_of_a_scale_a_row_in_the_fine_one(monkeypatch):
     seen: list[torch.dtype] = []
-    original = fp8.narrow
-    monkeypatch.setattr(fp8, "narrow", lambda w, s, d=fp8.FORWARD: (seen.append(d), original(w, s, d))[1])
+    original = fp8.rounded
+    monkeypatch.setattr(fp8, "rounded", lambda w, s, d=fp8.FORWARD: (seen.append(d), original(w, s, d))[1])
     for scaling in SCALINGS:
         seen.clear()
         leaf = torch.randn(4, 16, requires_grad=True)
@@ -84,8 +86,10 @@ def test_gradients_of_one_scale_are_in_the_wide_format_and_of_a_scale_a_row_in_t
 
 def test_products_of_blocks_are_in_fp8_and_nothing_else(monkeypatch):
     seen: list[tuple[int, int]] = []
-    original = fp8.product
-    monkeypatch.setattr(fp8, "product", lambda a, b, d: (seen.append((len(b.values), b.values.shape[1])), original(a, b, d))[1])
+    original = fp8_linear_module.product
+    monkeypatch.setattr(
+        fp8_linear_module, "product", lambda a, b, d: (seen.append((len(b.values), b.values.shape[1])), original(a, b, d))[1]
+    )
     for kept in (0, 1):
         seen.clear()
         share = build_share(
@@ -115,7 +119,7 @@ def test_two_micro_batches_on_one_rank_give_the_bits_of_one_on_each_of_two_ranks
         assert all(torch.equal(one, other) for other in others)
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2, "zero_stage": 3}, {"pp": 2}, {"cp": 2, "fp8_scaling": "tensor"}])
+@pytest.mark.parametrize("layout", [{"dp": 2, "zero_stage": 3}, {"tp": 2}, {"cp": 2, "fp8_scaling": "tensor"}])
 def test_a_stopped_run_goes_on_to_the_same_bits(home, layout):
     changes: dict[str, Any] = {"layout": Layout(precision="fp8", **layout), "steps": 5}
     changes["optimizer"] = replace(small_run(home).optimizer, warmup_steps=1, decay_steps=2)
@@ -141,7 +145,7 @@ def test_a_compiled_block_computes_in_fp8_too():
 def kept_bytes(scaling: Scaling) -> int:
     """What autograd keeps of a block, without its parameters."""
     decoder = Decoder(WIDE).to(torch.bfloat16)
-    apply_fp8(decoder, Layout(precision="fp8", fp8_scaling=scaling))
+    apply_fp8(decoder, Layout(precision="fp8", fp8_scaling=scaling), OneRank())
     storages: dict[int, int] = {}
     parameters = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
 
@@ -174,12 +178,9 @@ def test_the_table_keeps_what_autograd_saves(scaling):
 def test_refusals_name_what_fp8_does_not_go_with_and_settings_nobody_reads_are_told():
     base = {"batch.sequence_length": 64, "layout.precision": "fp8"}
     for words, key in (
-        ({"model.preset": "tiny-llama", "layout.tp": 2}, "layout.tp"),
-        ({"model.preset": "tiny-llama", "layout.pp": 2, "layout.schedule": "zb-h1"}, "layout.schedule"),
-        ({"model.preset": "tiny-mixtral"}, "layout.precision"),
+        ({"model.preset": "tiny-llama", "layout.tp": 2, "layout.tp_overlap": True}, "layout.tp_overlap"),
         ({"model.preset": "tiny-llama", "layout.fp8_keep_blocks": 50}, "layout.fp8_keep_blocks"),
     ):
         with pytest.raises(SpecError) as caught:
             resolve(None, base | words, require_data=True)
         assert key in [problem.key for problem in caught.value.problems], key
-    assert PRESETS["tiny-llama"].num_experts == 0

@@ -28,7 +28,7 @@ from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
 from ultrascale.spec.schema import BAD, At, convert, leaves
 from ultrascale.spec.stack import Stack
-from ultrascale.spec.trainable import untrainable_layout, untrainable_model, untrainable_together
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.units import UnitError, parse_tokens
 
 SEARCHED = (
@@ -47,7 +47,7 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
         raise SpecError(problems)
     workload = workload_of(replace(run, layout=base), cluster, stack, **verb.conditions(parsed))
     if parsed["runnable"]:
-        asked = _runnable(run.model, base, asked)
+        _expect_runnable(run.model, base)
     result = search(workload, base=base, asked=asked)
     best = result.best or result.smallest
     assert best is not None
@@ -67,11 +67,10 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     return 0 if chosen.fits else 1
 
 
-def _runnable(model: Model, base: Layout, asked: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """What is asked, without what the trainer does not run. Raises SpecError if that leaves nothing."""
-    if problems := [*untrainable_model(model), *untrainable_layout(base), *untrainable_together(model, base)]:
+def _expect_runnable(model: Model, base: Layout) -> None:
+    """Raises SpecError for what the trainer does not run, whatever else is chosen."""
+    if problems := [*untrainable_model(model), *untrainable_layout(base)]:
         raise SpecError(problems)
-    return {"tp": (1,)} | asked if base.precision == "fp8" else asked
 
 
 def _split(parsed: dict[str, Any], rest: list[str]) -> tuple[dict[str, str], list[str]]:

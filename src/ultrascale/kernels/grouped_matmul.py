@@ -50,7 +50,7 @@ class _GroupedLinear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = _rows_by_matrices(grad, weight, ctx.counts) if ctx.needs_input_grad[0] else None
-        grad_bias = _sums(grad, ctx.counts) if ctx.has_bias else None
+        grad_bias = sums_of_groups(grad, ctx.counts) if ctx.has_bias else None
         return grad_rows, _columns_by_rows(grad, rows, ctx.counts), grad_bias, None
 
 
@@ -59,7 +59,7 @@ def _rows_by_matrices(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     if _runs_grouped(rows, matrices):
         return F.grouped_mm(rows, matrices, offs=_ends(counts))
     out = rows.new_empty(len(rows), matrices.shape[2])
-    for expert, part in _groups(counts):
+    for expert, part in row_groups(counts):
         torch.mm(rows[part], matrices[expert], out=out[part])
     return out
 
@@ -69,12 +69,12 @@ def _columns_by_rows(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     if _runs_grouped(left, right):
         return F.grouped_mm(left.t(), right, offs=_ends(counts))
     out = left.new_zeros(len(counts), left.shape[1], right.shape[1])
-    for expert, part in _groups(counts):
+    for expert, part in row_groups(counts):
         torch.mm(left[part].t(), right[part], out=out[expert])
     return out
 
 
-def _sums(rows: Tensor, counts: Tensor) -> Tensor:
+def sums_of_groups(rows: Tensor, counts: Tensor) -> Tensor:
     """[X, F]: the sum of each group's rows [M, F], as a product with zeros and ones: no atomic additions, X/D of the work."""
     ends = counts.cumsum(0)
     index = torch.arange(len(rows), device=rows.device)
@@ -95,7 +95,7 @@ def _ends(counts: Tensor) -> Tensor:
     return counts.cumsum(0, dtype=torch.int32)
 
 
-def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
+def row_groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
     """(expert, its rows) of those that have any; on CUDA the host waits for the counts."""
     start = 0
     for expert, count in enumerate(counts.tolist()):

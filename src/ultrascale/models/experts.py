@@ -5,8 +5,8 @@
         |-- shared_experts ---> [B, S, D]             computed meanwhile
         '-- dispatch.finish --> experts, back, sum    [N, D]
 
-What others replace: `dispatch` (rows travel between ranks), `router.sum_counts` and `router.keep`, and the seams of the shared
-experts.
+What others replace: `dispatch` (rows travel between ranks), `router.sum_counts` and `router.keep`, the experts' `grouped_out`
+and `grouped_in` (the dtype of their products), and the seams of the shared experts.
 
 Two things happen in the backward pass of an identity, where each micro-batch comes by exactly once, recomputed or not: losses
 that keep the load even get their gradient, and choices are counted. So neither needs a way out of a pipeline's stage.
@@ -70,10 +70,27 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, rows, columns))
         self.bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
+        self.adds_bias = True
+        """Whether this rank does, where several make parts of one sum."""
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[M, D] in the order of experts to [M, F]; counts [X] int64."""
-        return grouped_linear(rows, self.weight, counts, self.bias)
+        return grouped_linear(rows, self.weight, counts, self.own_bias)
+
+    @property
+    def own_bias(self) -> Tensor | None:
+        """What is added here: zeros, with zeros for a gradient, if another rank does it."""
+        return self.bias if self.bias is None or self.adds_bias else self.bias * 0.0
+
+
+def grouped_out(rows: Tensor, counts: Tensor, *projections: GroupedLinear) -> tuple[Tensor, ...]:
+    """Several projections of rows in the order of experts: of [M, D], [M, F] each."""
+    return tuple(projection(rows, counts) for projection in projections)
+
+
+def grouped_in(rows: Tensor, counts: Tensor, projection: GroupedLinear) -> Tensor:
+    """The projection back: [M, F] to [M, D]."""
+    return projection(rows, counts)
 
 
 class Experts(nn.Module):
@@ -86,11 +103,13 @@ class Experts(nn.Module):
         self.gate_proj = GroupedLinear(count, d, f, bias=bias) if model.gated_mlp else None
         self.up_proj = GroupedLinear(count, d, f, bias=bias)
         self.down_proj = GroupedLinear(count, f, d, bias=bias)
+        self.grouped_out, self.grouped_in = grouped_out, grouped_in
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[M, D] in the order of experts to [M, D]; counts [X] int64: rows of each."""
-        gate = () if self.gate_proj is None else (self.gate_proj(rows, counts),)
-        return self.down_proj(activate(self.activation, *gate, self.up_proj(rows, counts)), counts)
+        projections = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+        inner = self.grouped_out(rows, counts, *projections)
+        return self.grouped_in(activate(self.activation, *inner), counts, self.down_proj)
 
 
 class MoE(nn.Module):

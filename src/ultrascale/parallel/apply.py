@@ -81,7 +81,7 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
     apply_tensor_parallel(stage, layout, mesh)
     apply_context_parallel(stage, layout, mesh)
     apply_expert_parallel(stage, layout, mesh)
-    apply_fp8(stage, layout)
+    apply_fp8(stage, layout, mesh)
     apply_mlp_chunks(stage, layout)
     # 3. Recomputation inside compilation, so that the compiler sees what it may drop.
     apply_recompute(stage, layout)

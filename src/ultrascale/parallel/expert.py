@@ -20,7 +20,6 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import Experts, GroupedLinear, moe_layers
 from ultrascale.parallel.expert_dispatch import Dispatch
@@ -86,10 +85,4 @@ def _cut_parameters(decoder: Decoder, layout: Layout, at: Coordinates) -> None:
         setattr(module, leaf, nn.Parameter(parameter.new_empty(part.shape)))
         if leaf == "bias" and part.copy > 0:
             assert isinstance(module, GroupedLinear)
-            module.forward = partial(_leave_bias_to_another, module)
-
-
-def _leave_bias_to_another(module: GroupedLinear, rows: Tensor, counts: Tensor) -> Tensor:
-    """Partial products are added up over expert_tp, and the bias must be among them once. Here its gradient is zero."""
-    assert module.bias is not None
-    return grouped_linear(rows, module.weight, counts, module.bias * 0.0)
+            module.adds_bias = False  # partial products are added up over expert_tp, and the bias must be among them once

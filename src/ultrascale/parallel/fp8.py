@@ -1,45 +1,114 @@
 """fp8 put on a model: the products of its blocks, through the seams around them.
 
-In fp8: queries, keys, values and attention's output, gate, up and down. In bf16 stay the embedding, the head and its loss,
-norms, attention itself, latent attention's narrow projections, multi-token prediction, and the first and last
-`fp8_keep_blocks` blocks, which are the most sensitive. Parameters, their gradients and what FSDP2 gathers and reduces are as
-with bf16: fp8 is a matter of products alone.
+In fp8: queries, keys, values and attention's output, gate, up and down, of experts too. In bf16 stay the embedding, the head
+and its loss, norms, attention itself, latent attention's narrow projections, routers, multi-token prediction, and the first and
+last `fp8_keep_blocks` blocks, which are the most sensitive. Parameters, their gradients and what FSDP2 gathers and reduces are
+as with bf16: fp8 is a matter of products alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ultrascale.kernels.fp8 import Scaling, fp8_linear
+from ultrascale.kernels.fp8 import Narrow, Scaling, product
+from ultrascale.kernels.fp8_grouped import fp8_grouped_linear
+from ultrascale.kernels.fp8_linear import Wires, fp8_linear
 from ultrascale.models.decoder import Decoder
+from ultrascale.models.experts import GroupedLinear
+from ultrascale.parallel.fp8_wires import Agreed, Columns, Row, gather_later
+from ultrascale.parallel.groups import Groups
+from ultrascale.parallel.tensor import cut_of
+from ultrascale.parallel.tensor_ops import Cut, Factor
 from ultrascale.spec.layout import Layout
+
+SEAMS = ("fan_out", "fan_in", "grouped_out", "grouped_in")
+_OWNED = "fp8_seams"
+"""The decoder's attribute that says which they are, whoever wraps them later."""
 
 
 class Fp8Seams:
-    """What the seams of a block call."""
+    """What the seams of a block call. `cut`: the ranks of tp, if they cut its products; `expert_tp`: those of its experts'."""
 
-    def __init__(self, scaling: Scaling):
+    def __init__(self, scaling: Scaling, cut: Cut | None = None, expert_tp: dist.ProcessGroup | None = None):
         self.scaling: Scaling = scaling
+        self.cut, self.expert_tp = cut, expert_tp
+        self.put_off: Callable[..., Tensor | None] | None = None
+        """As `Cut.put_off`."""
 
     def fan_out(self, hidden: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
         """Several projections of one input, which is rounded once."""
         biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
         assert len(biases) in (0, len(projections)), "projections of one input all have a bias, or none"
-        return fp8_linear(hidden, [projection.weight for projection in projections], biases, self.scaling)
+        weights = [projection.weight for projection in projections]
+        return fp8_linear(hidden, weights, biases, self.scaling, self._wires(is_row=False))
 
     def fan_in(self, inner: Tensor, projection: nn.Linear) -> Tensor:
-        """The projection back to the residual stream."""
-        return self.fan_out(inner, projection)[0]
+        """The projection back to the residual stream. Over tp the bias, whole on every rank, is added once, to the sum."""
+        (out,) = fp8_linear(inner, [projection.weight], [], self.scaling, self._wires(is_row=True))
+        return out if projection.bias is None else out + projection.bias
+
+    def grouped_out(self, rows: Tensor, counts: Tensor, *projections: GroupedLinear) -> tuple[Tensor, ...]:
+        """Several projections of rows in the order of experts, which are rounded once."""
+        return self._grouped(rows, counts, projections, columns=True)
+
+    def grouped_in(self, rows: Tensor, counts: Tensor, projection: GroupedLinear) -> Tensor:
+        """The projection back."""
+        return self._grouped(rows, counts, (projection,), columns=False)[0]
+
+    def _grouped(
+        self, rows: Tensor, counts: Tensor, projections: Sequence[GroupedLinear], *, columns: bool
+    ) -> tuple[Tensor, ...]:
+        weights: list[Tensor] = [projection.weight for projection in projections]
+        biases = [bias for projection in projections if (bias := projection.own_bias) is not None]
+        wires = Wires() if self.expert_tp is None else Agreed(self.expert_tp.group_name, columns=columns)
+        return fp8_grouped_linear(rows, weights, counts, biases, self.scaling, wires)
+
+    def _wires(self, *, is_row: bool) -> Wires:
+        wires = Wires() if self.cut is None else (Row if is_row else Columns)(self.cut)
+        if self.put_off is not None:
+            wires.put_off = partial(self._later, is_row and self.cut is not None)
+        return wires
+
+    def _later(self, is_row: bool, weight: Tensor, grad: Narrow, waited: Narrow, dtype: torch.dtype) -> Tensor | None:
+        """dW, or None if it waits for W: with the positions of this rank alone, where others have theirs."""
+        assert self.put_off is not None
+        cut, own = self.cut, grad.values.t()  # [N, F]
+        gather = None if cut is None else gather_later(cut.group.group_name, cut.length)
+        given = Factor(waited.values, None if is_row else gather)
+        if is_row and cut is not None and gather is not None:
+            whole = own.view(len(waited.values), -1, own.shape[-1])
+            grads = Factor(cut.own_share(whole).contiguous(), gather, whole)
+        else:
+            grads = Factor(own)
+        return self.put_off(weight, grads, given, partial(_multiply, grad.scale, waited.scale, dtype))
 
 
-def apply_fp8(decoder: Decoder, layout: Layout) -> None:
-    """Let the blocks of `decoder` compute in fp8 as `layout` says, in place. Does nothing for other precisions."""
+def _multiply(grad_scale: Tensor, given_scale: Tensor, dtype: torch.dtype, grads: Tensor, given: Tensor) -> Tensor:
+    """g^T x of [N, F] and [N, D]."""
+    return product(Narrow(grads.t(), grad_scale), Narrow(given.t(), given_scale), dtype)
+
+
+def apply_fp8(decoder: Decoder, layout: Layout, mesh: Groups) -> None:
+    """Let the blocks of `decoder` compute in fp8 as `layout` says, in place, after they are cut. Does nothing for other
+    precisions."""
     if layout.precision != "fp8":
         return
-    seams, count = Fp8Seams(layout.fp8_scaling), decoder.spec.num_hidden_layers
+    seams = Fp8Seams(layout.fp8_scaling, cut_of(decoder), mesh.group("expert_tp"))
+    vars(decoder)[_OWNED] = seams
+    count = decoder.spec.num_hidden_layers
     for number, block in decoder.blocks():
         if layout.fp8_keep_blocks <= number < count - layout.fp8_keep_blocks:
             for module in block.modules():
-                for seam in ("fan_out", "fan_in"):
+                for seam in SEAMS:
                     if hasattr(module, seam):
                         setattr(module, seam, getattr(seams, seam))
+
+
+def fp8_seams_of(decoder: Decoder) -> Fp8Seams | None:
+    """What blocks in fp8 call, if there are any: a schedule with W sets its `put_off`."""
+    return vars(decoder).get(_OWNED)

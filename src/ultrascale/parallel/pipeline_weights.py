@@ -5,7 +5,8 @@
     W         dw += dy^T x
 
 What waits is linear layers: all the matrix products but those of attention, which have no weights. Small gradients (norms,
-biases, the embedding's rows) and the head's, which its loss makes in the forward pass, are done in I.
+biases, the embedding's rows), experts' and the head's, which its loss makes in the forward pass, are done in I. In fp8 both
+factors wait rounded, 1 byte an element instead of 2, and W multiplies in fp8.
 
 torch's `stage_backward_input` finds the cut in autograd's graph instead and works for any layer. It keeps the graph until W,
 with all that its nodes hold, attention's queries, keys and values too; it walks the graph in Python for every micro-batch; what
@@ -19,7 +20,7 @@ block's halves, 4 B S D a layer and waiting micro-batch, leaves 1/tp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,12 +30,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.fp8 import fp8_seams_of
 from ultrascale.parallel.tensor import cut_of
 from ultrascale.parallel.tensor_ops import Factor
 from ultrascale.parallel.torch_private import is_watched
 
-Waiting = list[tuple[Tensor, Factor, Factor]]
-"""(weight [F, D], gradient of the output [N, F], input [N, D]) of products whose weight's gradient is not made yet."""
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""Of the gradient of an output [N, F] and an input [N, D], both as they waited: the weight's gradient [F, D]."""
+Waiting = list[tuple[Tensor, Factor, Factor, Multiply | None]]
+"""(weight [F, D], gradient of the output [N, F], input [N, D]) of products whose weight's gradient is not made yet, and how it
+is made of what is not plain numbers (`parallel.fp8`)."""
 
 
 class WeightGradients:
@@ -52,13 +57,13 @@ class WeightGradients:
         finally:
             self.waiting = None
 
-    def add(self, weight: Tensor, grad_output: Factor, given: Factor) -> Tensor | None:
+    def add(self, weight: Tensor, grad_output: Factor, given: Factor, multiply: Multiply | None = None) -> Tensor | None:
         """The gradient of `weight`, for the backward pass of a product that has one; None if it waits."""
         if self.waiting is None:
-            return grad_output.rows().t() @ given.rows()
+            return (multiply or _multiply)(grad_output.rows(), given.rows())
         for factor in (grad_output, given):
             factor.keep_own()
-        self.waiting.append((weight, grad_output, given))
+        self.waiting.append((weight, grad_output, given, multiply))
         return None
 
     def apply_to(self, stage: Decoder) -> None:
@@ -68,6 +73,8 @@ class WeightGradients:
                 setattr(module, "forward", partial(_linear, module, self))  # noqa: B010
         if (cut := cut_of(stage)) is not None:
             cut.put_off = self.add
+        if (seams := fp8_seams_of(stage)) is not None:
+            seams.put_off = self.add
 
 
 @torch.no_grad()
@@ -77,13 +84,19 @@ def make_gradients(waiting: Waiting) -> None:
         _make_gradient(*waiting.pop(0))  # a factor of no other product goes, and with it what was gathered
 
 
-def _make_gradient(weight: Tensor, grad_output: Factor, given: Factor) -> None:
+def _make_gradient(weight: Tensor, grad_output: Factor, given: Factor, multiply: Multiply | None) -> None:
     if not weight.is_leaf or is_watched(weight):  # a copy whose gradient travels on, or somebody who watches
-        torch.autograd.backward(weight, grad_output.rows().t() @ given.rows())
+        torch.autograd.backward(weight, (multiply or _multiply)(grad_output.rows(), given.rows()))
     elif weight.grad is None:
-        weight.grad = grad_output.rows().t() @ given.rows()
-    else:
+        weight.grad = (multiply or _multiply)(grad_output.rows(), given.rows())
+    elif multiply is None:
         weight.grad.addmm_(grad_output.rows().t(), given.rows())
+    else:
+        weight.grad += multiply(grad_output.rows(), given.rows())
+
+
+def _multiply(grad_output: Tensor, given: Tensor) -> Tensor:
+    return grad_output.t() @ given
 
 
 def _linear(module: nn.Linear, gradients: WeightGradients, hidden: Tensor) -> Tensor:

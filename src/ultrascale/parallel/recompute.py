@@ -23,12 +23,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ultrascale.kernels import flash_packages, fp8
+from ultrascale.kernels import flash_packages, fp8, fp8_grouped
 from ultrascale.models.attention import Attention, LatentAttention
 from ultrascale.models.decoder import Block, Decoder
 from ultrascale.models.experts import Experts
 from ultrascale.models.feed_forward import MLP, GatedMLP
-from ultrascale.parallel import all_to_all, tensor_ops
+from ultrascale.parallel import all_to_all, fp8_wires, tensor_ops
 from ultrascale.parallel.cut_checkpoints import keep_own_part
 from ultrascale.parallel.tensor import cut_of
 from ultrascale.parallel.torch_private import CachedTorchDispatchMode
@@ -39,6 +39,7 @@ _aten = torch.ops.aten
 KEPT_OPS = {
     fp8.PRODUCT,
     flash_packages.FORWARD,
+    fp8_grouped.PRODUCT,
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
@@ -51,6 +52,7 @@ KEPT_OPS = {
     _aten._flash_attention_forward.default,
     torch.ops.higher_order.flex_attention,
     *tensor_ops.PRODUCTS,
+    *fp8_wires.KEPT_OPS,
     *all_to_all.KEPT_OPS,
 }
 """Results worth their memory: computing them again costs matrix products, or messages."""
@@ -113,9 +115,7 @@ class Where:
                 for child in (module.kv_a_proj_with_mqa, *((module.q_a_proj,) if module.is_q_narrow else ())):
                     self._hook(child, "qkv")
             elif isinstance(module, Experts):
-                for child in (module.gate_proj, module.up_proj):
-                    if child is not None:
-                        self._hook(child, "experts")
+                self._wrap(module, grouped_out="experts")
 
     def _wrap(self, module: nn.Module, **seams: str) -> None:
         for seam, kind in seams.items():

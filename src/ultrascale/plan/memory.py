@@ -154,7 +154,7 @@ def rank_shape(layout: Layout, sequence_length: int, *, documents: bool, device:
         layout.micro_batch_size, sequence_length, layout.precision, documents, device, tp=layout.tp,
         sequence_parallel=layout.sequence_parallel, cp=layout.cp, cp_method=layout.cp_method, cp_heads=layout.cp_heads,
         ep=layout.ep, expert_tp=layout.expert_tp, mlp_chunks=layout.mlp_chunks,
-        partition_checkpoints=layout.partition_checkpoints,
+        partition_checkpoints=layout.partition_checkpoints, fp8_scaling=layout.fp8_scaling,
         kernels=with_attention(STACKS["ultrascale"], layout.attention).kernels,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from ultrascale.spec.cluster import Accelerator, Cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
 from ultrascale.spec.stack import STACKS, Stack, with_attention, with_optimizer
-from ultrascale.spec.trainable import untrainable_layout, untrainable_model, untrainable_together
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.weights import num_parameters
 
 if TYPE_CHECKING:
@@ -211,14 +211,7 @@ _NO_RATES = (
 
 def not_trainable(run: Run) -> list[str]:
     """What of `run` our trainer does not run yet, as dotted keys."""
-    return [
-        problem.key
-        for problem in (
-            *untrainable_model(run.model),
-            *untrainable_layout(run.layout),
-            *untrainable_together(run.model, run.layout),
-        )
-    ]
+    return [problem.key for problem in (*untrainable_model(run.model), *untrainable_layout(run.layout))]
 
 
 def plan_run(

@@ -17,7 +17,7 @@ from ultrascale.plan.scaling import PAYS, Scaled, most_that_pay
 from ultrascale.plan.search import TIE, SearchResult, needed_bytes
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.trainable import untrainable_layout, untrainable_model, untrainable_together
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.units import format_bytes, format_count, format_seconds
 
 INDENT = (0, 0, 0, 3)
@@ -84,11 +84,7 @@ def _batch_note(result: SearchResult) -> str:
 
 
 def _runs(one: Prediction) -> str:
-    wanting = (
-        untrainable_layout(one.layout)
-        or untrainable_model(one.workload.model)
-        or untrainable_together(one.workload.model, one.layout)
-    )
+    wanting = untrainable_layout(one.layout) or untrainable_model(one.workload.model)
     return "" if wanting else "yes"
 
 

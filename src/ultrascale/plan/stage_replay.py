@@ -345,11 +345,11 @@ class StageReplay:
             self._shares[op.reads[0]] = arriving.hold()
         share = self._shares.pop(op.makes[0].name, None)
         if waits is not None and may_wait(op):
-            given = saved[0].hold()
-            gathered_bytes, source = (scratch, given) if share is None else (arriving.num_bytes, share)
+            given, grad = saved[0].hold(), self._waiting_gradient(share, arriving)
+            gathered_bytes, source = (scratch, given) if share is None else (self._narrow_bytes(arriving), grad)
             if scratch:
                 self._gathered_in_w.add(op.reads[0])
-            item = Waits(names[0], (share or arriving.hold(), given), source, gathered_bytes)
+            item = Waits(names[0], (grad, given), source, gathered_bytes)
             alike = [number for number, other in enumerate(waits) if gathered_bytes and other.source is source]
             waits.insert(alike[0] if alike else len(waits), item)  # products of one input wait in their order
             names, share, scratch = names[1:], None, 0  # of its bias
@@ -360,6 +360,19 @@ class StageReplay:
             self.gradients.arrive(name, gradient)
         for name, gradient in leaving.items():
             gradients[name] = self._added(gradients[name], gradient) if name in gradients else gradient
+
+    def _waiting_gradient(self, share: Held | None, arriving: Held) -> Held:
+        """Of a product's result, until W: this rank's positions of it, if others have theirs. In fp8 it is rounded first."""
+        own = arriving.hold() if share is None else share
+        if self.shape.precision != "fp8":
+            return own
+        rounded = self.ledger.take("temporary", "gradients of activations", self._narrow_bytes(own))
+        self.ledger.drop(own)
+        return rounded
+
+    def _narrow_bytes(self, wide: Held) -> int:
+        """As it waits for W."""
+        return wide.num_bytes // (self.shape.itemsize if self.shape.precision == "fp8" else 1)
 
     def _count_again(self, layer: int, ops: tuple[Op, ...]) -> None:
         """What recomputation of a block does. torch stops where the last tensor is saved: before a plain product, but behind an

@@ -63,7 +63,7 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
     """Queries, keys and values of this rank's heads, normalised and turned; their names."""
     n, d, e, a = shape.num_tokens, model.hidden_size, model.head_dim, shape.itemsize
     q, kv = cut(model.num_attention_heads, shape.tp) * e, cut(model.num_key_value_heads, shape.tp) * e
-    gather, source = column_source(shape, "attention_in", d)
+    gather, source = column_source(shape, "attention_in", d, projections=3)
     if shape.kernels.joins_projections:
         weights = tuple(f"self_attn.{x}_proj" for x in "qkv")
         ops = [linear(shape, "self_attn.qkv_proj", source, "qkv", d, q + 2 * kv, bias=model.qkv_bias, weights=weights,

@@ -11,7 +11,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import Source, column_source, cut, held_to_the_end, linear, local_source, row_linear
+from ultrascale.spec.op_builders import (
+    Source,
+    column_scales,
+    column_source,
+    cut,
+    fp8_room,
+    held_to_the_end,
+    linear,
+    local_source,
+    row_linear,
+    row_scales,
+)
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
 
 ROW_BYTES = 8
@@ -39,8 +50,8 @@ def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: 
     if shape.mlp_chunks > 1 and block == "mlp":
         return (_in_pieces(model, shape, width, read, make),)
     d, f, bias = model.hidden_size, cut(width, shape.tp), model.mlp_bias
-    gather, source = column_source(shape, read, d)
     names = ("gate", "up") if model.gated_mlp else ("up",)
+    gather, source = column_source(shape, read, d, projections=len(names))
     ops = list(gather)
     if shape.kernels.joins_projections and model.gated_mlp:
         weights = tuple(f"{block}.{name}_proj" for name in names)
@@ -174,27 +185,35 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
     d, a = model.hidden_size, shape.itemsize
     m = max(1, tokens // local)
 
-    def grouped(name: str, source: Source, make: str, columns: int, rows: int, weights: tuple[str, ...]) -> Op:
+    def grouped(
+        name: str, source: Source, make: str, columns: int, rows: int, weights: tuple[str, ...],
+        scales: tuple[Collective, ...] = (),
+    ) -> Op:  # fmt: skip
         flops = 2 * tokens * rows * columns
         suffixes = ("weight", "bias") if model.mlp_bias else ("weight",)
         names = tuple(f"mlp.experts.{one}_proj.{suffix}" for one in weights for suffix in suffixes)
+        room, backward_room = fp8_room(shape, source, tokens, columns, rows, experts=local)
         return Op(
             f"mlp.experts.{name}_proj", "matmul", (source.read,), (Activation(make, tokens * rows * a),), source.saved, names,
-            flops, 2 * flops, backward_scratch_bytes=source.again_bytes, product=Product(m, rows, columns, local),
+            flops, 2 * flops, scratch_bytes=room, backward_scratch_bytes=source.again_bytes + backward_room,
+            product=Product(m, rows, columns, local),
+            collectives=scales,
         )  # fmt: skip
 
     saved, source = local_source(shape, "expert_in", d, tokens)
     names = ("gate", "up") if model.gated_mlp else ("up",)
+    scales = column_scales(shape, "expert_tp", tokens, local, len(names))
     if shape.kernels.joins_projections and model.gated_mlp:
-        ops = [grouped("gate_up", source, "expert_gate_up", d, 2 * f, names)]
+        ops = [grouped("gate_up", source, "expert_gate_up", d, 2 * f, names, scales)]
         reads = ("expert_gate_up",)
     else:
-        ops = [grouped(name, source, f"expert_{name}", d, f, (name,)) for name in names]
+        ops = [grouped(name, source, f"expert_{name}", d, f, (name,), scales if name == names[0] else ()) for name in names]
         reads = tuple(f"expert_{name}" for name in names)
     weighed = ("scores",) if shape.kernels.weighs_before_combining else ()
     activated = _activate(model, shape, "mlp.experts", reads, "expert_product", tokens * f, extra=weighed)
     narrow, down = local_source(shape, "expert_product", f, tokens, cheap=True)
-    return [*saved, *ops, *activated, *narrow, grouped("down", down, "expert_out", f, d, ("down",))]
+    of_down = row_scales(shape, "expert_tp", tokens, local, d)
+    return [*saved, *ops, *activated, *narrow, grouped("down", down, "expert_out", f, d, ("down",), of_down)]
 
 
 def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered: int) -> list[Op]:

@@ -11,12 +11,13 @@ parallelism (Korthikanti et al. 2022) what is between such regions is cut along 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ultrascale.spec.model import Model
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
 
 FP8_BYTES = 1
+SCALE_BYTES = 4
 HASHED_BYTES, HASH_PASSES = 4, 20
 """Of the words that decide what is dropped, and how often memory is read or written for one (`kernels.dropout`)."""
 SUM_OF_A_PAIR = 2
@@ -78,11 +79,25 @@ def linear(
     names = weights or (name,)
     suffixes = ("weight", "bias") if bias else ("weight",)
     flops = 2 * n * rows * columns
+    room, backward_room = fp8_room(shape, source, n, columns, rows)
     return Op(
         name, "matmul", (source.read,), (Activation(make, n * rows * shape.itemsize),), source.saved,
         tuple(f"{one}.{suffix}" for one in names for suffix in suffixes), flops, 2 * flops,
-        backward_scratch_bytes=source.again_bytes, product=Product(n, rows, columns), collectives=collectives,
+        scratch_bytes=room, backward_scratch_bytes=source.again_bytes + backward_room, product=Product(n, rows, columns),
+        collectives=collectives,
     )  # fmt: skip
+
+
+def fp8_room(shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1) -> tuple[int, int]:
+    """What exists beside a product in fp8, if it is one, and beside its two of the backward pass: the weight rounded; the
+    gradient as both want it, each of which is scaled and divided in fp32 before; and on the CPU the factors and the result of a
+    product in fp32 (`kernels.fp8_linear`). `experts`: one after the other, and each row with its expert's scales beside it."""
+    if not shape.kernels.own_fp8 or not any(name.endswith("_fp8") for name in source.saved):
+        return 0, 0
+    a, w = FP8_BYTES, shape.wide_itemsize
+    product = w * ((n * columns + n * rows) // experts + rows * columns) if shape.device == "cpu" else 0
+    narrow = experts * rows * columns * a
+    return narrow + product, narrow + 2 * n * rows * a + max((3 if experts > 1 else 2) * n * rows * w, product)
 
 
 def local_source(shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False) -> tuple[tuple[Op, ...], Source]:
@@ -97,19 +112,24 @@ def local_source(shape: Shape, read: str, width: int, num_tokens: int, *, cheap:
     return (), Source(read, (read,))
 
 
-def column_source(shape: Shape, read: str, width: int) -> tuple[tuple[Op, ...], Source]:
-    """What a column-parallel product reads of `read` [outer tokens, width], and what is kept; norms make it, so it is cheap."""
+def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) -> tuple[tuple[Op, ...], Source]:
+    """What column-parallel products read of `read` [outer tokens, width], and what is kept; norms make it, so it is cheap.
+
+    `projections`: how many weights multiply it."""
+    scales = column_scales(shape, "tp", shape.num_tokens, 1, projections)
     if not shape.cuts_sequence:
         ops, source = local_source(shape, read, width, shape.num_tokens, cheap=True)
         if shape.tp > 1:
             whole = shape.num_tokens * width * shape.itemsize
-            source = source._replace(collectives=(Collective("all_reduce", "tp", whole, "backward", "product"),))
+            source = source._replace(collectives=(Collective("all_reduce", "tp", whole, "backward", "product"), *scales))
         return ops, source
     gathered = f"{read}_whole"
     whole = shape.num_tokens * width * shape.itemsize
     narrow = shape.num_tokens * width * FP8_BYTES if shape.precision == "fp8" else whole
     traffic = [Collective("all_gather", "tp", narrow, "forward", "product")]
-    traffic.append(Collective("reduce_scatter", "tp", whole, "backward", "product"))
+    traffic += [Collective("reduce_scatter", "tp", whole, "backward", "product"), *scales]
+    if shape.precision == "fp8" and shape.fp8_scaling == "row" and shape.kernels.own_fp8:
+        traffic.append(Collective("all_gather", "tp", shape.num_tokens * SCALE_BYTES, "forward"))
     if shape.kernels.gathers_again:
         ops, source = local_source(shape, read, width, shape.outer_tokens, cheap=True)
         traffic.append(Collective("all_gather", "tp", narrow, "backward", "product"))
@@ -123,6 +143,35 @@ def column_source(shape: Shape, read: str, width: int) -> tuple[tuple[Op, ...], 
     return ((*ops, gather) if source.saved != (f"{gathered}_fp8",) else (gather, *ops)), source
 
 
+def column_scales(
+    shape: Shape, axis: Literal["tp", "expert_tp"], num_tokens: int, experts: int, projections: int
+) -> tuple[Collective, ...]:
+    """The largest magnitudes that ranks of column products agree on in fp8: of what has one scale and is cut."""
+    ranks = shape.tp if axis == "tp" else shape.expert_tp
+    if shape.precision != "fp8" or ranks == 1 or not shape.kernels.own_fp8:
+        return ()
+    if shape.fp8_scaling == "row":
+        return (Collective("all_reduce", axis, projections * num_tokens * SCALE_BYTES, "backward"),)
+    of_inputs, of_grads = ((projections + more) * experts * SCALE_BYTES for more in (1, 0))
+    return Collective("all_reduce", axis, of_inputs, "forward"), Collective("all_reduce", axis, of_grads, "backward")
+
+
+def row_scales(
+    shape: Shape, axis: Literal["tp", "expert_tp"], num_tokens: int, experts: int, rows: int
+) -> tuple[Collective, ...]:
+    """The same of a row product, whose input and weight are cut, and whose gradient is whole."""
+    ranks = shape.tp if axis == "tp" else shape.expert_tp
+    if shape.precision != "fp8" or ranks == 1 or not shape.kernels.own_fp8:
+        return ()
+    count = num_tokens + experts * rows if shape.fp8_scaling == "row" else 2 * experts
+    return (Collective("all_reduce", axis, count * SCALE_BYTES, "forward"),)
+
+
+def without_fp8(shape: Shape) -> Shape:
+    """Of products that stay in bf16 beside those in fp8."""
+    return replace(shape, precision="bf16") if shape.precision == "fp8" else shape
+
+
 def row_linear(
     shape: Shape, name: str, source: Source, make: str, columns: int, rows: int, *, bias: bool = False
 ) -> tuple[Op, ...]:
@@ -130,11 +179,12 @@ def row_linear(
     whole = shape.num_tokens * rows * shape.itemsize
     if shape.tp == 1:
         return (linear(shape, name, source, make, columns, rows, bias=bias),)
+    scales = row_scales(shape, "tp", shape.num_tokens, 1, rows)
     if not shape.cuts_sequence:
-        sums = (Collective("all_reduce", "tp", whole, "forward", "product"),)
+        sums = (Collective("all_reduce", "tp", whole, "forward", "product"), *scales)
         return (linear(shape, name, source, make, columns, rows, bias=bias, collectives=sums),)
     return (
-        linear(shape, name, source, f"{make}_partial", columns, rows, bias=bias),
+        linear(shape, name, source, f"{make}_partial", columns, rows, bias=bias, collectives=scales),
         scatter(shape, f"{name}.scatter", f"{make}_partial", make, rows),
     )
 

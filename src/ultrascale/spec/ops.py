@@ -169,6 +169,7 @@ class Shape:
     """Whether ranks of tp keep a part each of the input of a block that is computed again."""
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
+    fp8_scaling: Literal["row", "tensor"] = "row"
     kernels: Kernels = KERNELS
 
     @property

@@ -15,7 +15,7 @@ from ultrascale.spec.families import export_problems
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import LossScale, Optimizer, Run
-from ultrascale.spec.trainable import untrainable_layout, untrainable_model, untrainable_together
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 
 # key: lowest, highest value. None as a value is always allowed where the field allows it.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -90,8 +90,6 @@ def _trainable(run: Run, without: frozenset[str]) -> Iterator[Problem]:
         yield from untrainable_model(run.model)
     if "layout" not in unread:
         yield from untrainable_layout(run.layout)
-        if "model" not in unread:
-            yield from untrainable_together(run.model, run.layout)
 
 
 def run_notes(run: Run) -> list[str]:

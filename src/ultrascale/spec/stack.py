@@ -54,6 +54,8 @@ class Kernels:
     """Attention's result is copied into another order before its output projection, and both are kept."""
     spans: bool = False
     """In 16 bits on CUDA, without cp, the attention kernel is told where documents end and how wide a window is (ours)."""
+    own_fp8: bool = False
+    """In fp8 ranks of tp agree on the scales of what they cut, and factors are rounded in operations of their own (ours)."""
     masks_in_kernel: bool = False
     """The attention kernel knows documents and windows by itself; else they take a mask, and the full square is computed."""
     drops_unseen_keys: bool = True
@@ -92,7 +94,7 @@ class Overheads:
     """Time of element-wise work over that of its bytes: what is not fused as `kernels` says, or reads with strides."""
 
 
-KERNELS = Kernels(spans=True)
+KERNELS = Kernels(spans=True, own_fp8=True)
 """Ours."""
 
 

@@ -13,7 +13,6 @@ TRAINED_FAMILIES = (
     "gpt_oss",
 )  # fmt: skip
 _PLANNED = "`ultrascale plan` handles it."
-_SPLITTING = ("zb-h1", "zb-v", "dualpipe-v")
 _TWO_COPIES = "dualpipe"
 
 
@@ -53,22 +52,10 @@ def _uncut_pieces(layout: Layout) -> Iterator[Problem]:
 
 
 def _unready_for_fp8(layout: Layout) -> list[Problem]:
-    found = []
-    if layout.tp > 1:
-        rule = f"products that tp cuts are not in fp8 so far, is {layout.tp} beside precision = fp8"
-        found.append(Problem("layout.tp", rule, _remedy('tp = 1 with zero_stage = 3, or precision = "bf16"')))
-    if layout.pp > 1 and layout.schedule in _SPLITTING:
-        rule = f"the trainer does not cut backward passes of fp8 in two so far, as {layout.schedule} does"
-        found.append(Problem("layout.schedule", rule, _remedy("1f1b or interleaved")))
-    return found
-
-
-def untrainable_together(model: Model, layout: Layout) -> list[Problem]:
-    """What the trainer runs of each alone and not yet of both."""
-    if layout.precision != "fp8" or not model.num_experts:
+    if layout.tp == 1 or not layout.tp_overlap:
         return []
-    rule = "experts' products are not in fp8 so far"
-    return [Problem("layout.precision", rule, _remedy('precision = "bf16"'))]
+    rule = "products of fp8 do not run beside their messages so far"
+    return [Problem("layout.tp_overlap", rule, _remedy("without it"))]
 
 
 def _keeps_results(layout: Layout) -> bool:
@@ -88,7 +75,7 @@ def expect_trainable(model: Model, layout: Layout | None = None) -> None:
     """Raises SpecError with everything in `model` and `layout` that can be planned but not run."""
     problems = untrainable_model(model)
     if layout is not None:
-        problems += [*untrainable_layout(layout), *untrainable_together(model, layout)]
+        problems += untrainable_layout(layout)
     if problems:
         raise SpecError(problems)
 

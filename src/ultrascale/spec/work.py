@@ -18,7 +18,7 @@ from functools import lru_cache
 from ultrascale.spec.attention_work import attended_share, attention_work, mask_elements, mask_name
 from ultrascale.spec.mlp_work import mlp_work
 from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import add, column_source, cut, dropout, exchanged_bytes, linear, norm
+from ultrascale.spec.op_builders import add, column_source, cut, dropout, exchanged_bytes, linear, norm, without_fp8
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Scores, Shape
 
 CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**29}
@@ -173,7 +173,7 @@ def _joining_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     """From `hidden` and `coming` to `predicted`, [M, D]: one product, whose columns tp joins again."""
     m, d = shape.outer_tokens, model.hidden_size
     joined = Activation("joined", m * 2 * d * shape.itemsize)
-    gather, source = column_source(shape, joined.name, 2 * d)
+    gather, source = column_source(without_fp8(shape), joined.name, 2 * d)
     make = "predicted" if shape.tp == 1 else "columns"
     project = linear(shape, "eh_proj", source, make, 2 * d, cut(d, shape.tp), collectives=source.collectives)
     return (
@@ -206,7 +206,7 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     """From `hidden` [M, D] to `loss`: final norm, head and its loss. With tp each rank has its part of the vocabulary."""
     final = norm(model, shape, "norm", "hidden", "final", model.hidden_size, model.hidden_size, shape.outer_tokens)
     head = "embed_tokens" if model.tie_word_embeddings else "lm_head"
-    gather, source = column_source(shape, "final", model.hidden_size)
+    gather, source = column_source(without_fp8(shape), "final", model.hidden_size)
     if shape.kernels.cross_entropy == "chunked":
         gather = tuple(replace(op, collectives=op.collectives[:1]) for op in gather if op.kind == "gather")
         return final, *gather, _chunked_loss(model, shape, head, source.read)

@@ -1,0 +1,136 @@
+"""Linear layers whose three products are in fp8.
+
+    y  = x W^T           x, W in e4m3
+    dx = g W             g in e5m2 (one scale for a tensor) or e4m3 (one for a row), W as in the forward pass
+    dW = g^T x           g again, x as in the forward pass: it is what waits for the backward pass, 1 byte an element
+
+Along the dimension that a product sums over, scales cannot be taken out of the sum; by rows they are taken *into* the other
+factor before that is rounded: dx = (g s_W) W_q and dW = (g s_x)^T x_q. So x and W are rounded once, and x once for all
+projections that read it.
+
+Where ranks cut these products, `Wires` are what they send, and which scales they agree on (`parallel.fp8_wires`). A schedule
+that makes dW later keeps both its factors in 8 bits till then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ultrascale.kernels.fp8 import GRADIENT, Narrow, Over, Scaling, narrow_all, product, rounded, turned, turned_scale
+
+PutOff = Callable[[Tensor, Narrow, Narrow, torch.dtype], Tensor | None]
+"""Told a weight, g^T [F, N], x with its values as they wait, [..., D], and the scale of their transpose, and a dtype; gives dW,
+or None to make it later."""
+
+
+class Wires:
+    """What ranks that cut products between them send one another. Here one process does all of it, and sends nothing."""
+
+    put_off: PutOff | None = None
+
+    def over_inputs(self, scaling: Scaling) -> Over | None:
+        """Of the scales of x and W, if other ranks hold parts of what has one."""
+        return None
+
+    def over_grads(self) -> Over | None:
+        """Of the scales of the gradient."""
+        return None
+
+    def scales(self, own: Tensor) -> Tensor:
+        """The scales of all rows of x: of [..., 1] of this rank's, [N, 1]."""
+        return own.view(-1, 1)
+
+    def forward(self, values: Tensor, scale: Tensor, matrices: list[Narrow], dtype: torch.dtype) -> list[Tensor]:
+        """The products of x, values [..., D] of this rank and the scale of all, with each matrix: [..., F]."""
+        given = Narrow(values.flatten(0, -2), scale)
+        return [product(given, matrix, dtype).view(*values.shape[:-1], -1) for matrix in matrices]
+
+    def whole(self, grad: Tensor) -> Tensor:
+        """The gradient of all rows."""
+        return grad
+
+    def backward(
+        self, along: list[Narrow], matrices: list[Narrow], across: list[Narrow], waited: Narrow, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """dx [..., D], and dW of each of `across` (none of them, if they are made later). `waited`: the values of x, [..., D],
+        and the scale of their transpose."""
+        given = Narrow(waited.values.flatten(0, -2).t(), waited.scale)
+        of_weights = [product(grad, given, dtype) for grad in across]
+        return [home_product(along, matrices, dtype).view(waited.values.shape), *of_weights]
+
+
+ALONE = Wires()
+
+
+def fp8_linear(
+    hidden: Tensor, weights: list[Tensor], biases: list[Tensor], scaling: Scaling, wires: Wires = ALONE
+) -> tuple[Tensor, ...]:
+    """[..., D] and weights [F, D] to [..., F] each; biases [F] of all or of none."""
+    return _Linear.apply(hidden, scaling, wires, len(weights), *weights, *biases)  # pyright: ignore[reportReturnType]
+
+
+def home_product(along: Sequence[Narrow], matrices: Sequence[Narrow], dtype: torch.dtype) -> Tensor:
+    """Sum of g W, [N, D], of g [N, F] and W^T [D, F] each."""
+    total = None
+    for grad, matrix in zip(along, matrices, strict=True):
+        one = product(grad, matrix, dtype)
+        total = one if total is None else total + one
+    assert total is not None
+    return total
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, scaling: Scaling, wires: Wires, count: int, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        over = wires.over_inputs(scaling)
+        given, *matrices = narrow_all([hidden.flatten(0, -2), *weights], scaling, over=over)
+        values, scale = given.values.view(hidden.shape), given.scale
+        if scaling == "row":
+            scale = wires.scales(scale.view(*hidden.shape[:-1], 1))
+        # Weights are held, not saved: recomputation would give a copy, and FSDP2 gathers them in place.
+        ctx.weights, ctx.scaling, ctx.wires, ctx.has_bias, ctx.dtype = weights, scaling, wires, bool(biases), hidden.dtype
+        ctx.save_for_backward(values, scale, *([] if over is None else [matrix.scale for matrix in matrices]))
+        found = wires.forward(values, scale, matrices, hidden.dtype)
+        return tuple([one + bias for one, bias in zip(found, biases, strict=True)] if biases else found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (values, scale, *scales), scaling, wires = ctx.saved_tensors, ctx.scaling, ctx.wires
+        matrices = _narrow_again(ctx.weights, scaling, scales)
+        along, across = _narrow_grads([wires.whole(grad).flatten(0, -2) for grad in grads], matrices, scale, scaling, wires)
+        waited = Narrow(values, turned_scale(Narrow(values, scale), scaling))
+        later = None if torch.compiler.is_compiling() else wires.put_off
+        of_input, *of_weights = wires.backward(
+            along, [turned(matrix, scaling) for matrix in matrices], [] if later is not None else across, waited, ctx.dtype
+        )
+        if later is not None:
+            pairs = zip(ctx.weights, across, strict=True)
+            of_weights = [later(weight, grad, waited, ctx.dtype) for weight, grad in pairs]
+        of_biases = [grad.flatten(0, -2).sum(0) for grad in grads] if ctx.has_bias else []
+        return of_input, None, None, None, *of_weights, *of_biases
+
+
+def _narrow_again(weights: Sequence[Tensor], scaling: Scaling, scales: Sequence[Tensor]) -> list[Narrow]:
+    """As in the forward pass; `scales` of it, where other ranks had a say in them."""
+    if not scales:
+        return narrow_all(weights, scaling)
+    return [rounded(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
+
+
+def _narrow_grads(
+    grads: Sequence[Tensor], matrices: Sequence[Narrow], scale: Tensor, scaling: Scaling, wires: Wires
+) -> tuple[list[Narrow], list[Narrow]]:
+    """g [N, F] as dx wants it, and g^T [F, N] as dW does. `scale`: of x."""
+    if scaling == "row":
+        weighed = (grad * matrix.scale.t() for grad, matrix in zip(grads, matrices, strict=True))
+        along = narrow_all(weighed, "row", over=wires.over_grads())
+        return along, narrow_all(((grad * scale).t() for grad in grads), "row")
+    along = narrow_all(grads, "tensor", GRADIENT, wires.over_grads())
+    return along, [turned(grad, "tensor") for grad in along]
