@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.offload_replay import Checkpoint, OffloadReplay, Tape
@@ -21,6 +20,7 @@ from ultrascale.plan.recomputed_ops import computed_again, sent_again
 from ultrascale.plan.sharding import Shards
 from ultrascale.plan.stage_work import EXPERTS, Part, StageWork, may_wait
 from ultrascale.plan.tally import Tally
+from ultrascale.plan.waiting_gradients import Waits, waiting_bytes, waiting_gradient
 from ultrascale.plan.weight_gradients import WeightGradients
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.layout import DTYPE_BYTES
@@ -33,17 +33,6 @@ from ultrascale.spec.work import (
     prediction_head_work,
     shared_work,
 )
-
-
-class Waits(NamedTuple):
-    """A weight whose gradient W will make, with what it is made of."""
-
-    name: str
-    held: tuple[Held, ...]
-    source: Held
-    """Of the two sides the one that tp cuts, which several products may have in common."""
-    gathered_bytes: int
-    """Of that side over all ranks of tp; 0 where it is whole here."""
 
 
 @dataclass
@@ -345,8 +334,8 @@ class StageReplay:
             self._shares[op.reads[0]] = arriving.hold()
         share = self._shares.pop(op.makes[0].name, None)
         if waits is not None and may_wait(op):
-            given, grad = saved[0].hold(), self._waiting_gradient(share, arriving)
-            gathered_bytes, source = (scratch, given) if share is None else (self._narrow_bytes(arriving), grad)
+            given, grad = saved[0].hold(), waiting_gradient(ledger, self.shape, share, arriving)
+            gathered_bytes, source = (scratch, given) if share is None else (waiting_bytes(self.shape, arriving), grad)
             if scratch:
                 self._gathered_in_w.add(op.reads[0])
             item = Waits(names[0], (grad, given), source, gathered_bytes)
@@ -360,19 +349,6 @@ class StageReplay:
             self.gradients.arrive(name, gradient)
         for name, gradient in leaving.items():
             gradients[name] = self._added(gradients[name], gradient) if name in gradients else gradient
-
-    def _waiting_gradient(self, share: Held | None, arriving: Held) -> Held:
-        """Of a product's result, until W: this rank's positions of it, if others have theirs. In fp8 it is rounded first."""
-        own = arriving.hold() if share is None else share
-        if self.shape.precision != "fp8":
-            return own
-        rounded = self.ledger.take("temporary", "gradients of activations", self._narrow_bytes(own))
-        self.ledger.drop(own)
-        return rounded
-
-    def _narrow_bytes(self, wide: Held) -> int:
-        """As it waits for W."""
-        return wide.num_bytes // (self.shape.itemsize if self.shape.precision == "fp8" else 1)
 
     def _count_again(self, layer: int, ops: tuple[Op, ...]) -> None:
         """What recomputation of a block does. torch stops where the last tensor is saved: before a plain product, but behind an
