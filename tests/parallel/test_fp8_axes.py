@@ -20,7 +20,7 @@ from parallel.tensor_cases import Case, divisible, errors_of
 from ranks import run_ranks
 from torch import Tensor
 
-from ultrascale.check.gathered import gather_parts
+from ultrascale.check.gathered import gather, parts
 from ultrascale.kernels.fp8 import Scaling
 from ultrascale.kernels.fp8_grouped import fp8_grouped_linear
 from ultrascale.kernels.fp8_linear import fp8_linear
@@ -66,12 +66,12 @@ def test_scales_of_this_rank_alone_are_seen(scaling):
 
 
 def gradients(rank: int, case: StepCase, scaling: Scaling) -> dict[str, Tensor]:
-    """Of a step of the trainer in float64 whose blocks multiply in fp8, whole, on rank 0; and the loss."""
+    """Of a step of the trainer in float64 whose blocks multiply in fp8, whole, on rank 0."""
     words = {"precision": "fp8", "fp8_scaling": scaling}
     with patch.object(apply, "apply_fp8", lambda stage, layout, mesh: apply_fp8(stage, replace(layout, **words), mesh)):
         step = RankStep(case, rank)
     step.train(step.batches())
-    return gather_parts(step.share, local_grad).whole
+    return gather(step.share, {"": parts(step.share, local_grad)})[""].whole
 
 
 def local_grad(parameter: torch.nn.Parameter) -> Tensor:
