@@ -10,7 +10,9 @@
 PYTHON ?= python3
 TORCH ?=
 PIP_FLAGS ?=
-PYTEST_FLAGS ?= -n auto --maxprocesses 4 --dist loadfile
+# One process more than cores: a good part of the tests waits, for ranks that are killed and started again.
+workers = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
+PYTEST_FLAGS ?= -n $(workers) --dist loadfile
 
 python := .venv/bin/python
 installed := .venv/installed$(addprefix -torch-,$(TORCH))
@@ -33,7 +35,7 @@ lint: .venv/linters
 	$(python) -m pyright
 
 docs-check: $(installed)
-	$(python) .ci/run_commands.py README.md docs/getting-started.md docs/*.md
+	$(python) .ci/run_commands.py README.md docs/getting-started.md --beside docs/*.md
 
 bench: $(installed)
 	$(python) benchmarks/cpu/train_speed.py

@@ -182,10 +182,10 @@ def row(step, loss):
 def start(step):
     with open(folder / "events.jsonl", "a") as file:
         file.write(json.dumps({"event": "start", "step": step}) + "\\n")
+worker = subprocess.Popen([sys.executable, "-c", WORKER])  # before the rows: at the last one it is looked for
 start(0)
 for step in range(5):
     row(step, 9.0 - step)
-worker = subprocess.Popen([sys.executable, "-c", WORKER])
 assert worker.wait() == -signal.SIGKILL
 time.sleep(0.5)  # a restart takes its time: whoever killed has looked at the clock by then
 (folder / "metrics.jsonl").write_text("".join(line + "\\n" for line in (folder / "metrics.jsonl").read_text().splitlines()[:3]))
