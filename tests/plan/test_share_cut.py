@@ -36,7 +36,7 @@ def test_a_rank_takes_parts_until_its_share_is_used_up() -> None:
         (8, [7], ""),
         (8, [6], "needs pp - 1 micro-batches at least"),
         (8, [2, 32], ""),
-        (16, [64], "leaves 1 of pp = 16 ranks without a part"),
+        (16, [64], "leaves 1 of 16 ranks without a part"),
     ],
 )
 def test_pipelines_that_fail_are_told_why(pp: int, counts: list[int], reason: str) -> None:

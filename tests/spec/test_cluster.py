@@ -99,7 +99,7 @@ def test_a_dtype_without_a_peak_is_an_error_that_names_those_with_one():
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("65xh100", "64xh100-sxm or 72xh100-sxm"), ("8xh10", "Did you mean h100"), ("0xh100", "not a count and a name"),
+        ("65xh100", "64xh100-sxm or 72xh100-sxm"), ("8xh10", "Did you mean h100"), ("0xh100", "Ask for at least one: 1xh100"),
         ("", "not a count and a name"), ("auto", "Name one"), ("dgx_h100", "dgx-h100"),
     ],
 )  # fmt: skip

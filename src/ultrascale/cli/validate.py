@@ -97,7 +97,7 @@ def _print_rows_without(console, rows: list[tuple[str, str]]) -> None:
     """Rows without a prediction, by reason."""
     if not rows:
         return
-    console.print(f"\n[bold]{len(rows):,} rows without a time[/bold]; --out FILE and --json name each")
+    console.print(f"\n[bold]{len(rows):,} row{'s' * (len(rows) > 1)} without a time[/bold]; --out FILE and --json name each")
     reasons: dict[str, list[str]] = {}
     for identity, reason in rows:
         reasons.setdefault(reason, []).append(identity)

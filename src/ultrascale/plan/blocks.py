@@ -236,13 +236,19 @@ def _is_of_column(op: Op) -> bool:
 
 
 def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float:
-    """Of the tokens' copies for all their experts in bf16, what a program for node-limited routing sends between ranks.
+    """Of the tokens' copies for all their experts in bf16, what a program sends that does not repeat itself, or one for
+    node-limited routing.
 
+    The first reaches as many places (nodes, or ranks of one) as topk uniform draws find distinct ones among them.
     A token goes to at most `topk_group` groups of experts, a node each, once, and spreads inside over NVLink; on its way to the
     experts of an fp8 model in fp8 (DeepSeek-V3, section 3.2.2).
     """
-    model = workload.model
-    if model.n_group <= 1 or shape.ep * shape.expert_tp <= workload.cluster.node.num_accelerators:
+    model, ranks = workload.model, shape.ep * shape.expert_tp
+    nodes = -(-ranks // workload.cluster.node.num_accelerators)
+    if workload.stack.sends_tokens_once and ranks > 1:
+        places = nodes if nodes > 1 else shape.ep
+        return places * (1 - (1 - 1 / places) ** model.num_experts_per_tok) / model.num_experts_per_tok
+    if model.n_group <= 1 or nodes == 1:
         return 1.0
     share = min(1.0, model.topk_group / model.num_experts_per_tok)
     return share / 2 if shape.precision == "fp8" and "dispatch" in name and when == "forward" else share

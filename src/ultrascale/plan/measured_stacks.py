@@ -104,6 +104,9 @@ FIRST_RELEASE_IN_GRAPHS = (26, 6)
 """Of NVIDIA's NeMo container, whose recipes of mixtures of experts in MXFP8 on Blackwell capture full iterations; measured
 steps fell by a third. With that they overlap the experts' traffic in pipelines of several stages a rank, and on B300 and GB300
 attend in fp8 (Megatron-Bridge's performance configurations: full_iteration, moe_a2a_overlap, fp8_dot_product_attention)."""
+FIRST_RELEASE_SENDING_ONCE = (26, 2)
+"""From here recipes dispatch with HybridEP on racks and DeepEP on nodes (moe_flex_dispatcher_backend); those of DeepSeek's
+models did from the first."""
 FP8_ATTENTION = 1 / 1.4
 """Time of attention in fp8 over that in bf16 on Blackwell (docs/compute-model.md)."""
 LAST_YEAR_OF_EAGER_LOSS = 2024
@@ -147,6 +150,8 @@ def _refined(stack: Stack, asked: Asked) -> Stack:
         stack = replace(stack, overlaps_tensor_parallel=True)
     if _in_graphs(asked) and "fp4" not in asked.precision.lower():
         stack = replace(stack, overlaps_expert_parallel=True)
+    if _sends_once(asked):
+        stack = replace(stack, sends_tokens_once=True)
     if asked.attn_kind.lower().startswith("mla") and re.search(_NARROW_MOMENTS, asked.framework, re.IGNORECASE):
         stack = with_optimizer(stack, "adamw-bf16")
     detail = asked.recompute_detail.lower()
@@ -185,9 +190,22 @@ def _in_graphs(asked: Asked) -> bool:
 
     On Hopper, and in bf16, they launch operations one by one.
     """
-    release = re.search(r"(\d\d)\.(\d\d)(?:\.\d+)? NeMo container", asked.source)
     narrow, blackwell = "8" in asked.precision or "4" in asked.precision, re.search(r"B[23]00", asked.gpu or asked.gpu_family)
-    return bool(release and (int(release[1]), int(release[2])) >= FIRST_RELEASE_IN_GRAPHS and narrow and blackwell)
+    return bool(_release(asked) >= FIRST_RELEASE_IN_GRAPHS and narrow and blackwell)
+
+
+def _sends_once(asked: Asked) -> bool:
+    """Whether a mixture of experts is run with DeepEP or HybridEP: DeepSeek's own program, and NVIDIA's recipes."""
+    if not asked.experts or re.search("hai-llm", asked.framework, re.IGNORECASE):
+        return bool(asked.experts)
+    since = (0, 1) if asked.attn_kind.lower().startswith("mla") else FIRST_RELEASE_SENDING_ONCE
+    return _release(asked) >= since
+
+
+def _release(asked: Asked) -> tuple[int, int]:
+    """Year and month of the NeMo container that a table was made with; zeros if there is none."""
+    found = re.search(r"(\d\d)\.(\d\d)(?:\.\d+)? NeMo container", asked.source)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _is_limited(asked: Asked) -> bool:

@@ -46,7 +46,7 @@ def cannot_run(model: Model, pp: int, micro_batches: Sequence[int] = ()) -> str:
         return ""
     used = ranks_by_share(model, pp)[-1] + 1
     if used < pp:
-        return f"nanotron's cut leaves {pp - used} of pp = {pp} ranks without a part of the model"
+        return f"nanotron's cut leaves {pp - used} of {pp} ranks without a part of the model"
     if micro_batches and max(micro_batches) < pp - 1:
         return "nanotron's 1F1B needs pp - 1 micro-batches at least"
     return ""

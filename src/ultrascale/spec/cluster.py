@@ -144,7 +144,9 @@ def parse_cluster(text: str) -> Cluster:
     from ultrascale.spec import machines
 
     match = _COUNTED.fullmatch(text.strip())
-    if match is None or (match[1] and int(match[1]) < 1):
+    if match is not None and match[1] and int(match[1]) < 1:
+        raise SpecError([Problem("cluster", f"{text!r} has no machine", f"Ask for at least one: 1x{match[2]}.")])
+    if match is None:
         raise SpecError([Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100 or cpu.")])
     count, name = int(match[1] or 1), match[2].lower()
     name = machines.ALIASES.get(name, name)

@@ -136,6 +136,9 @@ class Stack:
     overlaps_expert_parallel: bool = False
     """A forward pass runs beside the backward pass of another micro-batch, and each computes while the other's tokens travel to
     experts and back (Megatron's overlap_moe_expert_parallel_comm, for pipelines of several stages a rank)."""
+    sends_tokens_once: bool = False
+    """A token goes once to each node that has some of its experts, and spreads inside; in a node once to each rank (DeepEP,
+    HybridEP). Else it is sent to each of its experts."""
     overlaps_sends: bool = True
     selective: Literal["elementwise", "attention", "alternate-products", "wide-products"] = "elementwise"
     """What recompute = "selective" computes again: all but products and attention; attention's core (Megatron); every second
