@@ -142,3 +142,13 @@ def test_a_flash_attn_package_equals_the_softmax_written_out(core: AttentionCore
     expected = results(written_out(ids, window), [tensor.double() for tensor in given])
     for one, other in zip(found, expected, strict=True):
         assert float((one.double() - other).norm() / other.norm()) < 2e-2
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("told", [True, False])
+def test_cores_that_stay_when_bits_must_repeat_give_the_same_bits(told):
+    shape = AttentionShape(2, 512, 8, 2, 64, 64, torch.bfloat16)
+    wanted = Wanted("cuda", "bf16", (None,), documents=told, deterministic=True)
+    outcomes = attention_contest(shape, wanted, torch.device("cuda"), compiled=False, bitwise=True)
+    assert isinstance(outcomes["varlen" if told else "sdpa"], float), outcomes
+    assert outcomes["cudnn"] != 0 and isinstance(outcomes["cudnn"], str)

@@ -108,7 +108,7 @@ def test_a_run_whose_package_is_gone_is_told_what_to_do_and_does_not_go_on_with_
 
 def test_on_cuda_each_kernel_that_the_model_calls_is_chosen_by_itself_and_kept_ones_are_not_timed(monkeypatch) -> None:
     monkeypatch.setattr(
-        chosen_kernels, "fused_contest", lambda kernel, *rest: {"torch": 2e-3, "triton": 1e-3 if kernel == "norm" else 3e-3}
+        chosen_kernels, "fused_contest", lambda kernel, **rest: {"torch": 2e-3, "triton": 1e-3 if kernel == "norm" else 3e-3}
     )
     run = resolve(None, {"model.preset": "llama-3.2-1b", "layout.precision": "bf16"}).run
     on_cuda = Ranks(0, 1, torch.device("cuda"))

@@ -36,6 +36,7 @@ class Wanted(NamedTuple):
     head_dim: int = 64
     sinks: bool = False
     cp: int = 1
+    deterministic: bool = False
 
     @property
     def is_masked(self) -> bool:
@@ -60,6 +61,7 @@ def attention_wanted(run: Run, device: str) -> Wanted:
     return Wanted(
         "cpu" if device == "cpu" else "cuda", layout.precision, windows_of(model, run.batch.sequence_length),
         documents=run.data.document_mask, head_dim=model.head_dim, sinks=model.attention_sinks, cp=layout.cp,
+        deterministic=run.deterministic,
     )  # fmt: skip
 
 
@@ -96,3 +98,5 @@ def _reasons_of_cudnn(wanted: Wanted) -> Iterator[str]:
         yield "knows neither documents nor sliding windows without a mask of S x S numbers"
     if wanted.sinks:
         yield "knows no attention sinks"
+    if wanted.deterministic:
+        yield "is not deterministic in its backward pass"

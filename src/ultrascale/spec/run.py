@@ -186,6 +186,8 @@ class Run:
     kernels: Literal["auto", "torch", "triton", "liger"] = "auto"
     """On CUDA without `compile`: norm, rotary positions, SwiGLU and loss as torch's operations, as our Triton kernels, or as
     Liger's where it has one; auto: each as it is fastest at the run's shapes. The compiler fuses torch's itself."""
+    deterministic: bool = False
+    """On CUDA the same bits every time, by kernels that add up in one order: slower. The CPU's bits are the same anyway."""
     collective_timeout_seconds: float = 600.0
     """A collective that takes longer ends the run with an error."""
     layout: Layout = field(default_factory=Layout)

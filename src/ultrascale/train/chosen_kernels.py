@@ -73,7 +73,8 @@ def _attention(run: Run, ranks: Ranks, kept: Verdict | None) -> Verdict:
         _expect_importable(kept.chosen, ranks)
         return kept
     shape = attention_shape(run)
-    return decide_together("attention", ranks, lambda: contest(shape, wanted, ranks.device, compiled=run.compile))
+    hold = partial(contest, shape, wanted, ranks.device, compiled=run.compile, bitwise=run.deterministic)
+    return decide_together("attention", ranks, hold)
 
 
 def _expect_importable(core: str, ranks: Ranks) -> None:
@@ -98,9 +99,9 @@ def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdic
     if reason:
         return {"kernels": Verdict("kernels", "torch", reason)}
     shape = fused_shape(run.model, run.layout, run.batch.sequence_length, TORCH_DTYPE[run.layout.precision])
+    hold = partial(fused_contest, model=run.model, shape=shape, device=ranks.device, bitwise=run.deterministic)
     return {
-        kernel: kept.get(kernel)
-        or decide_together(kernel, ranks, partial(fused_contest, kernel, run.model, shape, ranks.device))
+        kernel: kept.get(kernel) or decide_together(kernel, ranks, partial(hold, kernel))
         for kernel in kernels_of(run.model, run.layout)
     }
 

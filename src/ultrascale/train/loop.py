@@ -36,6 +36,7 @@ from ultrascale.train.chosen_kernels import choose_kernels
 from ultrascale.train.chosen_recompute import choose_recomputation
 from ultrascale.train.compiled import load_compiled, save_compiled
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
+from ultrascale.train.deterministic import deterministic, deterministic_line
 from ultrascale.train.digests import compare
 from ultrascale.train.evaluate import evaluate
 from ultrascale.train.export import export_checkpoint, keep_tokenizer
@@ -80,6 +81,7 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
     run = with_absolute_paths(run)
     folder = RunFolder.of(run)
     with (
+        deterministic(run),
         process_group(
             run.layout, device=run.device, timeout_seconds=run.collective_timeout_seconds, rendezvous=rendezvous
         ) as ranks,
@@ -98,7 +100,7 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
             check_writable(folder.checkpoints)
         ranks.barrier()
         session = Session.start(run, ranks, allow_changes=allow_changes, kernels=chosen.forms)
-        for line in (*chosen.lines, *([] if fits is None else [fits])):
+        for line in (*deterministic_line(run), *chosen.lines, *([] if fits is None else [fits])):
             session.metrics.line(line)
         leaving.callback(session.saves.saver.close)
         leaving.callback(session.metrics.close)

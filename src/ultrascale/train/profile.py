@@ -49,6 +49,7 @@ from ultrascale.train.agreement import expect_same_run
 from ultrascale.train.chosen_kernels import choose_kernels
 from ultrascale.train.chosen_recompute import choose_recomputation
 from ultrascale.train.corpora import build_loader, with_absolute_paths
+from ultrascale.train.deterministic import deterministic
 from ultrascale.train.loop import cluster_of, memory_bytes
 from ultrascale.train.out_of_memory import measured_here, out_of_memory
 from ultrascale.train.run_folder import RunFolder, environment
@@ -72,9 +73,8 @@ def profile_run(
     """
     expect_trainable(run.model, run.layout)
     run = with_absolute_paths(replace(run, steps=max(run.steps, 2 * last)))
-    with process_group(
-        run.layout, device=run.device, timeout_seconds=run.collective_timeout_seconds, rendezvous=rendezvous
-    ) as ranks:
+    joined = process_group(run.layout, device=run.device, timeout_seconds=run.collective_timeout_seconds, rendezvous=rendezvous)
+    with deterministic(run), joined as ranks:
         expect_same_run(run, ranks)
         folder.mkdir(parents=True, exist_ok=True)
         cluster = cluster_of(run, ranks.device)
