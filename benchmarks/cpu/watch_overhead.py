@@ -2,12 +2,12 @@
 
     python benchmarks/cpu/watch_overhead.py [--output benchmarks/cpu/results/watch-DATE.json]
 
-Two ranks train a model of 3.7M parameters, whose weights both hold whole (the most there is to compare). Short stretches of
-steps with and without take turns in one run, so that what else the machine does falls on both; the figure is the median of the
-ratios of neighbours, with quartiles, in processor time of a rank, of which a busy machine takes nothing, and
-beside it the same from its parts (beats of a step times the time of one, a window's sum over its steps). A comparison of
-replicas is timed by itself and counted once in 100 steps, as by default; the watchdog's own process is given as a share of one
-processor. Torch's flight recorder is on in both.
+Two ranks train a model of 3.7M parameters, whose weights both hold whole (the most there is to compare). Steps with and
+without take turns in one run, so that what else the machine does falls on both. The figure is the median of the ratios of
+neighbours, with quartiles and where that median lies in 95 of 100 draws of the same pairs (bootstrap), in processor time of a
+rank, of which a busy machine takes little; beside it the same from its parts (beats of a step times the time of one, a window's
+sum over its steps). A comparison of replicas is timed by itself and counted once in 100 steps, as by default; the watchdog itself
+is given as a share of one processor. Torch's flight recorder is on in both.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import resource
 import statistics
 import subprocess
@@ -48,12 +49,12 @@ MODEL = Model(
     vocab_size=2048, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=4, head_dim=64, max_position_embeddings=256, name="watched",
 )  # fmt: skip
-STEPS_IN_A_STRETCH = 4
+DRAWS = 2000
 WARM_UP = 3
 
 
 def measure(rendezvous: str, run: Run, signs: str, pairs: int) -> dict[str, Any]:
-    """On a rank: seconds a step in stretches with and without, in turns, and of a comparison."""
+    """On a rank: seconds of steps with and without, in turns, and of a comparison."""
     torch.set_num_threads(1)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "512"
     with process_group(run.layout, device="cpu", rendezvous=rendezvous) as ranks:
@@ -66,7 +67,7 @@ def measure(rendezvous: str, run: Run, signs: str, pairs: int) -> dict[str, Any]
         for pair in range(pairs):
             for on in (True, False) if pair % 2 else (False, True):
                 heartbeat._heart = heart if on else None
-                times[on].append(stretch(trainer, stragglers if on else None))
+                times[on].append(step(trainer, stragglers if on else None))
         heartbeat._heart = heart
         parts = in_parts(trainer, heart)
         compared = []
@@ -92,23 +93,28 @@ def in_parts(trainer: Trainer, heart: Any) -> dict[str, float]:
     return {"beats": beats, "beat": beat, "sum": (time.process_time() - started) / 100}
 
 
-def stretch(trainer: Trainer, stragglers: Stragglers | None) -> float:
-    """Seconds a step."""
+def step(trainer: Trainer, stragglers: Stragglers | None) -> float:
+    """Its processor seconds."""
     trainer.ranks.barrier()
-    started = time.process_time()
-    for _ in range(STEPS_IN_A_STRETCH):
-        before = time.perf_counter()
-        trainer.train_step()
-        heartbeat.steps_done(trainer.steps_done)
-        if stragglers is not None:
-            stragglers.after_step(time.perf_counter() - before)
-    return (time.process_time() - started) / STEPS_IN_A_STRETCH
+    started, before = time.process_time(), time.perf_counter()
+    trainer.train_step()
+    heartbeat.steps_done(trainer.steps_done)
+    if stragglers is not None:
+        stragglers.after_step(time.perf_counter() - before)
+    return time.process_time() - started
+
+
+def interval_of_median(values: list[float]) -> tuple[float, float]:
+    """Where the median lies in 95 of 100 draws of as many of `values` with replacement."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(DRAWS))
+    return medians[DRAWS // 40], medians[-DRAWS // 40]
 
 
 def main() -> None:
     """Measure, print, and write if asked."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=150)
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -131,9 +137,9 @@ def main() -> None:
 
 def make_run(folder: Path) -> Run:
     """Two copies of the state, on random tokens."""
-    random = np.random.default_rng(0)
+    numbers = np.random.default_rng(0)
     writer = ShardWriter(folder / "tokens", "uint16")
-    writer.add_documents(random.integers(0, MODEL.vocab_size, 60_000), [600] * 100)
+    writer.add_documents(numbers.integers(0, MODEL.vocab_size, 60_000), [600] * 100)
     writer.finish()
     return Run(
         model=MODEL, folder=str(folder), steps=1_000_000, device="cpu", layout=Layout(dp=2, zero_stage=0, micro_batch_size=2),
@@ -145,19 +151,20 @@ def make_run(folder: Path) -> Run:
 def summary(found: dict[str, Any], run: Run) -> dict[str, Any]:
     """Ratios of neighbours, and the share of a comparison."""
     ratios = [on / off - 1 for on, off in zip(found["on"], found["off"], strict=True)]
-    step, comparison = statistics.median(found["off"]), statistics.median(found["compare"])
+    seconds, comparison = statistics.median(found["off"]), statistics.median(found["compare"])
     every = Faults().digest_every_steps or 1
     watching = found["beats"] * found["beat"] + found["sum"] / (Faults().straggler_steps or 1)
     return {
         "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "processors": os.cpu_count(),
-        "load_average": os.getloadavg()[0], "step_processor_seconds_off": round(step, 4), "pairs": len(ratios),
+        "load_average": os.getloadavg()[0], "step_processor_seconds_off": round(seconds, 4), "pairs": len(ratios),
         "watching_percent": {
             name: round(100 * value, 2)
             for name, value in zip(("q1", "median", "q3"), statistics.quantiles(ratios, n=4), strict=True)
         },
-        "watching_percent_in_parts": round(100 * watching / step, 3),
+        "median_lies_in": [round(100 * end, 2) for end in interval_of_median(ratios)],
+        "watching_percent_in_parts": round(100 * watching / seconds, 3),
         "beats_per_step": found["beats"], "beat_microseconds": round(found["beat"] * 1e6, 1),
-        "comparison_processor_seconds": round(comparison, 4), "digests_percent": round(100 * comparison / (every * step), 2),
+        "comparison_processor_seconds": round(comparison, 4), "digests_percent": round(100 * comparison / (every * seconds), 2),
         "layout": {key: value for key, value in asdict(run.layout).items() if key in ("dp", "zero_stage", "micro_batch_size")},
     }  # fmt: skip
 
