@@ -6,8 +6,8 @@ Two ranks train a model of 3.7M parameters, whose weights both hold whole (the m
 without take turns in one run, so that what else the machine does falls on both. The figure is the median of the ratios of
 neighbours, with quartiles and where that median lies in 95 of 100 draws of the same pairs (bootstrap), in processor time of a
 rank, of which a busy machine takes little; beside it the same from its parts (beats of a step times the time of one, a window's
-sum over its steps). A comparison of replicas is timed by itself and counted once in 100 steps, as by default; the watchdog itself
-is given as a share of one processor. Torch's flight recorder is on in both.
+sum over its steps). A comparison of replicas is timed by itself and counted once in 100 steps, as by default; the watchdog
+itself is given as a share of one processor. Torch's flight recorder is on in both.
 """
 
 from __future__ import annotations
