@@ -107,6 +107,7 @@ def test_a_rank_that_sleeps_is_named_in_a_real_run_although_all_steps_are_as_lon
 
 @pytest.mark.nightly
 @pytest.mark.catalogue(21)
+@pytest.mark.timeout(1200)
 def test_nobody_is_named_in_a_thousand_real_steps(home):
     run = small_run(
         home, layout=Layout(dp=2, zero_stage=2, micro_batch_size=2), steps=1000, faults=Faults(straggler_steps=WINDOW)
