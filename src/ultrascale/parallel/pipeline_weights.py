@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.fp8 import fp8_seams_of
 from ultrascale.parallel.tensor import cut_of
-from ultrascale.parallel.tensor_ops import Factor
+from ultrascale.parallel.tensor_ops import Cut, Factor, PutOff
 from ultrascale.parallel.torch_private import is_watched
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -47,15 +47,23 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self.waiting: Waiting | None = None
+        self._cuts: list[Cut] = []
 
     @contextmanager
     def put_off(self) -> Iterator[Waiting]:
         """Collect what waits of the backward passes inside."""
         self.waiting = collected = []
+        self._tell_cuts(self.add)
         try:
             yield collected
         finally:
             self.waiting = None
+            self._tell_cuts(None)
+
+    def _tell_cuts(self, put_off: PutOff | None) -> None:
+        """Only now: a backward pass in one sends beside the products of its weights' gradients."""
+        for cut in self._cuts:
+            cut.put_off = put_off
 
     def add(self, weight: Tensor, grad_output: Factor, given: Factor, multiply: Multiply | None = None) -> Tensor | None:
         """The gradient of `weight`, for the backward pass of a product that has one; None if it waits."""
@@ -72,7 +80,7 @@ class WeightGradients:
             if isinstance(module, nn.Linear) and "forward" not in vars(module):
                 setattr(module, "forward", partial(_linear, module, self))  # noqa: B010
         if (cut := cut_of(stage)) is not None:
-            cut.put_off = self.add
+            self._cuts.append(cut)
         if (seams := fp8_seams_of(stage)) is not None:
             seams.put_off = self.add
 

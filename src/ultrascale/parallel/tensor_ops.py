@@ -156,6 +156,9 @@ class Factor:
             self._whole = None
 
 
+PutOff = Callable[[Tensor, Factor, Factor], Tensor | None]
+
+
 @dataclass
 class Cut:
     """The ranks of tp, and how long the sequences are that they cut. Its methods are what the model's seams call."""
@@ -164,9 +167,9 @@ class Cut:
     sequence_parallel: bool
     length: int = 0
     """Positions of the sequences now passing through; 0 without sequence parallelism, where none is cut."""
-    put_off: Callable[[Tensor, Factor, Factor], Tensor | None] | None = None
-    """Told a weight, the gradient of its product and the product's input, [B, S, F] and [B, S, D]; gives the weight's gradient,
-    or None to make it later (`pipeline_weights`)."""
+    put_off: PutOff | None = None
+    """In a backward pass that is cut in two, told a weight, the gradient of its product and the product's input, [B, S, F] and
+    [B, S, D]; gives the weight's gradient, or None to make it later (`pipeline_weights`)."""
 
     def fan_out(self, hidden: Tensor, *projections: torch.nn.Linear) -> tuple[Tensor, ...]:
         """Several projections, cut by columns, of one input: of [B, S/tp, D], [B, S, F/tp] each."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matmul_seconds
+from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
 from ultrascale.plan.layouts import CP_METHODS, PRECISIONS, LayoutTable
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.model import Model
@@ -41,11 +42,19 @@ class PartSeconds:
     input_gradient: Floats
     """Products of the backward pass that make the gradient of what was read, and all of attention's and element-wise work's."""
     weight_gradient: Floats
+    weight_gradient_in_i: Floats
+    """Of `weight_gradient`, what does not wait for W where backward passes are cut in two."""
     tp_forward: Floats
     tp_backward: Floats
     tp_beside: Floats
     """Of `tp_backward`: what a column-parallel layer's backward pass can run beside its own two products. The input is gathered
     again beside the gradient of the input, whose sum travels beside the gradient of the weight (Megatron)."""
+    tp_cut_input: Floats
+    """What I sends where backward passes are cut in two: `tp_backward` without the inputs of column products."""
+    tp_cut_sums: Floats
+    """Of `tp_cut_input`: sums of gradients of inputs, which no product of I is beside."""
+    tp_cut_weight: Floats
+    """What W gathers then: those inputs, and gradients of row products once more."""
     cp_forward: Floats
     """Of cp, what stands in front of attention: heads that are swapped, keys and values that are gathered first."""
     cp_backward: Floats
@@ -171,13 +180,22 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
 def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
     compute = np.array([compute_seconds(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
     columns = compute.reshape(len(shapes), 8).T
+    never_wait = [[op for op in ops if not may_wait(op)] for ops in works]
+    at_once = np.array([compute_seconds(workload, *one, head)[4] for one in zip(shapes, never_wait, strict=True)])
     traffic, counts = _traffic(workload, shapes, works)
-    beside = _traffic(workload, shapes, [[op for op in ops if _is_of_column(op)] for ops in works])[0]["tp", "backward"]
+    of_columns = [[op for op in ops if _is_of_column(op)] for ops in works]
+    beside = _over_tp(workload, shapes, of_columns)
+    of_input, of_weight = (_halves(shapes, works, half) for half in HALVES)
+    sums = _halves(shapes, of_columns, "input")
     axes = {f"{axis}_{when}": traffic[axis, when] for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
     return PartSeconds(
         *columns[:5],
+        weight_gradient_in_i=at_once,
         **axes,
         tp_beside=np.minimum(beside, columns[3] + columns[4]),
+        tp_cut_input=_over_tp(workload, shapes, of_input),
+        tp_cut_sums=_over_tp(workload, shapes, sums),
+        tp_cut_weight=_over_tp(workload, shapes, of_weight),
         grouped_product=columns[5],
         last_product=columns[6],
         num_ops=columns[7],
@@ -227,6 +245,15 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
         if op.backward_moved_bytes:
             inputs += over * elementwise_seconds(accelerator, op.backward_moved_bytes)
     return product, attention, elementwise, inputs, weights, grouped, last, count
+
+
+def _halves(shapes: list[Shape], works: Sequence[Iterable[Op]], half: Half) -> list[list[Op]]:
+    return [[sent_in_half(op, half, shape) for op in ops] for shape, ops in zip(shapes, works, strict=True)]
+
+
+def _over_tp(workload: Workload, shapes: list[Shape], works: Sequence[Iterable[Op]]) -> Floats:
+    """Seconds of what these operations send over tp in their backward passes, [shapes]."""
+    return _traffic(workload, shapes, works)[0]["tp", "backward"]
 
 
 def _is_of_column(op: Op) -> bool:

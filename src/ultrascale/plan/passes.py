@@ -34,6 +34,20 @@ class Passes:
     """Exposed, all passes together."""
     context_parallel: Floats
     expert_parallel: Floats
+    forward_traffic: Floats
+    """Of the exposed three, the forward pass's."""
+    forward_expert_parallel: Floats
+    cut_input: Floats
+    """What I takes more than its half of a backward pass in one (or less), and what W does (`plan.cut_backward`)."""
+    cut_weight: Floats
+
+    @property
+    def traffic(self) -> Floats:
+        return self.tensor_parallel + self.context_parallel + self.expert_parallel
+
+    @property
+    def backward_traffic(self) -> Floats:
+        return self.traffic - self.forward_traffic
 
     @property
     def compute(self) -> Floats:
@@ -45,7 +59,7 @@ class Passes:
 
     @property
     def total(self) -> Floats:
-        return self.compute + self.recompute + self.tensor_parallel + self.context_parallel + self.expert_parallel
+        return self.compute + self.recompute + self.traffic
 
 
 def pass_seconds(
@@ -94,6 +108,10 @@ def pass_seconds(
     latency = overheads.crossing_seconds * np.where(crossed > 1, crossed, 0) * sum_of("num_collectives")
     tp_forward, tp_backward = latency + shown * sum_of("tp_forward"), latency + shown * (sum_of("tp_backward") - beside)
     tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)
+    sums = sum_of("tp_cut_sums")
+    at_once = derate * sum_of("weight_gradient_in_i")
+    cut_input = at_once + sums + shown * (sum_of("tp_cut_input") - sums) - shown * (sum_of("tp_backward") - beside)
+    cut_weight = sum_of("tp_cut_weight") - at_once
 
     if table.partition_checkpoints.any():
         tp = tp + _input_gathers(workload, table, blocks, again) * layers.sum(axis=1)
@@ -108,12 +126,16 @@ def pass_seconds(
 
     # What selective recomputation of ours keeps is single operations' results, and a ring or a swap is no such operation.
     attends_again = again + (stack.selective == "elementwise") * (table.recompute == RECOMPUTE.index("selective"))
-    cp = _exposed_context_parallel(table, sum_of, attends_again, constants)
+    cp_forward, cp = _exposed_context_parallel(table, sum_of, attends_again, constants)
     ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
     if told is not None:
         more = np.einsum("ck,rkn->crn", told, in_blocks)
         recompute, tp, cp, ep = recompute + more[0], tp + shown * more[1], cp + more[2], ep + more[3]
-    return Passes(forward, inputs, weight_gradient, recompute, tp, cp, ep)
+    ahead_ep = sum_of("ep_forward")
+    return Passes(
+        forward, inputs, weight_gradient, recompute, tp, cp, ep, tp_forward + cp_forward + ahead_ep, ahead_ep, cut_input,
+        cut_weight,
+    )  # fmt: skip
 
 
 def product_derate(workload: Workload, constants: Constants) -> float:
@@ -157,11 +179,15 @@ def _recomputed_share(table: LayoutTable) -> Floats:
 
 def _exposed_context_parallel(
     table: LayoutTable, sum_of: Callable[[str], Floats], again: Floats, constants: Constants
-) -> Floats:
-    """A ring sends the next keys and values while attention works on the last; what is swapped or gathered is waited for."""
+) -> tuple[Floats, Floats]:
+    """Of the forward pass, and of all. A ring sends the next keys and values while attention works on the last; what is swapped
+    or gathered is waited for."""
     forward, backward = sum_of("ring_forward"), sum_of("ring_backward")
     beside = sum_of("attention") * (1 - 1 / table.cp_places)
-    exposed = np.maximum(forward - beside, 0.0) * (1 + again) + np.maximum(backward - 2.5 * beside, 0.0)
-    hidden = forward * (1 + again) + backward - exposed
-    waited = sum_of("cp_forward") * (1 + again) + sum_of("cp_backward")
-    return waited + exposed + constants.overlap_slowdown * hidden
+
+    def shown(ring: Floats, waited: Floats, room: Floats) -> Floats:
+        exposed = np.maximum(ring - room, 0.0)
+        return waited + exposed + constants.overlap_slowdown * (ring - exposed)
+
+    ahead = shown(forward, sum_of("cp_forward"), beside)
+    return ahead, ahead * (1 + again) + shown(backward, sum_of("cp_backward"), 2.5 * beside)

@@ -38,6 +38,7 @@ class StageSeconds:
     input_gradient: ArrayLike
     """Recomputation counts here: the gradients cannot start before it."""
     weight_gradient: ArrayLike
+    """The two are halves of a backward pass in one."""
     send: ArrayLike = 0.0
     """From stage s to s+1 and back, between different ranks: [stages - 1], or [stages - 1, cases]."""
     forward_communication: ArrayLike = 0.0
@@ -45,6 +46,9 @@ class StageSeconds:
     backward_communication: ArrayLike = 0.0
     """Part of `input_gradient` that is communication, which a pair's forward can hide."""
     receives_block: bool = False
+    cut_input: ArrayLike = 0.0
+    """What I takes more than its half of a backward pass in one (less: below 0), where the two are cut; and what W does."""
+    cut_weight: ArrayLike = 0.0
 
 
 @dataclass(frozen=True)
@@ -154,11 +158,14 @@ def duration_table(program: Program, seconds: StageSeconds) -> Floats:
     A pair computes for as long as both and communicates for as long as both; each hides the other, and neither gets shorter.
     """
     count = program.num_stages
-    names = ("forward", "input_gradient", "weight_gradient", "forward_communication", "backward_communication")
+    names = (
+        "forward", "input_gradient", "weight_gradient", "cut_input", "cut_weight", "forward_communication",
+        "backward_communication",
+    )  # fmt: skip
     columns = [as_columns(getattr(seconds, name), count) for name in names]
-    ahead, inputs, weights, ahead_talk, back_talk = np.broadcast_arrays(*columns)
+    ahead, inputs, weights, more_input, more_weight, ahead_talk, back_talk = np.broadcast_arrays(*columns)
     back = inputs + weights
-    rows = [ahead, back, inputs, weights]
+    rows = [ahead, back, inputs + more_input, weights + more_weight]
     if program.pairs:
         f, b = np.array(program.pairs).T
         talk = ahead_talk[f] + back_talk[b]

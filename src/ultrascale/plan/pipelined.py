@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ultrascale.plan.blocks import price_blocks
 from ultrascale.plan.collectives import send_seconds
 from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.plan.cut_backward import CUTTING
 from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline import StageSeconds
@@ -38,23 +39,29 @@ def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CON
     embedding, head = np.zeros((len(chunks), 1)), np.zeros((len(chunks), 1))
     embedding[0] = head[-1] = 1
     passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head)
-    traffic = passes.tensor_parallel + passes.context_parallel + passes.expert_parallel
+    inputs = passes.input_gradient + passes.recompute + passes.backward_traffic
+    more_input, more_weight = passes.cut_input.copy(), passes.cut_weight.copy()
+    more_input[0], more_weight[0] = -inputs[0], inputs[0]  # nobody waits for the first stage's I: W does all, uncut
     return StageSeconds(
-        forward=passes.forward + traffic / 3,
-        input_gradient=passes.input_gradient + passes.recompute + traffic * 2 / 3,
+        forward=passes.forward + passes.forward_traffic,
+        input_gradient=inputs,
         weight_gradient=passes.weight_gradient,
         send=_one_send(workload, table),
         # Pairs of passes hide the experts' traffic alone: the rest is inside what they compute with.
-        forward_communication=passes.expert_parallel / 3,
-        backward_communication=passes.expert_parallel * 2 / 3,
+        forward_communication=passes.forward_expert_parallel,
+        backward_communication=passes.expert_parallel - passes.forward_expert_parallel,
         receives_block=not workload.stack.overlaps_sends,
+        cut_input=more_input,
+        cut_weight=more_weight,
     )
 
 
-def busiest_rank_seconds(layout: Layout, seconds: StageSeconds, num_micro_batches: int) -> float:
-    """The most that one rank computes in a step: the passes of its stages, all micro-batches."""
+def busiest_rank_seconds(layout: Layout, seconds: StageSeconds, num_micro_batches: int, share_cut: float) -> float:
+    """The most that one rank computes in a step: the passes of its stages, all micro-batches. `share_cut`: of the backward
+    passes, those that are cut in two."""
     costs = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
-    of_stage = np.sum([np.asarray(cost)[:, 0] for cost in costs], axis=0)
+    more = share_cut * (np.asarray(seconds.cut_input) + np.asarray(seconds.cut_weight))
+    of_stage = np.sum([np.asarray(cost)[:, 0] for cost in (*costs, more)], axis=0)
     if layout.schedule == "dualpipe":  # every stage is on two ranks, each for half of the micro-batches
         return float((of_stage + of_stage[::-1]).max() / 2 * num_micro_batches)
     rank = np.arange(len(of_stage)) % layout.pp
@@ -78,10 +85,11 @@ def waiting_seconds(
     """
     pp, v = table.pp, table.virtual_stages
     share = stages.exists / (pp * v)
-    traffic = passes.tensor_parallel + passes.context_parallel + passes.expert_parallel
-    forward = ((passes.forward + traffic / 3) * share).sum(axis=0)
-    inputs = ((passes.input_gradient + passes.recompute + traffic * 2 / 3) * share).sum(axis=0)
-    weights = (passes.weight_gradient * share).sum(axis=0)
+    is_cut = np.isin(np.array(SCHEDULES)[table.schedule], CUTTING)
+    forward = ((passes.forward + passes.forward_traffic) * share).sum(axis=0)
+    inputs = passes.input_gradient + passes.recompute + passes.backward_traffic + is_cut * passes.cut_input
+    inputs = (inputs * share).sum(axis=0)
+    weights = ((passes.weight_gradient + is_cut * passes.cut_weight) * share).sum(axis=0)
     send = _one_send(workload, table)
     bubble, sends = np.zeros(len(table)), np.zeros(len(table))
     for number in np.unique(table.schedule[pp > 1]):

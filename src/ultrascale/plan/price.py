@@ -18,6 +18,7 @@ from ultrascale.plan.blocks import price_blocks
 from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.compute import optimizer_seconds
 from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.plan.cut_backward import CUTTING, cut_share, cut_share_of
 from ultrascale.plan.data_traffic import data_parallel_seconds
 from ultrascale.plan.footprint import Footprint, stage_memory
 from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
@@ -32,7 +33,7 @@ from ultrascale.plan.pipelined import (
 )
 from ultrascale.plan.rank_activations import kept_by, rank_activations
 from ultrascale.plan.rank_state import shards
-from ultrascale.plan.stages import Stages, cut_stages
+from ultrascale.plan.stages import FIRST, Stages, cut_stages
 from ultrascale.plan.storage import checkpoint_share, read_seconds
 from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.workload import Workload
@@ -145,8 +146,13 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
         workload = replace(workload, stack=replace(workload.stack, overlaps_tensor_parallel=True))
     if layout.pp > 1 and layout.schedule not in SCHEDULES:
         return _predict_file(workload, layout, constants)
-    found = replace(price(workload, LayoutTable.of([layout]), constants, layout.layers_per_stage).row(0), layout=layout)
-    return found if layout.pp == 1 else _played(found, layout, constants)
+    table = LayoutTable.of([layout])
+    found = replace(price(workload, table, constants, layout.layers_per_stage, cuts=False).row(0), layout=layout)
+    if layout.pp == 1:
+        return found
+    is_mixed = layout.schedule in ("dualpipe", "dualpipe-v")
+    share = float(cut_share(table, np.array([found.num_micro_batches]))[FIRST, 0]) if is_mixed else 1.0
+    return _played(found, layout, constants, share if layout.schedule in CUTTING else 0.0)
 
 
 def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> Prediction:
@@ -155,10 +161,10 @@ def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> P
     schedule = build_schedule(layout.schedule, layout.pp, count)
     placed = replace(layout, schedule=_placed_as(layout, schedule))
     table = LayoutTable.of([placed])
-    found = replace(price(workload, table, constants, layout.layers_per_stage).row(0), layout=layout)
+    found = replace(price(workload, table, constants, layout.layers_per_stage, cuts=False).row(0), layout=layout)
     stages = cut_stages(workload, table, layout.layers_per_stage)
     memory = stage_memory(workload, table, stages, kept_by(schedule, layout.virtual_stages)).row(0)
-    return _played(replace(found, memory=memory), placed, constants)
+    return _played(replace(found, memory=memory), placed, constants, cut_share_of(schedule))
 
 
 def _placed_as(layout: Layout, schedule: Schedule) -> str:
@@ -175,14 +181,17 @@ def _placed_as(layout: Layout, schedule: Schedule) -> str:
     raise SpecError([Problem("layout.schedule", rule, remedy)])
 
 
-def _played(found: Prediction, placed: Layout, constants: Constants) -> Prediction:
-    """A prediction whose bubble and sends are those of the schedule's own actions; `placed` has a known one's name."""
+def _played(found: Prediction, placed: Layout, constants: Constants, share_cut: float) -> Prediction:
+    """A prediction whose bubble and sends are those of the schedule's own actions; `placed` has a known one's name. Of backward
+    passes `share_cut` are cut in two, none of them in `found`."""
     layout, count = found.layout, found.num_micro_batches
     seconds = stage_seconds(found.workload, layout, constants)
     both = with_and_without_sends(seconds, layout.num_stages)
     silent, whole = long_step_seconds(layout.schedule, layout.pp, count, both, virtual_stages=layout.virtual_stages).tolist()
     parts = dict(found.waterfall)
-    working = busiest_rank_seconds(placed, seconds, count)
+    working = busiest_rank_seconds(placed, seconds, count, share_cut)
+    more = working - busiest_rank_seconds(placed, seconds, count, 0.0)
+    parts["tensor_parallel"] += max(more, 0.0)
     if layout.schedule in ("dualpipe", "dualpipe-v"):  # what its pairs hide is not in the parts
         working = sum(
             parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel")
@@ -200,20 +209,21 @@ def _played(found: Prediction, placed: Layout, constants: Constants) -> Predicti
 
 
 def price(
-    workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS, layers_per_stage: tuple[int, ...] | None = None
-) -> PriceTable:
+    workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS, layers_per_stage: tuple[int, ...] | None = None,
+    *, cuts: bool = True,
+) -> PriceTable:  # fmt: skip
     """The price of every layout of `table`, which must be legal for the workload (`plan.space`, `spec.rules`).
 
-    `layers_per_stage`: for a table of one layout, its own cut.
+    `layers_per_stage`: for a table of one layout, its own cut. `cuts`: with what tp sends more where backward passes are cut.
     """
     stages = cut_stages(workload, table, layers_per_stage)
-    seconds, waterfall = price_time(workload, table, stages, constants)
+    seconds, waterfall = price_time(workload, table, stages, constants, cuts=cuts)
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
     return PriceTable(workload, table, seconds, waterfall, stage_memory(workload, table, stages), micro_batches)
 
 
 def price_time(
-    workload: Workload, table: LayoutTable, stages: Stages, constants: Constants = CONSTANTS
+    workload: Workload, table: LayoutTable, stages: Stages, constants: Constants = CONSTANTS, *, cuts: bool = True
 ) -> tuple[Floats, dict[str, Floats]]:
     """Seconds of a step of every layout, and where they go."""
     blocks = price_blocks(workload, table)
@@ -222,14 +232,18 @@ def price_time(
         workload, table, blocks, constants, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head
     )
     data_parallel, slowed = data_parallel_seconds(workload, table, stages, passes, micro_batches, constants)
-    return _step(workload, table, stages, passes, data_parallel, slowed, micro_batches, constants)
+    waits = waiting_seconds(workload, table, stages, passes, micro_batches, constants)
+    if cuts:
+        more = cut_share(table, micro_batches) * (passes.cut_input + passes.cut_weight)
+        passes = replace(passes, tensor_parallel=passes.tensor_parallel + more)
+    return _step(workload, table, stages, passes, data_parallel, slowed, micro_batches, constants, waits)
 
 
 def _step(
     workload: Workload, table: LayoutTable, stages: Stages, passes: Passes, data_parallel: Floats, slowed: Floats,
-    micro_batches: Counts, constants: Constants,
+    micro_batches: Counts, constants: Constants, waits: tuple[Floats, Floats],
 ) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
-    """The slowest rank's own work, then what it waits for."""
+    """The slowest rank's own work, then what it waits for: the bubble and sends."""
     own = micro_batches * passes.total + data_parallel + slowed
     own = np.where(stages.exists > 0, own, 0.0)
     slowest = own.argmax(axis=0)
@@ -239,7 +253,7 @@ def _step(
     def of_slowest(column: Floats) -> Floats:
         return column[slowest, every]
 
-    bubble, sends = waiting_seconds(workload, table, stages, passes, micro_batches, constants)
+    bubble, sends = waits
     parts = {
         "compute": micro_batches * of_slowest(passes.compute) + of_slowest(slowed),
         "recompute": micro_batches * of_slowest(passes.recompute),

@@ -12,13 +12,14 @@ The stage is the whole model where there is no pipeline. FSDP2's part is `plan.s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from ultrascale.plan.cut_backward import is_row_sum, may_wait, sent_in_half
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.offload_replay import Checkpoint, OffloadReplay, Tape
 from ultrascale.plan.recomputed_ops import computed_again, sent_again
 from ultrascale.plan.sharding import Shards
-from ultrascale.plan.stage_work import EXPERTS, Part, StageWork, may_wait
+from ultrascale.plan.stage_work import EXPERTS, Part, StageWork
 from ultrascale.plan.tally import Tally
 from ultrascale.plan.waiting_gradients import Waits, waiting_bytes, waiting_gradient
 from ultrascale.plan.weight_gradients import WeightGradients
@@ -62,8 +63,8 @@ class StageReplay:
         positions = even_part(shape.local_length, layout.tp, at.tp)[1]
         self._own_part_bytes = self.work.hidden_bytes * positions // shape.local_length
         self._shares: dict[str, Held] = {}
+        self._halves: dict[int, tuple[Op, Op]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
-        self._gathered_in_w: set[str] = set()
 
     def forward(self, micro_batch: int, given: Held | None = None) -> Held | None:
         """F. `given`: what the stage before made, which stays its owner's. Returns what the next stage takes."""
@@ -329,15 +330,13 @@ class StageReplay:
         else:
             leaving = {name: ledger.take("temporary", "gradients of activations", sizes[name]) for name in op.reads}
         scratch = op.backward_scratch_bytes
-        self._count_backward(op)
-        if waits is not None and _gathers_gradient(op):
+        self.tally.backward(op if waits is None else self._of_input(op))
+        if waits is not None and is_row_sum(op):
             self._shares[op.reads[0]] = arriving.hold()
         share = self._shares.pop(op.makes[0].name, None)
         if waits is not None and may_wait(op):
             given, grad = saved[0].hold(), waiting_gradient(ledger, self.shape, share, arriving)
             gathered_bytes, source = (scratch, given) if share is None else (waiting_bytes(self.shape, arriving), grad)
-            if scratch:
-                self._gathered_in_w.add(op.reads[0])
             item = Waits(names[0], (grad, given), source, gathered_bytes)
             alike = [number for number, other in enumerate(waits) if gathered_bytes and other.source is source]
             waits.insert(alike[0] if alike else len(waits), item)  # products of one input wait in their order
@@ -359,12 +358,13 @@ class StageReplay:
         for op in sent_again(self.layout, layer, ops):
             self.tally.send_all(op, "forward")
 
-    def _count_backward(self, op: Op) -> None:
-        """What W gathers is not gathered now."""
-        if op.makes[0].name in self._gathered_in_w:
-            self._gathered_in_w.remove(op.makes[0].name)
-            op = replace(op, collectives=tuple(one for one in op.collectives if one.kind != "all_gather"))
-        self.tally.backward(op)
+    def _of_input(self, op: Op) -> Op:
+        """With what I sends of it."""
+        if not op.collectives:
+            return op
+        if id(op) not in self._halves:
+            self._halves[id(op)] = op, sent_in_half(op, "input", self.shape)
+        return self._halves[id(op)][1]
 
     def _added(self, there: Held, gradient: Held) -> Held:
         """The sum: autograd adds to the one that is there, unless somebody else holds it too."""
@@ -378,8 +378,3 @@ class StageReplay:
     def _drop_all(self, held: Iterable[Held]) -> None:
         for one in held:
             self.ledger.drop(one)
-
-
-def _gathers_gradient(op: Op) -> bool:
-    """From this rank's positions, for the row product before it."""
-    return op.name.endswith(".scatter") and any(one.axis == "tp" for one in op.collectives)

@@ -25,13 +25,6 @@ from ultrascale.spec.work import (
 
 EXPERTS = "mlp.experts."
 PREDICTION_NORM = "shared_head.norm"
-NEVER_WAIT = (EXPERTS, "mlp.router")
-"""Products that are no linear layers: their weights' gradients are made in I (`parallel.pipeline_weights`)."""
-
-
-def may_wait(op: Op) -> bool:
-    """Whether W makes the gradient of its weight."""
-    return op.kind == "matmul" and not op.name.startswith(NEVER_WAIT)
 
 
 class Part(NamedTuple):
