@@ -98,8 +98,8 @@ class Block(nn.Module):
         drops: Drops | None = None,
     ) -> Tensor:
         """[B, S, D] to [B, S, D]; `angles` None: no rotary positions; `mask`: what the decoder's `make_mask` made."""
-        attended = self.self_attn(self.input_layernorm(hidden), angles, mask, earlier)
-        hidden = hidden + _dropped(attended, drops, 0)
+        # No variable for what attention made: it would outlive the sum.
+        hidden = hidden + _dropped(self.self_attn(self.input_layernorm(hidden), angles, mask, earlier), drops, 0)
         return hidden + _dropped(self.mlp(self.post_attention_layernorm(hidden)), drops, 1)
 
 

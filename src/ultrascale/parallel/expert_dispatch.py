@@ -74,28 +74,33 @@ class Dispatch:
         arriving = self._agree(sent)  # [expert_tp, ep, X/ep]
         to_expert, from_rank = _to_host(sent, arriving.sum(2))
         pairs = flat.argsort(stable=True)[: sum(to_expert)]
-        under_way = UnderWay(spread(tokens, pairs, chosen.shape[1]), pairs, weights, arriving, from_rank, lengths)
+        rows = spread(tokens, pairs, chosen.shape[1])
+        under_way = UnderWay(rows, pairs, weights, arriving, from_rank, lengths)
         if self.ep is not None:
             own = 0 if self.expert_tp is None else self.expert_tp.rank()
             sizes = [sum(to_expert[first:end]) for first, end in pairwise(self.bounds)]
             under_way.exchange = TokenExchange(sizes, from_rank[own], self.ep)
-            under_way.rows = under_way.exchange.depart(under_way.rows)
+            under_way.rows = under_way.exchange.depart(rows)
         return under_way
 
     def finish(self, under_way: UnderWay, experts: Experts) -> Tensor:
         """Let the experts compute with what arrives, and bring the results home: [N, D]."""
-        rows, exchange = under_way.rows, under_way.exchange
-        if exchange is not None:
-            rows = exchange.arrive(rows)
-        rows = self._compute(rows, under_way, experts)
+        exchange = under_way.exchange
+        rows = self._compute(self._arrived(under_way), under_way, experts)
         if exchange is not None:
             home = TokenExchange(exchange.received, exchange.sent, exchange.group)
             rows = home.arrive(home.depart(rows))
         tokens = weighted_sum(rows, under_way.pairs, under_way.weights)
         return tokens if self.same_tokens is None else whole(tokens, under_way.lengths, self.same_tokens)
 
+    def _arrived(self, under_way: UnderWay) -> Tensor:
+        """The rows, for whom it is told alone."""
+        rows, under_way.rows = under_way.rows, None
+        assert rows is not None, "they were taken before"
+        return rows if under_way.exchange is None else under_way.exchange.arrive(rows)
+
     def _compute(self, rows: Tensor, under_way: UnderWay, experts: Experts) -> Tensor:
-        """Of rows by source and expert, the results in the same order."""
+        """Of rows by source and expert, the results in the same order. `rows` is all that names any of them."""
         arriving, lengths = under_way.arriving, [sum(sizes) for sizes in under_way.from_rank]
         if self.expert_tp is not None:
             rows = gather(rows, lengths, self.expert_tp)
@@ -104,7 +109,9 @@ class Dispatch:
             rows = experts(rows, counts)
         else:
             order = order_by_expert(arriving, len(rows))
-            rows = put_back(experts(reorder(rows, order), counts), order)
+            rows = reorder(rows, order)
+            rows = experts(rows, counts)
+            rows = put_back(rows, order)
         return rows if self.expert_tp is None else sum_scatter(rows, lengths, self.expert_tp)
 
     def _agree(self, sent: Tensor) -> Tensor:
@@ -127,7 +134,8 @@ class Dispatch:
 class UnderWay:
     """Rows that have been sent and what is known of them."""
 
-    rows: Tensor
+    rows: Tensor | None
+    """None once they have been taken."""
     pairs: Tensor
     """Which (token, choice) each sent row is, [R] int64."""
     weights: Tensor

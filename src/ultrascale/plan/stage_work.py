@@ -120,7 +120,7 @@ class StageWork:
 
     def cuts_input(self, layer: int) -> bool:
         """Whether a rank of tp keeps its positions alone of a block's input (`parallel.cut_checkpoints`)."""
-        held_anyway = layer == self.part.layers[0] and not self.part.is_first
+        held_anyway = layer in self.part.layers[:1] and not self.part.is_first
         return self.layout.partition_checkpoints and not held_anyway
 
     def names(self, weights: Sequence[str], layer: int | None) -> list[str]:

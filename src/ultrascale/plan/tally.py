@@ -108,9 +108,11 @@ class Tally:
             self.products += flops
 
     def _worked_on(self, op: Op, flops: int) -> int:
-        """Over cp: of the full square of scores what a place of a ring works on, with heads of one width."""
+        """Over cp: of the full square of scores what a place of a ring works on. There, and where kernels are told where
+        documents end, heads are of one width."""
         scores, (places, heads) = op.scores, self.layout.cp_grid
-        if self.layout.cp == 1 or scores is None:
+        told_ends = self.shape.documents and self.shape.masks_in_kernel and self.shape.kernels.spans
+        if scores is None or (self.layout.cp == 1 and not told_ends):
             return flops
         e, v = scores.head_dim, scores.value_head_dim
         width = max(e, v) if self.shape.device == "cpu" else -(-max(e, v) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE

@@ -146,8 +146,10 @@ def _route(model: Model, shape: Shape, n: int) -> list[Op]:
     flops, weights = 2 * m * x * d, ("mlp.router.weight", "mlp.router.bias") if model.mlp_bias else ("mlp.router.weight",)
     rows = Activation("permuted_rows", n * k * ROW_BYTES, False)
     permuted = Activation("permuted", n * k * d * a)
+    wide = (m + x) * d * shape.wide_itemsize if shape.wide_itemsize > a else 0  # of one side and the result, at least in fp32
     return [
-        Op("mlp.router", "matmul", ("mlp_in",), (logits,), ("mlp_in",), weights, flops, 2 * flops, product=Product(m, x, d)),
+        Op("mlp.router", "matmul", ("mlp_in",), (logits,), ("mlp_in",), weights, flops, 2 * flops, product=Product(m, x, d),
+           scratch_bytes=wide, backward_scratch_bytes=wide),
         Op("mlp.choose", "router", ("router_logits",), (Activation("scores", m * k * shape.wide_itemsize), *kept),
            tuple(one.name for one in kept), moved_bytes=4 * logits.num_bytes, backward_moved_bytes=4 * logits.num_bytes),
         Op("mlp.permute", "permute", ("mlp_in",), (permuted, rows), (rows.name,), moved_bytes=2 * permuted.num_bytes,
