@@ -12,11 +12,12 @@ from math import sqrt
 import torch
 
 from ultrascale.kernels.dropout import token_keys
-from ultrascale.kernels.newton_schulz import COEFFICIENTS, STEPS
+from ultrascale.kernels.newton_schulz import COEFFICIENTS
 from ultrascale.kernels.stochastic import rounding_key
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import moe_layers, take_load, update_expert_bias
 from ultrascale.models.initialise import initialise
+from ultrascale.spec.owners import NEWTON_SCHULZ_STEPS
 from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
 from ultrascale.spec.weights import Weight, weights
@@ -158,6 +159,6 @@ class Reference:
         left, values, right = torch.linalg.svd(g + self.run.optimizer.momentum * momentum, full_matrices=False)
         values = values / values.norm(dim=-1, keepdim=True).clamp_min(1e-7)
         a, b, c = COEFFICIENTS
-        for _ in range(STEPS):
+        for _ in range(NEWTON_SCHULZ_STEPS):
             values = a * values + b * values**3 + c * values**5
         return update_size(g.shape) * (left * values.unsqueeze(-2)) @ right

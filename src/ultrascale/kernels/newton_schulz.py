@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ultrascale.spec.owners import NEWTON_SCHULZ_STEPS
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STEPS = 5
 SMALLEST_NORM = 1e-7
 
 
@@ -28,7 +29,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(SMALLEST_NORM)
     a, b, c = COEFFICIENTS
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
-    for _ in range(STEPS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x

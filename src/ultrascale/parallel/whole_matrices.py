@@ -6,15 +6,14 @@
     work on the whole, then the same two exchanges backwards
 
 A rank that holds 1/k of every matrix gets every k-th matrix whole: nothing is computed twice inside a copy of the state, and of
-P elements that a rank holds it sends and receives P, twice (each exchange one `all_to_all_single`). Copies of the state
-(dp_replicate, or ZeRO 0) each do all of it: the same bits, without a message. The alternative, gathering every matrix
-everywhere, sends n times as much and computes everything n times; orthogonalising parts alone is another algorithm.
+P elements that a rank holds it sends and receives P, twice (each exchange one `all_to_all_single`; `spec.owners` says whose).
+Copies of the state (dp_replicate, or ZeRO 0) each do all of it: the same bits, without a message. The alternative, gathering
+every matrix everywhere, sends n times as much and computes everything n times; orthogonalising parts is another algorithm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -23,46 +22,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ultrascale.parallel.lost import waiting
-from ultrascale.parallel.mesh import MeshAxis
 from ultrascale.parallel.share import Held, Share
-from ultrascale.spec.places import Coordinates, place
-
-
-@dataclass(frozen=True)
-class Span:
-    """The part of one dimension that a rank holds."""
-
-    first: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How the ranks of a group hold a tensor, and which of them gets all of it."""
-
-    dim: int
-    spans: tuple[Span, ...]
-    """Of each rank of the group; several may hold the same."""
-    cost: int
-    """Of the work on all of it, next to others'."""
-    owner: int = 0
+from ultrascale.spec.owners import Exchange, Span, chunk, exchanges, slice_spans
 
 
 class WholeMatrices:
     """The exchanges for some weights of a rank; made once. All ranks of the groups make theirs of the same weights."""
 
     def __init__(self, share: Share, held: Sequence[Held]):
-        self.held = held
-        sharded = [n for n, one in enumerate(held) if not one.weight.is_expert and _shard_group(one) is not None]
-        self._stages = [_Stage({n: _shard_cut(held[n]) for n in sharded}, _shard_group(held[sharded[0]]))] if sharded else []
-        # What this rank owns after the first exchange meets the other slices of it, which their ranks of tp own alike.
-        mine = [n for n in range(len(held)) if n not in sharded or self._stages[0].is_mine(n)]
-        axes: tuple[tuple[MeshAxis, bool], ...] = (("tp", False), ("expert_tp", True))
-        for axis, wanted in axes:
-            group = share.mesh.group(axis)
-            some = [n for n in mine if held[n].weight.is_expert == wanted and held[n].weight.tp_dim is not None]
-            if group is not None and some:
-                self._stages.append(_Stage({n: _slice_cut(share, held[n], group) for n in some}, group))
+        found = exchanges([one.weight for one in held], share.layout, share.mesh.rank)
+        self._stages = [_Stage(one, _group(share, held, one)) for one in found]
 
     def apply(self, parts: Sequence[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """`work` on each whole matrix (of experts: on [X, m, n] of those here) of which `parts` are this rank's, in the order
@@ -79,16 +48,15 @@ class WholeMatrices:
 class _Stage:
     """One exchange there and back. Tensors it does not know pass by."""
 
-    def __init__(self, cuts: dict[int, Cut], group: dist.ProcessGroup | None):
-        assert group is not None
+    def __init__(self, exchange: Exchange, group: dist.ProcessGroup):
+        self.exchange, self.cuts = exchange, exchange.cuts
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        owners = _balanced([cut.cost for cut in cuts.values()], self.size)
-        self.cuts = {n: replace(cut, owner=owner) for (n, cut), owner in zip(cuts.items(), owners, strict=True)}
+        assert (self.rank, self.size) == (exchange.rank, len(next(iter(self.cuts.values())).spans))
         self._rest: dict[int, tuple[int, ...]] = {}
         """Shapes of parts."""
 
     def is_mine(self, number: int) -> bool:
-        return self.cuts[number].owner == self.rank
+        return self.exchange.is_mine(number)
 
     def to_owners(self, parts: dict[int, Tensor]) -> dict[int, Tensor]:
         self._rest = {number: tuple(parts[number].shape) for number in self.cuts}
@@ -148,50 +116,23 @@ class _Stage:
 
 
 def shard_rows(parameter: Tensor) -> Span:
-    """The rows of dimension 0 of `parameter` that this rank holds: as FSDP2 cuts, in equal parts, the last ones shorter."""
+    """The rows of dimension 0 of `parameter` that this rank holds."""
     if not isinstance(parameter, DTensor):
         return Span(0, parameter.shape[0])
     mesh = parameter.device_mesh["dp_shard"]
-    return _chunk(parameter.shape[0], mesh.size(), mesh.get_local_rank())
+    return chunk(parameter.shape[0], mesh.size(), mesh.get_local_rank())
 
 
-def slice_spans(share: Share, one: Held, group: dist.ProcessGroup) -> list[Span]:
+def spans_over(share: Share, one: Held, group: dist.ProcessGroup) -> tuple[Span, ...]:
     """What each rank of `group`, along tp or expert_tp, holds of the dimension of a weight that is cut over it."""
-    dim, layout = one.weight.tp_dim, share.layout
-    assert dim is not None
-    places = [place(one.weight, layout, Coordinates.of(layout, rank)) for rank in dist.get_process_group_ranks(group)]
-    return [Span(there.offsets[dim], there.shape[dim]) for there in places]
+    return slice_spans(one.weight, share.layout, dist.get_process_group_ranks(group))
 
 
-def _chunk(rows: int, ranks: int, rank: int) -> Span:
-    size = -(-rows // ranks)
-    first = min(rank * size, rows)
-    return Span(first, min(size, rows - first))
-
-
-def _shard_group(one: Held) -> dist.ProcessGroup | None:
-    """The ranks that share one copy of the state, where they are several."""
-    if not isinstance(one.parameter, DTensor):
-        return None
-    mesh = one.parameter.device_mesh["dp_shard"]
-    return mesh.get_group() if mesh.size() > 1 else None
-
-
-def _shard_cut(one: Held) -> Cut:
-    ranks = one.parameter.device_mesh["dp_shard"].size()  # pyright: ignore[reportAttributeAccessIssue]
-    rows = one.parameter.shape[0]
-    return Cut(0, tuple(_chunk(rows, ranks, rank) for rank in range(ranks)), prod(one.weight.shape))
-
-
-def _slice_cut(share: Share, one: Held, group: dist.ProcessGroup) -> Cut:
-    assert one.weight.tp_dim is not None
-    return Cut(one.weight.tp_dim, tuple(slice_spans(share, one, group)), prod(one.weight.shape))
-
-
-def _balanced(costs: Sequence[int], ranks: int) -> list[int]:
-    """An owner for each, the dearest first to whoever has least."""
-    load, owners = [0] * ranks, [0] * len(costs)
-    for number in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
-        owners[number] = load.index(min(load))
-        load[owners[number]] += costs[number]
-    return owners
+def _group(share: Share, held: Sequence[Held], exchange: Exchange) -> dist.ProcessGroup:
+    if exchange.axis == "shard":
+        parameter = held[next(iter(exchange.cuts))].parameter
+        assert isinstance(parameter, DTensor)
+        return parameter.device_mesh["dp_shard"].get_group()
+    group = share.mesh.group("tp" if exchange.axis == "tp" else "expert_tp")
+    assert group is not None
+    return group

@@ -29,7 +29,7 @@ from ultrascale.kernels.device_kind import kind_of
 from ultrascale.kernels.stochastic import noise, positions, round_to_bf16, rounding_key
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.share import Held, Share, local
-from ultrascale.parallel.whole_matrices import shard_rows, slice_spans
+from ultrascale.parallel.whole_matrices import shard_rows, spans_over
 from ultrascale.spec.run import Optimizer
 from ultrascale.spec.stack import UPDATED_TOGETHER
 
@@ -111,7 +111,7 @@ class CompactAdamW(torch.optim.Optimizer):
         group = self.share.mesh.group("expert_tp" if one.weight.is_expert else "tp")
         if group is None or dim != len(whole) - 1 or one.place.shape[-1] == whole[-1] or self.kind != "8bit":
             return itself
-        if all(span.first % BLOCK == 0 for span in slice_spans(self.share, one, group)):
+        if all(span.first % BLOCK == 0 for span in spans_over(self.share, one, group)):
             return itself
         before, count = one.place.offsets[-1] // BLOCK, num_blocks(whole[-1])
 

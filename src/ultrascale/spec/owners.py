@@ -1,0 +1,151 @@
+"""Who gets which matrix whole, for updates that need all of a matrix, and what is sent to that end (`parallel.whole_matrices`).
+
+    shard          rows of a matrix over the ranks that share a copy of the state   -->  each rank the slices of some matrices
+    tp, expert_tp  rows or columns of it over tensor-parallel ranks                 -->  each rank some whole matrices
+
+Trainer and planner both ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+from ultrascale.spec.layout import Axis, Layout
+from ultrascale.spec.places import Coordinates, place
+from ultrascale.spec.weights import Weight
+
+NEWTON_SCHULZ_STEPS = 5
+"""Of the iteration that makes a matrix orthogonal (Jordan et al. 2024)."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of one dimension that a rank holds."""
+
+    first: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the ranks of a group hold a tensor, and which of them gets all of it."""
+
+    dim: int
+    spans: tuple[Span, ...]
+    """Of each rank of the group; several may hold the same."""
+    shape: tuple[int, ...]
+    """Of all that the group has together."""
+    cost: int
+    """Of the work on all of it, next to others'."""
+    owner: int = 0
+
+    def numel(self, rank: int) -> int:
+        """Elements of what a rank holds."""
+        return prod(self.shape) // self.shape[self.dim] * self.spans[rank].length
+
+
+class Exchange(NamedTuple):
+    """Parts to owners over the groups of an axis; later, with the results, backwards."""
+
+    axis: Axis
+    rank: int
+    """In the group."""
+    cuts: dict[int, Cut]
+    """By number of the weight."""
+
+    def is_mine(self, number: int) -> bool:
+        return self.cuts[number].owner == self.rank
+
+    @property
+    def sent_elements(self) -> tuple[int, int]:
+        """What the rank sends to owners, its own part included, and what it sends back."""
+        there = sum(cut.numel(self.rank) for cut in self.cuts.values())
+        back = sum(cut.numel(rank) for n, cut in self.cuts.items() if self.is_mine(n) for rank in range(len(cut.spans)))
+        return there, back
+
+
+def exchanges(some: Sequence[Weight], layout: Layout, rank: int) -> list[Exchange]:
+    """What brings `some` matrices of a rank to their owners, one exchange after the other; none where all are whole."""
+    numbers, found = range(len(some)), []
+    sharded = [n for n in numbers if not some[n].is_expert] if layout.group("shard")[0] > 1 else []
+    if sharded:
+        found.append(_exchange("shard", {n: _shard_cut(some[n], layout, rank) for n in sharded}, some, layout, rank))
+    # What this rank owns after the first exchange meets the other slices of it, which their ranks of tp own alike.
+    mine = [n for n in numbers if n not in sharded or found[0].is_mine(n)]
+    axes: tuple[tuple[Axis, bool], ...] = (("tp", False), ("expert_tp", True))
+    for axis, wanted in axes:
+        cut = [n for n in mine if some[n].is_expert == wanted and some[n].tp_dim is not None]
+        if cut and layout.group(axis)[0] > 1:
+            found.append(_exchange(axis, {n: _slice_cut(some[n], axis, layout, rank) for n in cut}, some, layout, rank))
+    return found
+
+
+def owned_shapes(some: Sequence[Weight], layout: Layout, rank: int) -> list[tuple[int, ...]]:
+    """Shapes of the whole matrices that a rank works on, of experts [X, m, n] of those that are there."""
+    stages = exchanges(some, layout, rank)
+    kept = [n for n in range(len(some)) if all(n not in one.cuts or one.is_mine(n) for one in stages)]
+    return [_whole_shape(some[n], layout, rank) for n in kept]
+
+
+def orthogonalising_flops(shape: Sequence[int]) -> int:
+    """Of matrices [..., m, n]: each step makes X X^T, its square, and a product of both with X (`kernels.newton_schulz`)."""
+    *several, m, n = shape
+    short, long = min(m, n), max(m, n)
+    return NEWTON_SCHULZ_STEPS * 2 * prod(several) * (2 * short * short * long + short**3)
+
+
+def members(layout: Layout, axis: Axis, rank: int) -> range:
+    """The ranks of the group along `axis` that `rank` is in."""
+    size, stride = layout.group(axis)
+    first = rank - rank // stride % size * stride
+    return range(first, first + size * stride, stride)
+
+
+def chunk(rows: int, ranks: int, rank: int) -> Span:
+    """As FSDP2 cuts: in equal parts, the last ones shorter."""
+    size = -(-rows // ranks)
+    first = min(rank * size, rows)
+    return Span(first, min(size, rows - first))
+
+
+def slice_spans(weight: Weight, layout: Layout, ranks: Sequence[int]) -> tuple[Span, ...]:
+    """What each of `ranks`, along tp or expert_tp, holds of the dimension of a weight that is cut over it."""
+    dim = weight.tp_dim
+    assert dim is not None
+    places = [place(weight, layout, Coordinates.of(layout, rank)) for rank in ranks]
+    return tuple(Span(there.offsets[dim], there.shape[dim]) for there in places)
+
+
+def _exchange(axis: Axis, cuts: dict[int, Cut], some: Sequence[Weight], layout: Layout, rank: int) -> Exchange:
+    """An owner for each, the dearest first to whoever has least."""
+    ranks, load = members(layout, axis, rank), [0] * layout.group(axis)[0]
+    owned: dict[int, Cut] = {}
+    for number in sorted(cuts, key=lambda n: (-cuts[n].cost, some[n].name)):
+        owner = load.index(min(load))
+        owned[number] = replace(cuts[number], owner=owner)
+        load[owner] += cuts[number].cost
+    return Exchange(axis, ranks.index(rank), dict(sorted(owned.items())))
+
+
+def _shard_cut(weight: Weight, layout: Layout, rank: int) -> Cut:
+    shape, ranks = place(weight, layout, Coordinates.of(layout, rank)).shape, layout.group("shard")[0]
+    return Cut(0, tuple(chunk(shape[0], ranks, one) for one in range(ranks)), shape, prod(weight.shape))
+
+
+def _slice_cut(weight: Weight, axis: Axis, layout: Layout, rank: int) -> Cut:
+    dim, shape = weight.tp_dim, list(_whole_shape(weight, layout, rank))
+    assert dim is not None
+    return Cut(dim, slice_spans(weight, layout, members(layout, axis, rank)), tuple(shape), prod(weight.shape))
+
+
+def _whole_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
+    """Of a matrix; of experts, as many as lie on the rank."""
+    if not weight.is_expert:
+        return weight.shape
+    at = Coordinates.of(layout, rank)
+    ranks = layout.expert_shard_size
+    experts = chunk(place(weight, layout, at).shape[0], ranks, at.expert_dp % ranks)
+    return (experts.length, *weight.shape[1:])
