@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.schedules.actions import Action, Kind
+from ultrascale.spec.op_builders import FP8_BYTES
 from ultrascale.spec.ops import Collective, Op, Shape
 
 Half = Literal["input", "weight"]
@@ -60,6 +61,13 @@ def sent_in_half(op: Op, half: Half, shape: Shape) -> Op:
 def is_row_sum(op: Op) -> bool:
     """Whether it sums the parts of a row product, whose gradient then is gathered from this rank's positions."""
     return op.name.endswith(".scatter") and any(one.axis == "tp" for one in op.collectives)
+
+
+def gathered_input_bytes(op: Op, shape: Shape) -> int:
+    """Of a column product's input, which W gathers once for all products of it; 0 of others."""
+    if op.product is None or not (shape.kernels.gathers_again and shape.cuts_sequence and op.reads[0].endswith("_whole")):
+        return 0
+    return op.product.m * op.product.k * (FP8_BYTES if shape.precision == "fp8" else shape.itemsize)
 
 
 def cut_share(table: LayoutTable, num_micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ultrascale.plan.cut_backward import is_row_sum, may_wait, sent_in_half
+from ultrascale.plan.cut_backward import gathered_input_bytes, is_row_sum, may_wait, sent_in_half
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.offload_replay import Checkpoint, OffloadReplay, Tape
 from ultrascale.plan.recomputed_ops import computed_again, sent_again
@@ -114,7 +114,7 @@ class StageReplay:
         for waits in self.waiting.pop(action.micro_batch):
             if whole is None or whole[0] is not waits.source or whole[1].num_bytes != waits.gathered_bytes:
                 self._drop_all([] if whole is None else [whole[1]])
-                whole = waits.source, self._gather_again(waits.gathered_bytes)
+                whole = waits.source, self._gather_again(waits)
             if not self.shards.adds_in_place(*self.work.by_name[waits.name]):
                 self.gradients.arrive(waits.name, self.gradients.make(waits.name))
             self._drop_all(waits.held)
@@ -125,11 +125,10 @@ class StageReplay:
             self.shards.after_backward(bucket, action)
         self.shards.end_backward()
 
-    def _gather_again(self, num_bytes: int) -> Held:
+    def _gather_again(self, waits: Waits) -> Held:
         """Over tp, for W."""
-        if num_bytes:
-            self.tally.send("all_gather", self.layout.group("tp"), num_bytes)
-        return self.ledger.take("temporary", "gathered for gradients of weights", num_bytes)
+        self.tally.send("all_gather", self.layout.group("tp"), waits.sent_bytes)
+        return self.ledger.take("temporary", "gathered for gradients of weights", waits.gathered_bytes)
 
     # Forward
 
@@ -337,7 +336,8 @@ class StageReplay:
         if waits is not None and may_wait(op):
             given, grad = saved[0].hold(), waiting_gradient(ledger, self.shape, share, arriving)
             gathered_bytes, source = (scratch, given) if share is None else (waiting_bytes(self.shape, arriving), grad)
-            item = Waits(names[0], (grad, given), source, gathered_bytes)
+            sent_bytes = gathered_input_bytes(op, self.shape) if share is None else gathered_bytes
+            item = Waits(names[0], (grad, given), source, gathered_bytes, sent_bytes)
             alike = [number for number, other in enumerate(waits) if gathered_bytes and other.source is source]
             waits.insert(alike[0] if alike else len(waits), item)  # products of one input wait in their order
             names, share, scratch = names[1:], None, 0  # of its bias

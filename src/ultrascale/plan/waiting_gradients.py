@@ -16,7 +16,9 @@ class Waits(NamedTuple):
     source: Held
     """Of the two sides the one that tp cuts, which several products may have in common."""
     gathered_bytes: int
-    """Of that side over all ranks of tp; 0 where it is whole here."""
+    """What W makes of that side for the product: all ranks' positions, and in fp8 what else the product needs."""
+    sent_bytes: int
+    """Of it, what is gathered over tp; 0 where it is whole here."""
 
 
 def waiting_gradient(ledger: Ledger, shape: Shape, share: Held | None, arriving: Held) -> Held:
