@@ -4,7 +4,8 @@
 
 Each row is one forward and backward pass. `share` is the bandwidth that it reaches, counting only the bytes that any form must
 move, over what copying a large tensor reaches in the same call; of attention the FLOP/s over those of a large matrix product.
-Every form is first held to the same in fp64. The last rows are the peak bytes of head and loss.
+Every form is first held to the same in fp64. Then come the lines of the contests by which a run of these shapes would choose
+(`kernels.contest`), and last the peak bytes of head and loss.
 Where there is no CUDA the script runs at toy sizes, Triton interpreted, and only checks: it is never broken when needed.
 """
 
@@ -31,11 +32,18 @@ from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from ultrascale.kernels.attention import attention, attention_mask  # noqa: E402
+from ultrascale.kernels.attention_contest import AttentionShape  # noqa: E402
+from ultrascale.kernels.attention_contest import contest as attention_contest  # noqa: E402
+from ultrascale.kernels.contest import Verdict, decide  # noqa: E402
 from ultrascale.kernels.cross_entropy import linear_cross_entropy  # noqa: E402
+from ultrascale.kernels.fused_contest import contest as fused_contest  # noqa: E402
+from ultrascale.kernels.fused_contest import fused_shape, kernels_of  # noqa: E402
 from ultrascale.kernels.rotary import rotate  # noqa: E402
 from ultrascale.kernels.swiglu import clamped_swiglu, swiglu  # noqa: E402
 from ultrascale.measure.machine import measure_matmul_ceiling  # noqa: E402
-from ultrascale.spec.layout import AttentionCore  # noqa: E402
+from ultrascale.spec.attention_cores import Wanted  # noqa: E402
+from ultrascale.spec.layout import AttentionCore, Layout  # noqa: E402
+from ultrascale.spec.model_presets import preset  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
 DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
@@ -243,6 +251,24 @@ def copy_rate() -> float:
     return 2 * source.nbytes / timed(lambda: target.copy_(source))
 
 
+def contests() -> Iterator[Verdict]:
+    """What a run of these shapes would choose: one sequence of Llama 3 8B; without CUDA the CPU's cores at toy sizes."""
+    shape = AttentionShape(1, LENGTH, HEADS, KEY_HEADS, HEAD_DIM, HEAD_DIM, DTYPE)
+    wanted = Wanted("cuda" if HAS_CUDA else "cpu", "bf16" if HAS_CUDA else "fp32", (None,))
+    masks = (
+        ("attention, causal", wanted), ("attention, 8 documents", wanted._replace(documents=True)),
+        ("attention, a window", wanted._replace(windows=(LENGTH // NUM_DOCUMENTS,))),
+    )  # fmt: skip
+    for name, one in masks:
+        yield decide(name, [attention_contest(shape, one, DEVICE, compiled=False)])
+    model, layout = preset("llama-3-8b"), Layout()
+    fused = fused_shape(model, layout, ROWS, DTYPE)._replace(
+        hidden=HIDDEN, heads=HEADS, head_dim=HEAD_DIM, rotary_dim=HEAD_DIM, inner=FFN, vocabulary=VOCAB
+    )
+    for kernel in kernels_of(model, layout) if HAS_CUDA else ():  # elsewhere there is nothing to choose from
+        yield decide(kernel, [fused_contest(kernel, model, fused, DEVICE)])
+
+
 def loss_peaks() -> dict[str, int]:
     """Peak bytes of head and loss in bf16, forward and backward, beside what is given; without CUDA nothing."""
     if not HAS_CUDA:
@@ -276,6 +302,9 @@ def main() -> None:
     for row in rows:
         told = "checked" if row.seconds is None or row.share is None else f"{row.seconds * 1e3:8.3f} ms {row.share:6.1%}"
         print(f"{row.kernel:24} {row.form:9} {told}   {row.distance:.0e} off")
+    verdicts = [one for one in contests() if options.only in one.what]
+    for verdict in verdicts:
+        print(verdict.line())
     peaks = loss_peaks()
     for name, peak in peaks.items():
         print(f"head and loss, {name}: {peak / 2**30:.2f} GiB")
@@ -283,6 +312,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if HAS_CUDA else platform.processor() or "cpu", "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"), "copy_bytes_per_second": copy, "matmul_flops_per_second": matmul,
         "rows": [asdict(row) for row in rows], "head_and_loss_peak_bytes": peaks,
+        "contests": [asdict(one) for one in verdicts],
     }  # fmt: skip
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,10 @@ import torch
 from grads import grad_of
 from torch.nn import functional as F
 
-from ultrascale.kernels import grouped_matmul
+from ultrascale.kernels import fused_contest, grouped_matmul, implementation
 from ultrascale.kernels.grouped_matmul import grouped_linear
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model_presets import preset
 
 
 def plain(rows, weight, counts, bias):
@@ -61,6 +63,22 @@ def test_the_grouped_kernel_and_the_loop_give_the_same_bits(width, monkeypatch):
         out.backward(torch.ones_like(out))
         results.append((out.detach(), grad_of(rows), grad_of(weight), grad_of(bias)))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_a_run_s_experts_are_multiplied_by_what_is_faster_for_them(monkeypatch):
+    monkeypatch.setattr(implementation, "is_cuda", lambda x: True)  # where there is a choice
+    model = preset("mixtral-8x7b")
+    shape = fused_contest.fused_shape(model, Layout(ep=4, expert_tp=2, dp=4, tp=2), 64, torch.float32)
+    assert (shape.experts, shape.expert_rows, shape.inner) == (2, 128, 7168)
+    shape = shape._replace(hidden=32, inner=48)
+    outcomes = fused_contest.contest("experts", model, shape, torch.device("cpu"))
+    assert [isinstance(outcomes[form], float) for form in ("torch", "loop")] == [True, True]
+    rows, weight, counts, _ = inputs(torch.float32, [3, 1])
+    runs = []
+    monkeypatch.setattr(F, "grouped_mm", lambda *a, real=F.grouped_mm, **o: runs.append(1) or real(*a, **o))
+    with implementation.chosen("experts", "loop"):
+        looped = grouped_linear(rows, weight, counts)
+    assert not runs and torch.equal(looped, grouped_linear(rows, weight, counts)) and runs
 
 
 def test_torchs_grouped_kernel_runs_where_rows_are_aligned():

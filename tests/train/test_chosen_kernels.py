@@ -129,9 +129,21 @@ def test_forms_are_set_kernel_by_kernel_and_one_name_goes_for_those_that_have_it
     monkeypatch.setattr(implementation, "_CHOSEN", {})
     monkeypatch.setattr(implementation, "not_installed", lambda form: "")
     choose({"norm": "liger", "loss": "compiled"}, cuda)
-    assert implementation._CHOSEN == {"norm": "liger", "rotary": "torch", "swiglu": "torch", "loss": "compiled"}
+    assert implementation._CHOSEN == {
+        "norm": "liger",
+        "rotary": "torch",
+        "swiglu": "torch",
+        "loss": "compiled",
+        "experts": "torch",
+    }
     choose("liger", cuda)
-    assert implementation._CHOSEN == {"norm": "liger", "rotary": "torch", "swiglu": "torch", "loss": "torch"}
+    assert implementation._CHOSEN == {
+        "norm": "liger",
+        "rotary": "torch",
+        "swiglu": "torch",
+        "loss": "torch",
+        "experts": "torch",
+    }
     monkeypatch.setattr(implementation, "not_installed", lambda form: "liger_kernel is not installed")
     with pytest.raises(SpecError, match=r"kernels: liger_kernel is not installed\. pip install liger-kernel"):
         choose("liger", cuda)

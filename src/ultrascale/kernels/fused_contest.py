@@ -1,4 +1,4 @@
-"""The fastest forms of norm, rotary positions, SwiGLU and loss for a run's shapes: `kernels.contest` between those of `FORMS`.
+"""The fastest forms of norm, rotary positions, SwiGLU, loss and experts' products for a run: `kernels.contest` in `FORMS`.
 
 Each is timed as the model calls it, forward and backward, on as many tokens as a micro-batch has on one rank.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ultrascale.kernels.contest import MOST_BYTES, Form, Outcomes, measure
 from ultrascale.kernels.cross_entropy import linear_cross_entropy
+from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.kernels.implementation import FORMS, Kernel, chosen, not_installed
 from ultrascale.kernels.norm import rms_norm
 from ultrascale.kernels.rotary import rotate
@@ -35,17 +36,23 @@ class FusedShape(NamedTuple):
     inner: int
     """Width of a feed-forward layer, or of an expert."""
     vocabulary: int
+    experts: int
+    """On this rank."""
+    expert_rows: int
+    """(Token, expert) pairs that come to them, if all ranks' tokens are spread evenly."""
     dtype: torch.dtype
 
 
 def fused_shape(model: Model, layout: Layout, sequence_length: int, dtype: torch.dtype) -> FusedShape:
     """The shapes of a rank of `layout`."""
     tokens = layout.micro_batch_size * sequence_length // layout.cp
+    own = tokens // (layout.tp if layout.sequence_parallel else 1)
     inner = model.moe_intermediate_size if model.num_experts else model.intermediate_size
     return FusedShape(
-        tokens, tokens // (layout.tp if layout.sequence_parallel else 1), model.hidden_size,
+        tokens, own, model.hidden_size,
         model.num_attention_heads // layout.tp, model.head_dim, model.rotary_dim,
-        inner // (layout.expert_tp if model.num_experts else layout.tp), model.vocab_size, dtype,
+        inner // (layout.expert_tp if model.num_experts else layout.tp), model.vocab_size,
+        max(1, model.num_experts // layout.ep), own * model.num_experts_per_tok * layout.expert_tp, dtype,
     )  # fmt: skip
 
 
@@ -59,6 +66,8 @@ def kernels_of(model: Model, layout: Layout) -> Iterator[Kernel]:
         yield "swiglu"
     if layout.tp == 1:
         yield "loss"
+    if model.num_experts:
+        yield "experts"
 
 
 def contest(kernel: Kernel, model: Model, shape: FusedShape, device: torch.device, *, bitwise: bool = False) -> Outcomes:
@@ -120,7 +129,15 @@ def _loss(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, 
     return linear_cross_entropy, [draw(shape.tokens, shape.hidden), weight, targets]
 
 
+def _experts(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    rows = draw.rows(shape.expert_rows, shape.hidden)
+    ends = torch.arange(1, shape.experts + 1, device=device) * rows // shape.experts
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return partial(grouped_linear, counts=counts), [draw(rows, shape.hidden), draw(shape.experts, shape.inner, shape.hidden)]
+
+
 _CASES = cast(
     "dict[str, Callable[[Model, FusedShape, torch.device], tuple[Form, list[Tensor]]]]",
-    {"norm": _norm, "rotary": _rotary, "swiglu": _swiglu, "loss": _loss},
+    {"norm": _norm, "rotary": _rotary, "swiglu": _swiglu, "loss": _loss, "experts": _experts},
 )

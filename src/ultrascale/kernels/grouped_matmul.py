@@ -8,8 +8,9 @@ where an expert has no rows. Saves for the backward pass: rows and weight.
 
 torch's `grouped_mm` (2.10 and later) does all groups in one call: on CPU the same bits as a loop of products and 1.1 (16
 experts of 256 x 128) to 2 times (64 of 128 x 64) as fast, on CUDA without asking the host for the counts. It knows no fp64, and
-rows must be multiples of 16 bytes; a loop does the rest. The alternative, padding every expert to the same number of rows for
-one batched product, multiplies as many zeros as experts are uneven.
+rows must be multiples of 16 bytes; a loop does the rest, and all of it on CUDA where it was faster (`kernels.fused_contest`):
+few large experts keep the device busy while the host waits for the counts. The alternative, padding every expert to the same
+number of rows for one batched product, multiplies as many zeros as experts are uneven.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from ultrascale.kernels.implementation import form_of
 
 GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT_BYTES = 16
@@ -39,8 +42,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.counts, ctx.has_bias = counts, bias is not None
-        out = _rows_by_matrices(rows, weight.transpose(1, 2), counts)
+        ctx.counts, ctx.has_bias, ctx.loops = counts, bias is not None, form_of("experts", rows) == "loop"
+        out = _rows_by_matrices(rows, weight.transpose(1, 2), counts, ctx.loops)
         # Not in place: selective recomputation may keep the product.
         return out if bias is None else out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
 
@@ -49,14 +52,14 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_rows = _rows_by_matrices(grad, weight, ctx.counts) if ctx.needs_input_grad[0] else None
+        grad_rows = _rows_by_matrices(grad, weight, ctx.counts, ctx.loops) if ctx.needs_input_grad[0] else None
         grad_bias = sums_of_groups(grad, ctx.counts) if ctx.has_bias else None
-        return grad_rows, _columns_by_rows(grad, rows, ctx.counts), grad_bias, None
+        return grad_rows, _columns_by_rows(grad, rows, ctx.counts, ctx.loops), grad_bias, None
 
 
-def _rows_by_matrices(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+def _rows_by_matrices(rows: Tensor, matrices: Tensor, counts: Tensor, loops: bool) -> Tensor:
     """[M, Q]: each row of [M, P] times the matrix of its group, [X, P, Q]."""
-    if _runs_grouped(rows, matrices):
+    if not loops and _runs_grouped(rows, matrices):
         return F.grouped_mm(rows, matrices, offs=_ends(counts))
     out = rows.new_empty(len(rows), matrices.shape[2])
     for expert, part in row_groups(counts):
@@ -64,9 +67,9 @@ def _rows_by_matrices(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-def _columns_by_rows(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+def _columns_by_rows(left: Tensor, right: Tensor, counts: Tensor, loops: bool) -> Tensor:
     """[X, P, Q]: for each group, left^T right of [M, P] and [M, Q]."""
-    if _runs_grouped(left, right):
+    if not loops and _runs_grouped(left, right):
         return F.grouped_mm(left.t(), right, offs=_ends(counts))
     out = left.new_zeros(len(counts), left.shape[1], right.shape[1])
     for expert, part in row_groups(counts):
