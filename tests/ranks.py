@@ -52,7 +52,7 @@ def run_ranks(
     world: int,
     fn: Callable[..., Any],
     *arguments: Any,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = 120.0,  # a busy machine gives a rank a tenth of a processor
     environment: dict[str, str] | None = None,
     failures: str = "raise",
 ) -> list[Any]:
