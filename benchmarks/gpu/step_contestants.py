@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -76,6 +77,8 @@ def ours(case: Case, model: Model) -> tuple[Step, dict[str, Any]]:
     from ultrascale.parallel.mesh import Ranks
     from ultrascale.spec.layout import Layout
     from ultrascale.spec.run import Batch, Data, Log, Run
+    from ultrascale.train.chosen_kernels import choose_kernels
+    from ultrascale.train.run_folder import RunFolder
     from ultrascale.train.trainer import Trainer
 
     class RandomTokens:
@@ -101,7 +104,12 @@ def ours(case: Case, model: Model) -> tuple[Step, dict[str, Any]]:
         data=Data(document_mask=case.has("documents")), log=Log(memory_steps=0),
     )  # fmt: skip
     device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
-    trainer = Trainer(run, Ranks(0, 1, device), RandomTokens(), draw_on_device=True)
+    ranks = Ranks(0, 1, device)
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = choose_kernels(run, ranks, RunFolder(Path(folder)))
+    print("\n".join(chosen.lines), file=sys.stderr, flush=True)
+    run = chosen.run
+    trainer = Trainer(run, ranks, RandomTokens(), kernels=chosen.forms, draw_on_device=True)
     return lambda: trainer.train_step().gradients.loss, planned(run, device)
 
 

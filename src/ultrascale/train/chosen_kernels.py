@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ultrascale import heartbeat
 from ultrascale.kernels.attention_contest import AttentionShape, contest
 from ultrascale.kernels.contest import Outcomes, Verdict, decide
 from ultrascale.kernels.flash_packages import not_importable
@@ -29,6 +30,8 @@ from ultrascale.spec.run import Run
 from ultrascale.train.run_folder import RunFolder
 
 FILE = "chosen_kernels.json"
+SLOW_COMPILER_SECONDS = 600.0
+"""Kernels that are compiled when they are first called may take so long before the watchdog takes it for a hang."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,9 @@ def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdic
 
 def decide_together(what: str, ranks: Ranks, hold: Callable[[], Outcomes]) -> Verdict:
     """The verdict on what all ranks measured, on every rank. Collective."""
+    heartbeat.beat(f"timing kernels: {what}", extra_seconds=SLOW_COMPILER_SECONDS)
     of_ranks = [json.loads(text) for text in ranks.gather_text(json.dumps(hold()))]
+    heartbeat.beat("choosing kernels")
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
     return decide(what, of_ranks)
