@@ -138,8 +138,8 @@ def test_recomputed_blocks_are_told_apart_and_the_trainer_is_left_as_it_was(corp
     kept = []
     trainer_of = profile.Trainer
 
-    def keep(*arguments: Any) -> Any:
-        kept.append(trainer_of(*arguments))
+    def keep(*arguments: Any, **options: Any) -> Any:
+        kept.append(trainer_of(*arguments, **options))
         return kept[-1]
 
     monkeypatch.setattr(profile, "Trainer", keep)
