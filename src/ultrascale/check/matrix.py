@@ -1,5 +1,5 @@
 """The combinations that are proven, as tables: every pair of axes, every schedule with every ZeRO stage, every context method,
-recomputation, families, experts, and layouts of five axes.
+recomputation and other ways to hold less, families, experts, and layouts of five axes.
 
 A cell is proven, refused (the reason is the program's own, and of principle), or untried: it needs more processes than were
 allowed. Cells are the smallest of their kind: two ranks an axis, one sequence a micro-batch, odd sizes wherever nothing must
@@ -92,7 +92,8 @@ class Outcome:
 def cells() -> list[Cell]:
     """Every combination, table by table."""
     return [
-        *_pairs(), *_schedules(), *_context(), *_recomputation(), *_ties(), *_families(), *_experts(), *_odd(), *_deepest(),
+        *_pairs(), *_schedules(), *_context(), *_recomputation(), *_memory(), *_ties(), *_families(), *_experts(), *_odd(),
+        *_deepest(),
     ]  # fmt: skip
 
 
@@ -164,6 +165,22 @@ def _recomputation() -> Iterator[Cell]:
     for column, layout in axes.items():
         told = {"recompute": "blocks", "recompute_blocks": ("full", mode_name(KINDS), "none")}
         yield _cell("Recomputation", "block by block", column, SPARSE if column == "ep" else DENSE, layout | told)
+
+
+def _memory() -> Iterator[Cell]:
+    """Other ways to hold less. Activations on the host are not here: at these sizes all are too small to be sent."""
+    axes = {key: AXES[key] for key in ("ZeRO 1", "ZeRO 3", "cp", "pp")} | {"ep": {"dp": 2, "ep": 2}}
+    tp = {"tp": {"tp": 2}, "dp tp": {"dp": 2, "tp": 2, "zero_stage": 1}, "tp pp": {"tp": 2, "pp": 2}}
+    for column, layout in {**axes, **tp}.items():
+        preset = SPARSE if column == "ep" else DENSE
+        yield _cell("Memory", "optimizer on the host", column, preset, layout | {"offload_optimizer": True})
+        if "tp" not in layout and column != "ep":
+            for kind in ("none", "full"):
+                pieces = {"mlp_chunks": 3, "recompute": kind}
+                yield _cell("Memory", f"MLP in 3 pieces, recompute {kind}", column, DENSE, layout | pieces)
+        elif "tp" in layout:
+            cut = {"partition_checkpoints": True, "recompute": "full", "sequence_parallel": False}
+            yield _cell("Memory", "checkpoints cut over tp", column, DENSE, layout | cut)
 
 
 def _ties() -> Iterator[Cell]:
