@@ -24,6 +24,7 @@ from ultrascale.plan.tally import Tally
 from ultrascale.plan.waiting_gradients import Waits, waiting_bytes, waiting_gradient
 from ultrascale.plan.weight_gradients import WeightGradients
 from ultrascale.schedules.actions import Action, Kind
+from ultrascale.spec.context_order import rows_made
 from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates, even_part
@@ -233,6 +234,11 @@ class StageReplay:
                     made[result.name] = self.ledger.take(category, op.kind, num_bytes)
                 if keep is not None and op.kept(kinds):
                     keep[result.name] = made[result.name].hold()
+            if parts := self._ring_parts(op):
+                if keep is not None and op.kept(kinds):  # results of single hops are kept, and merged again
+                    keep[f"{op.name} parts"] = self.ledger.take(category, op.kind, parts)
+                elif kept is not None and f"{op.name} parts" in kept:
+                    self.ledger.drop(kept.pop(f"{op.name} parts"))
             self.ledger.touch(category, "scratch", op.scratch_bytes)
             if saves:
                 tape.entries.append((op, self._save(op, made)))
@@ -241,6 +247,15 @@ class StageReplay:
             if experts is not None and index == last and not is_again:
                 self.shards.after_forward(experts)
         return tape
+
+    def _ring_parts(self, op: Op) -> int:
+        """Bytes of an attention's results of single hops beyond those of the merged one; 0 where it is no ring."""
+        (places, heads), shape = self.layout.cp_grid, self.shape
+        if op.kind != "attention" or not shape.rings or shape.documents:
+            return 0
+        made = rows_made(shape.sequence_length, places, self.tally.cp_rank // heads, op.collectives[0].window)
+        merged = shape.sequence_length // places
+        return sum(result.num_bytes for result in op.makes) * (made - merged) // merged
 
     def _save(self, op: Op, made: dict[str, Held]) -> list[Held]:
         return [(made if name in made else self._now.shared)[name].hold() for name in op.saves]

@@ -149,6 +149,16 @@ def pairs_worked_on(length: int, ring: int, place: int, window: int | None) -> i
     return pairs + sum(_pairs(views(order[place], keys, window)) for keys in (*order[:place], *order[place + 1 :]))
 
 
+@lru_cache(maxsize=1024)
+def rows_made(length: int, ring: int, place: int, window: int | None) -> int:
+    """Rows of results that `place` makes of its queries, hop by hop, before they are merged to one for each query."""
+    order = ring_order(length, ring)
+    seen = [view for keys in (*order[:place], *order[place + 1 :]) for view in views(order[place], keys, window)]
+    own = num_slots(order[place])
+    at_home = own if window is None else sum(v.queries[1] - v.queries[0] for v in views(order[place], order[place], window))
+    return at_home + sum(view.queries[1] - view.queries[0] for view in seen)
+
+
 @lru_cache(maxsize=64)
 def _needs(length: int, ring: int, window: int | None) -> tuple[tuple[tuple[int, int], ...], ...]:
     """[source][d]: slots of keys of `source` that the place d before it works on."""
