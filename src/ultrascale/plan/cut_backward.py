@@ -63,9 +63,14 @@ def is_row_sum(op: Op) -> bool:
     return op.name.endswith(".scatter") and any(one.axis == "tp" for one in op.collectives)
 
 
+def reads_gathered(op: Op) -> bool:
+    """Whether it is a column product that reads a sequence gathered over tp."""
+    return op.kind == "matmul" and op.reads[0].endswith("_whole")
+
+
 def gathered_input_bytes(op: Op, shape: Shape) -> int:
     """Of a column product's input, which W gathers once for all products of it; 0 of others."""
-    if op.product is None or not (shape.kernels.gathers_again and shape.cuts_sequence and op.reads[0].endswith("_whole")):
+    if op.product is None or not (shape.kernels.gathers_again and shape.cuts_sequence and reads_gathered(op)):
         return 0
     return op.product.m * op.product.k * (FP8_BYTES if shape.precision == "fp8" else shape.itemsize)
 

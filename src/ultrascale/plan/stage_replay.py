@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ultrascale.plan.cut_backward import gathered_input_bytes, is_row_sum, may_wait, sent_in_half
+from ultrascale.plan.cut_backward import gathered_input_bytes, is_row_sum, may_wait, reads_gathered, sent_in_half
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.offload_replay import Checkpoint, OffloadReplay, Tape
 from ultrascale.plan.recomputed_ops import computed_again, sent_again
@@ -27,6 +27,7 @@ from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.context_order import rows_made
 from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.model import Model
+from ultrascale.spec.op_builders import gathered_room
 from ultrascale.spec.places import Coordinates, even_part
 from ultrascale.spec.work import (
     Op,
@@ -64,6 +65,7 @@ class StageReplay:
         positions = even_part(shape.local_length, layout.tp, at.tp)[1]
         self._own_part_bytes = self.work.hidden_bytes * positions // shape.local_length
         self._shares: dict[str, Held] = {}
+        self._together: list[Held] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
 
@@ -342,7 +344,8 @@ class StageReplay:
         elif op.passes_gradient:
             leaving = {name: arriving.hold() for name in op.reads}
         else:
-            leaving = {name: ledger.take("temporary", "gradients of activations", sizes[name]) for name in op.reads}
+            mine = [name for name in op.reads if not (reads_gathered(op) and name in gradients)]  # else added in place
+            leaving = {name: ledger.take("temporary", "gradients of activations", sizes[name]) for name in mine}
         scratch = op.backward_scratch_bytes
         self.tally.backward(op if waits is None else self._of_input(op))
         if waits is not None and is_row_sum(op):
@@ -357,7 +360,13 @@ class StageReplay:
             waits.insert(alike[0] if alike else len(waits), item)  # products of one input wait in their order
             names, share, scratch = names[1:], None, 0  # of its bias
         new = [(names[0], saved[1].hold())] if op.hands_on_saved else [(name, self.gradients.make(name)) for name in names]
+        if reads_gathered(op):  # products of one input are one operation: it holds all that arrived until its sum is there
+            self._together.append(arriving.hold())
+            scratch += gathered_room(self.shape, scratch) + self.work.hidden_bytes
         ledger.touch("temporary", "scratch", scratch)
+        if op.kind == "gather":
+            self._drop_all(self._together)
+            self._together.clear()
         self._drop_all([arriving, *saved, *([] if share is None else [share])])
         for name, gradient in new:
             self.gradients.arrive(name, gradient)
