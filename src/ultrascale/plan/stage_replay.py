@@ -339,12 +339,13 @@ class StageReplay:
         waits: list[Waits] | None,
     ) -> None:
         ledger, names = self.ledger, self.work.names(op.weights, layer)
+        joined = reads_gathered(op) and self.shape.precision != "fp8"  # with the others of its input one operation
         if op.hands_on_saved:
             leaving = {op.reads[0]: saved[0].hold()}
         elif op.passes_gradient:
             leaving = {name: arriving.hold() for name in op.reads}
         else:
-            mine = [name for name in op.reads if not (reads_gathered(op) and name in gradients)]  # else added in place
+            mine = [name for name in op.reads if not (joined and name in gradients)]  # else added in place
             leaving = {name: ledger.take("temporary", "gradients of activations", sizes[name]) for name in mine}
         scratch = op.backward_scratch_bytes
         self.tally.backward(op if waits is None else self._of_input(op))
@@ -360,7 +361,7 @@ class StageReplay:
             waits.insert(alike[0] if alike else len(waits), item)  # products of one input wait in their order
             names, share, scratch = names[1:], None, 0  # of its bias
         new = [(names[0], saved[1].hold())] if op.hands_on_saved else [(name, self.gradients.make(name)) for name in names]
-        if reads_gathered(op):  # products of one input are one operation: it holds all that arrived until its sum is there
+        if joined:  # holds all that arrived until its sum is there
             self._together.append(arriving.hold())
             scratch += gathered_room(self.shape, scratch) + self.work.hidden_bytes
         ledger.touch("temporary", "scratch", scratch)
