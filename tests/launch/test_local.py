@@ -20,6 +20,7 @@ from train.small_runs import curve, make_corpus, same, small_run, state, stop_at
 
 from ultrascale.checkpoint import newest_valid
 from ultrascale.demo.interrupted import worker_pids
+from ultrascale.heartbeat import Heart
 from ultrascale.launch import local
 from ultrascale.launch.local import Ending, launch_local
 from ultrascale.spec.layout import Layout
@@ -105,11 +106,12 @@ def test_a_killed_rank_is_started_again_and_a_stop_saves_and_nothing_differs_fro
         told, code = process.communicate(timeout=60)[0], process.returncode
     assert code == 0, told
     failure = event_rows(endless)[2]
-    cause = f"rank {failure['rank']} was ended by SIGKILL"
+    cause = failure["cause"]
+    assert cause.startswith("rank 1 was ended by SIGKILL at ") and "; rank 0 waited " in cause
     assert f"{cause}; starting again from the newest checkpoint (3 restarts left)" in told
     assert "Traceback" not in told and "death signal" not in told
     assert events(endless) == ["start", "stepped", "failure", "start", "stepped", "stop"]
-    assert failure["cause"] == cause and failure["step"] >= 12
+    assert failure["step"] >= 12
     assert f"restart 1: {cause}; step " in told and "1 restarts, " in told
     assert listening <= {"127.0.0.1", "::1"}
     stopped_at = len(curve(endless))
@@ -219,6 +221,12 @@ def test_a_rank_that_ended_by_a_signal_is_told_before_those_that_missed_it(tmp_p
         failures = {0: Failure(1), 1: Failure(-9)}  # noqa: RUF012
 
     assert local._failed(Error(), tmp_path / "failure.json", tmp_path) == replace(KILLED, rank=1)
+    missed = {"rank": 0, "lost_contact": True, "text": "LostRankError: rank 0 waited for rank 1 in a sum"}
+    (tmp_path / "0.cause").write_text(json.dumps(missed))
+    heart = Heart(tmp_path, 1, hang_seconds=1)
+    heart.beat("backward")
+    told = local._failed(Error(), tmp_path / "failure.json", tmp_path).reason
+    assert told == f"{KILLED.reason} at backward; rank 0 waited for rank 1 in a sum"
     told = {"rank": 0, "lost_contact": False, "text": "ValueError: no"}
     (tmp_path / "0.cause").write_text(json.dumps(told))
     assert local._failed(Error(), tmp_path / "failure.json", tmp_path).reason == "rank 0 failed: ValueError: no"

@@ -29,7 +29,7 @@ from ultrascale.heartbeat import read
 from ultrascale.launch.orphans import launcher_here
 from ultrascale.launch.restarts import Budget
 from ultrascale.launch.warm import entry, prepare
-from ultrascale.launch.watchdog import HANG_FILE, disagreement
+from ultrascale.launch.watchdog import HANG_FILE, disagreement, meanwhile
 
 WORKER = "ultrascale.train.worker"
 STOP_SECONDS = "120"
@@ -177,8 +177,10 @@ def _failed(error: object, failure: Path, folder: Path) -> Ending:
     if odd is not None and first.exitcode in (1, -signal.SIGABRT):  # gloo raises or aborts where messages do not fit
         return Ending(f"the ranks do not agree: {odd[1]}", by_signal=True, rank=min(odd[0]), step=step)
     if first.exitcode < 0:
-        return Ending(f"rank {rank} was ended by {first.signal_name()}", by_signal=True, rank=rank, step=step)
-    why = f": {causes[0]['text']}" if causes else ""
+        missed = sorted(cause["text"].partition(": ")[2] for cause in causes if cause["rank"] != rank)
+        reason = f"rank {rank} was ended by {first.signal_name()}{meanwhile([*beats.values()], rank, missed)}"
+        return Ending(reason, by_signal=True, rank=rank, step=step)
+    why = f": {causes[0]['text']}" if causes else meanwhile([*beats.values()], rank, [])
     return Ending(f"rank {rank} failed with exit code {first.exitcode}{why}", rank=rank, step=step)
 
 

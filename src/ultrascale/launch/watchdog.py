@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.25
 DUMP_SECONDS = 1.5
 """For stacks and traces to be written."""
 STACK_SIGNAL = signal.SIGUSR2
-MOST_TOLD = 8
+MOST_TOLD, MOST_WAITING = 8, 2
 HANG_FILE, DUMP_MARK = "hang.json", "dump"
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _SIZE = re.compile(r"\((\d+)\)$")
@@ -106,6 +106,14 @@ def judge(beats: list[Beat], stopped: list[int], lines: dict[int, str]) -> Hang:
     everybody = tuple(beat.rank for beat in beats)
     where = "; ".join(f"rank {rank} {text}" for rank, text in told.items())
     return Hang(everybody, f"{at}: {where}{_elsewhere(beats)}", told, steps)
+
+
+def meanwhile(beats: list[Beat], rank: int, missed: list[str]) -> str:
+    """To follow the news that `rank` died: where it was, and who waited for what. `missed`: what ranks said of that before they
+    were ended; of those that could not say it, their signs of life do."""
+    where = [f" at {beat.doing}" for beat in beats if beat.rank == rank]
+    waited = [f"rank {beat.rank} {_doing(beat, '')}" for beat in beats if beat.rank != rank and beat.waiting]
+    return "".join(where) + "".join(f"; {text}" for text in [*missed, *waited][:MOST_WAITING])
 
 
 def _elsewhere(beats: list[Beat]) -> str:
