@@ -29,13 +29,7 @@ from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import gathered_room
 from ultrascale.spec.places import Coordinates, even_part
-from ultrascale.spec.work import (
-    Op,
-    coming_work,
-    input_gather,
-    prediction_head_work,
-    shared_work,
-)
+from ultrascale.spec.work import Op, coming_work, input_gather, prediction_head_work, shared_work
 
 
 @dataclass
@@ -49,9 +43,7 @@ class Under:
 class StageReplay:
     """The state of a stage between operations."""
 
-    def __init__(
-        self, ledger: Ledger, tally: Tally, model: Model, part: Part, at: Coordinates, *, splits: bool = False
-    ):  # fmt: skip
+    def __init__(self, ledger: Ledger, tally: Tally, model: Model, part: Part, at: Coordinates, *, splits: bool = False):
         """`splits`: whether the schedule cuts backward passes in two, which makes products operations of their own."""
         layout, shape = tally.layout, tally.shape
         self.ledger, self.tally, self.model, self.layout, self.shape, self.part = ledger, tally, model, layout, shape, part
