@@ -54,8 +54,9 @@ def test_nobody_who_looks_while_a_rank_writes_sees_anything_torn(tmp_path):
         time.sleep(0.01)
     try:
         seen = [beat for _ in range(4000) for beat in read(tmp_path)]
+        while len({beat.beats for beat in seen}) <= 100:  # where other work leaves the writer little of the processor
+            seen += read(tmp_path)
     finally:
         process.kill()
         process.join()
-    assert len({beat.beats for beat in seen}) > 100
     assert all(beat.overdue < 0 and beat.pid == process.pid and beat.doing.startswith("work ") for beat in seen)

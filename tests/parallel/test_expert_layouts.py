@@ -207,7 +207,7 @@ def plant(fault: str, decoder: Decoder) -> None:
         if fault == "load overwritten":  # as Megatron#7452 did
             seen.add = partial(overwrite, seen)  # type: ignore[method-assign]
         if fault == "bias on every rank":
-            down.forward = partial(type(down).forward, down)
+            down.adds_bias = True
         if fault == "capacity of local tokens":
             router.keep = drop_over_capacity
         if fault == "equal weights in another order":

@@ -51,8 +51,8 @@ def test_runnable_searches_what_the_trainer_runs(capsys) -> None:
     assert plan["trainable"] and any(one["layout"]["pp"] > 1 for one in plan["search"]["ranked"])
     over_cp = answer(capsys, "--runnable", "--top", "50", "--cp", "2")
     assert over_cp["trainable"] and {one["layout"]["cp"] for one in over_cp["search"]["ranked"]} == {2}
-    fp8 = answer(capsys, "--runnable", "--precision", "fp8", "--top", "50")
-    assert fp8["trainable"] and max(one["layout"]["tp"] for one in fp8["search"]["ranked"]) > 1
+    fp8 = answer(capsys, "--runnable", "--precision", "fp8", "--top", "50", "--tp", "2")
+    assert fp8["trainable"] and {one["layout"]["tp"] for one in fp8["search"]["ranked"]} == {2}
 
 
 def test_on_processes_of_this_machine_stages_and_recomputation_are_compared(capsys) -> None:
