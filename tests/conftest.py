@@ -11,6 +11,9 @@ import pytest
 import torch
 from catalogue.table import find_tests, write_results
 
+# Ranks are forked, and a child has the compiler's pool of processes without the thread that reads from it: it would hang.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 RECORDED: dict[str, dict[str, Any]] = {}
 
 

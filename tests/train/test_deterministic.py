@@ -44,13 +44,14 @@ def test_torch_is_as_before_afterwards_and_cublas_gets_a_workspace_with_which_it
         assert module.of_torch.fill_uninitialized_memory == filled  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_compiled_blocks_are_not_chosen_by_timing(home, monkeypatch) -> None:
+def test_compiled_blocks_are_not_chosen_by_timing() -> None:
     from torch._inductor import config
 
     if hasattr(config, "deterministic"):
-        monkeypatch.setattr(config, "deterministic", False)
-        module._steady_compiler()
-        assert config.deterministic
+        # The configuration's own patch: pytest's would delete the entry afterwards, and every later compilation would miss it.
+        with config.patch(deterministic=False):
+            module._steady_compiler()
+            assert config.deterministic
 
 
 def test_a_core_that_is_not_deterministic_takes_no_part_and_is_refused_by_name() -> None:

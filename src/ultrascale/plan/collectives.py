@@ -4,9 +4,9 @@
     across nodes        the cheapest of the algorithms and protocols that NCCL has (`plan.nccl`), each limited by NVLink and by
                         the group's share of the node's cards (`plan.network`)
 
-A group on several nodes never takes less than as many ranks inside one would. Nothing is hidden here: what compute can run
-beside is `plan.overlap`'s to say. The alternative, one bandwidth per axis and 35 us per rank as SimuMax has it, is 4 to 10
-times too slow where latency counts (8 GPUs on each of 8 nodes and more).
+A group on several nodes never takes less than as many ranks inside one would. Nothing is hidden here: `plan.passes` and
+`plan.data_traffic` say what compute can run beside. The alternative, one bandwidth per axis and 35 us per rank as SimuMax has
+it, is 4 to 10 times too slow where latency counts (8 GPUs on each of 8 nodes and more).
 
 Scalars take microseconds and columns of 100,000 milliseconds: everything that depends on a group's shape is worked out once per
 distinct (size, stride) and kept; the message is one line of arithmetic.

@@ -33,7 +33,8 @@ class Constants:
     data_parallel_window: float = 0.9
     """Share of the compute of a pass that traffic can run beside: the rest has no traffic ready, or none left."""
     overlap_slowdown: float = 0.15
-    """Compute beside a collective loses this share of the time of the collective: it shares SMs and memory (as in Calculon)."""
+    """Compute beside a collective loses this share of the time of the collective: it shares SMs and memory. 0.15 beside NVLink
+    in Calculon (SC'23); 0.11 to 0.23 follows from what Galvatron measured and assumed (VLDB'23)."""
     send_exposed: float = 1.0
     """Share of a pipeline send that a rank waits for where the stack does not overlap it; the warm-up waits always."""
     straggler_per_doubling: float = 0.006

@@ -1,6 +1,6 @@
 """What a training costs besides time: energy and money.
 
-energy   the power limit of each accelerator, times what a whole machine draws over its accelerators; no cooling of the building
+energy   each accelerator's share of the most power that its machine draws; no cooling of the building
 money    list price on demand of one accelerator for an hour; contracts cost less
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.spec.cluster import MACHINE_OVER_ACCELERATORS, Cluster
+from ultrascale.spec.cluster import Cluster
 
 SECONDS_PER_HOUR = 3600
 
@@ -20,7 +20,7 @@ class Cost:
     seconds: float
     gpu_hours: float
     kilowatt_hours: float | None
-    """None where nobody says what the accelerator draws."""
+    """None where nobody says what the machine or the accelerator draws."""
     dollars: float | None
     """None where nobody lists a price."""
 
@@ -34,11 +34,11 @@ class Cost:
 def cost(cluster: Cluster, seconds: float, *, num_gpus: int) -> Cost:
     """The cost of `num_gpus` accelerators of `cluster` for so long, all of them busy."""
     accelerator, hours = cluster.accelerator, num_gpus * seconds / SECONDS_PER_HOUR
-    watts, price = accelerator.watts, accelerator.dollars_per_hour
+    watts, price = cluster.node.watts_per_accelerator, accelerator.dollars_per_hour
     return Cost(
         seconds,
         hours,
-        None if watts is None else watts.value * MACHINE_OVER_ACCELERATORS * hours / 1e3,
+        None if watts is None else watts * hours / 1e3,
         None if price is None else price.value * hours,
     )
 

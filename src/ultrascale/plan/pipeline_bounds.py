@@ -65,30 +65,6 @@ def balanced_step_seconds(
     return work + bubble
 
 
-def step_seconds_bounds(
-    schedule: str, pp: ArrayLike, virtual_stages: ArrayLike, num_micro_batches: ArrayLike, forward: ArrayLike,
-    input_gradient: ArrayLike, weight_gradient: ArrayLike, *, send: ArrayLike = 0.0,
-) -> tuple[Floats, Floats]:  # fmt: skip
-    """What a step of unequal stages takes at least and at most. Costs are [3, ...]: of the first stage, a middle one, the last.
-
-    At least: a rank's work between the first micro-batch's way to it and the last one's way back. At most: every stage as dear
-    as the dearest; this only where `balanced_step_seconds` is exact.
-    """
-    costs: list[Floats] = [np.asarray(cost, dtype=np.float64) for cost in (forward, input_gradient, weight_gradient)]
-    f, i, w = costs
-    p, v, m, s = np.asarray(pp), np.asarray(virtual_stages), np.asarray(num_micro_batches), np.asarray(send)
-    most = balanced_step_seconds(schedule, p, v, m, f.max(axis=0), i.max(axis=0), w.max(axis=0), send=s)
-    # Weight gradients that are left can be computed while the last micro-batch travels back.
-    way = f if schedule in ("zb-h1", "zb-v", "dualpipe", "dualpipe-v") else f + i + w
-    least = []
-    for ahead, counts in _sorts_of_ranks(schedule, p, v):
-        work = sum(count * (f + i + w)[which] for which, count in enumerate(counts))
-        hops = 1 if way is f else 2
-        fill = np.where(ahead > 0, way[0] + (ahead - 1) * way[1] + ahead * hops * s, 0.0)
-        least.append(np.where(ahead >= 0, m * work + fill, 0.0))
-    return np.max(np.broadcast_arrays(*least), axis=0), most
-
-
 def in_flight_stages(
     schedule: str, pp: ArrayLike, virtual_stages: ArrayLike, num_micro_batches: ArrayLike, rank: ArrayLike
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -117,21 +93,6 @@ def in_flight_stages(
 def _largest_round(p: NDArray, m: NDArray) -> NDArray:
     """Micro-batches of `schedules.interleaved.rounds`'s first round."""
     return -(-m // np.maximum(1, m // p))
-
-
-def _sorts_of_ranks(schedule: str, p: NDArray, v: NDArray):
-    """(Stages before the rank's first, its numbers of first, middle and last stages) of ranks that may be the busiest.
-
-    Stages before it are negative where there is no such rank.
-    """
-    alone = p == 1
-    if schedule in ("zb-v", "dualpipe-v"):
-        return [(0 * p, (1, 0, 1)), (np.where(alone, -1, p - 1), (0, 2, 0))]
-    if schedule == "dualpipe":
-        return [(0 * p, (0.5, 0, 0.5)), (np.where(p > 2, p // 2 - 1, -1), (0, 1, 0))]
-    v = np.asarray(STAGES_A_RANK.get(schedule, v))
-    first = (1, np.where(alone, np.maximum(v - 2, 0), v - 1), np.where(alone & (v > 1), 1, 0))
-    return [(0 * p, first), (np.where(p > 2, p - 2, -1), (0, v, 0)), (np.where(alone, -1, p - 1), (0, v - 1, 1))]
 
 
 def _afab(p, v, m, f, i, w, s):

@@ -259,9 +259,7 @@ def _compile(run: Run) -> Iterator[Problem]:
     if run.compile and run.layout.pp > 1 and run.layout.schedule in SPLITTING_SCHEDULES:
         yield compiled_halves(run.layout.schedule)
     if run.compile and run.layout.precision == "fp8" and run.layout.tp > 1:
-        rule = (
-            f"does not go with precision = fp8 over tp = {run.layout.tp} so far: ranks of compiled blocks wait for each other"
-        )
+        rule = f"does not go with precision = fp8 over tp = {run.layout.tp} so far: its steps hung, the cause is not found yet"
         yield Problem("compile", rule, 'Leave it out, or set layout.precision = "bf16".')
 
 
