@@ -25,7 +25,7 @@ from torch.optim import AdamW
 
 from ultrascale.parallel.host_memory import host_twin
 from ultrascale.parallel.share import Held, local
-from ultrascale.parallel.torch_private import fused_adamw
+from ultrascale.train.local_adamw import update
 
 MASTER, GRADIENT = "master", "gradient"
 
@@ -91,13 +91,7 @@ class HostAdamW(AdamW):
         changed = [self.state[parameter] for parameter in piece.parameters if parameter.grad is not None]
         if not changed:
             return
-        masters, gradients, first, second = ([local(state[name]) for state in changed] for name in
-                                             (MASTER, GRADIENT, "exp_avg", "exp_avg_sq"))  # fmt: skip
-        group, (beta1, beta2) = piece.group, piece.group["betas"]
-        fused_adamw(
-            masters, gradients, first, second, [state["step"] for state in changed], lr=group["lr"], beta1=beta1, beta2=beta2,
-            weight_decay=group["weight_decay"], eps=group["eps"],
-        )  # fmt: skip
+        update(piece.group, [state[MASTER] for state in changed], [state[GRADIENT] for state in changed], changed)
 
     def _bring_up(self, piece: Piece) -> None:
         with nullcontext() if self.up is None else torch.cuda.stream(self.up):

@@ -16,6 +16,7 @@ from ultrascale.spec.run import Optimizer
 from ultrascale.spec.weights import Weight, is_hidden_matrix
 from ultrascale.train.compact_adamw import FIRST, SECOND, CompactAdamW, Kind
 from ultrascale.train.host_optimizer import HostAdamW
+from ultrascale.train.local_adamw import LocalAdamW
 from ultrascale.train.muon import Muon
 
 MOMENTS = (FIRST, SECOND, "momentum_buffer")
@@ -59,7 +60,7 @@ def _adamw(share: Share, settings: Optimizer) -> AdamW:
     options: dict[str, Any] = {
         "lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2), "eps": settings.eps, "fused": True,
     }  # fmt: skip
-    return HostAdamW(used, share.held, **options) if share.layout.offload_optimizer else AdamW(used, **options)
+    return HostAdamW(used, share.held, **options) if share.layout.offload_optimizer else LocalAdamW(used, **options)
 
 
 def create_state(optimizer: torch.optim.Optimizer, steps_done: int) -> None:
