@@ -123,6 +123,11 @@ def _one_or_all(scale: Tensor) -> Tensor:
 
 
 def _runs_native(left: Tensor, right: Tensor) -> bool:
-    if not is_cuda(left) or torch.cuda.get_device_capability(left.device) < NATIVE:
+    if not is_cuda(left) or not _has_products(left.device):
         return False
     return all(size % MULTIPLE == 0 and size > 0 for size in (*left.shape, *right.shape))
+
+
+def _has_products(device: torch.device) -> bool:
+    """Whether a CUDA device multiplies fp8; one that is only traced is taken for one that does."""
+    return device.type == "meta" or torch.cuda.get_device_capability(device) >= NATIVE

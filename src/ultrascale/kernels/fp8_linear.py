@@ -22,15 +22,17 @@ from torch import Tensor
 
 from ultrascale.kernels.fp8 import GRADIENT, Narrow, Over, Scaling, narrow_all, product, rounded, turned, turned_scale
 
-PutOff = Callable[[Tensor, Narrow, Narrow, torch.dtype], Tensor | None]
-"""Told a weight, g^T [F, N], x with its values as they wait, [..., D], and the scale of their transpose, and a dtype; gives dW,
-or None to make it later."""
+Later = Callable[[Sequence[Tensor], Sequence[Narrow], Narrow, torch.dtype], Sequence[Tensor | None]]
+"""Told weights, g^T [F, N] of each, x with its values as they wait, [..., D], and the scale of their transpose, and a dtype;
+gives dW of each, or None to make it later."""
 
 
 class Wires:
     """What ranks that cut products between them send one another. Here one process does all of it, and sends nothing."""
 
-    put_off: PutOff | None = None
+    def later(self) -> Later | None:
+        """Asked in a backward pass: what puts off its weights' gradients, if anything does."""
+        return None
 
     def over_inputs(self, scaling: Scaling) -> Over | None:
         """Of the scales of x and W, if other ranks hold parts of what has one."""
@@ -106,13 +108,12 @@ class _Linear(torch.autograd.Function):
         matrices = _narrow_again(ctx.weights, scaling, scales)
         along, across = _narrow_grads([wires.whole(grad).flatten(0, -2) for grad in grads], matrices, scale, scaling, wires)
         waited = Narrow(values, turned_scale(Narrow(values, scale), scaling))
-        later = None if torch.compiler.is_compiling() else wires.put_off
+        later = None if torch.compiler.is_compiling() else wires.later()
         of_input, *of_weights = wires.backward(
             along, [turned(matrix, scaling) for matrix in matrices], [] if later is not None else across, waited, ctx.dtype
         )
         if later is not None:
-            pairs = zip(ctx.weights, across, strict=True)
-            of_weights = [later(weight, grad, waited, ctx.dtype) for weight, grad in pairs]
+            of_weights = [*later(ctx.weights, across, waited, ctx.dtype)]
         of_biases = [grad.flatten(0, -2).sum(0) for grad in grads] if ctx.has_bias else []
         return of_input, None, None, None, *of_weights, *of_biases
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ultrascale.kernels.fp8 import Narrow, Scaling, product
 from ultrascale.kernels.fp8_grouped import fp8_grouped_linear
-from ultrascale.kernels.fp8_linear import Wires, fp8_linear
+from ultrascale.kernels.fp8_linear import Later, Wires, fp8_linear
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import GroupedLinear
 from ultrascale.parallel.fp8_wires import Agreed, Columns, Row, gather_later
@@ -70,22 +70,29 @@ class Fp8Seams:
 
     def _wires(self, *, is_row: bool) -> Wires:
         wires = Wires() if self.cut is None else (Row if is_row else Columns)(self.cut)
-        if self.put_off is not None:
-            wires.put_off = partial(self._later, is_row and self.cut is not None)
+        wires.later = partial(self._later, is_row and self.cut is not None)
         return wires
 
-    def _later(self, is_row: bool, weight: Tensor, grad: Narrow, waited: Narrow, dtype: torch.dtype) -> Tensor | None:
-        """dW, or None if it waits for W: with the positions of this rank alone, where others have theirs."""
+    def _later(self, is_row: bool) -> Later | None:
+        """What puts off the weights' gradients of one backward pass, if that is one that is cut in two."""
+        return None if self.put_off is None else partial(self._put_off, is_row)
+
+    def _put_off(
+        self, is_row: bool, weights: Sequence[Tensor], grads: Sequence[Narrow], waited: Narrow, dtype: torch.dtype
+    ) -> list[Tensor | None]:
+        """dW of each, or None where it waits for W: with the positions of this rank alone, where others have theirs. The input,
+        which all products have in common, W gathers once."""
         assert self.put_off is not None
-        cut, own = self.cut, grad.values.t()  # [N, F]
-        gather = None if cut is None else gather_later(cut.group.group_name, cut.length)
-        given = Factor(waited.values, None if is_row else gather)
-        if is_row and cut is not None and gather is not None:
-            whole = own.view(len(waited.values), -1, own.shape[-1])
-            grads = Factor(cut.own_share(whole).contiguous(), gather, whole)
-        else:
-            grads = Factor(own)
-        return self.put_off(weight, grads, given, partial(_multiply, grad.scale, waited.scale, dtype))
+        gather = None if self.cut is None else gather_later(self.cut.group.group_name, self.cut.length)
+        given, found = Factor(waited.values, None if is_row else gather), []
+        for weight, grad in zip(weights, grads, strict=True):
+            own = grad.values.t()  # [N, F]
+            factor = Factor(own)
+            if is_row and self.cut is not None and gather is not None:
+                whole = own.view(len(waited.values), -1, own.shape[-1])
+                factor = Factor(self.cut.own_share(whole).contiguous(), gather, whole)
+            found.append(self.put_off(weight, factor, given, partial(_multiply, grad.scale, waited.scale, dtype)))
+        return found
 
 
 def _multiply(grad_scale: Tensor, given_scale: Tensor, dtype: torch.dtype, grads: Tensor, given: Tensor) -> Tensor:

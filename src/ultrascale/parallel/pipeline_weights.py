@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ultrascale.models.decoder import Decoder
-from ultrascale.parallel.fp8 import fp8_seams_of
+from ultrascale.parallel.fp8 import Fp8Seams, fp8_seams_of
 from ultrascale.parallel.tensor import cut_of
 from ultrascale.parallel.tensor_ops import Cut, Factor, PutOff
 from ultrascale.parallel.torch_private import is_watched
@@ -47,7 +47,7 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self.waiting: Waiting | None = None
-        self._cuts: list[Cut] = []
+        self._cuts: list[Cut | Fp8Seams] = []
 
     @contextmanager
     def put_off(self) -> Iterator[Waiting]:
@@ -82,7 +82,7 @@ class WeightGradients:
         if (cut := cut_of(stage)) is not None:
             self._cuts.append(cut)
         if (seams := fp8_seams_of(stage)) is not None:
-            seams.put_off = self.add
+            self._cuts.append(seams)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from ultrascale.plan.recomputed_ops import computed_again, sent_again
 from ultrascale.plan.sharding import Shards
 from ultrascale.plan.stage_work import EXPERTS, Part, StageWork
 from ultrascale.plan.tally import Tally
-from ultrascale.plan.waiting_gradients import Waits, waiting_bytes, waiting_gradient
+from ultrascale.plan.waiting_gradients import Waits, waiting_bytes, waiting_gradient, waiting_room
 from ultrascale.plan.weight_gradients import WeightGradients
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.context_order import rows_made
@@ -107,9 +107,10 @@ class StageReplay:
         """W: what I left of the micro-batch of `action`."""
         whole: tuple[Held, Held] | None = None  # what was gathered last, and of what
         for waits in self.waiting.pop(action.micro_batch):
-            if whole is None or whole[0] is not waits.source or whole[1].num_bytes != waits.gathered_bytes:
+            if whole is None or whole[0] is not waits.source:
                 self._drop_all([] if whole is None else [whole[1]])
                 whole = waits.source, self._gather_again(waits)
+            self.ledger.touch("temporary", "scratch", waits.room_bytes)
             if not self.shards.adds_in_place(*self.work.by_name[waits.name]):
                 self.gradients.arrive(waits.name, self.gradients.make(waits.name))
             self._drop_all(waits.held)
@@ -122,7 +123,7 @@ class StageReplay:
 
     def _gather_again(self, waits: Waits) -> Held:
         """Over tp, for W."""
-        self.tally.send("all_gather", self.layout.group("tp"), waits.sent_bytes)
+        self.tally.send("all_gather", self.layout.group("tp"), waits.gathered_bytes)
         return self.ledger.take("temporary", "gathered for gradients of weights", waits.gathered_bytes)
 
     # Forward
@@ -346,9 +347,9 @@ class StageReplay:
         share = self._shares.pop(op.makes[0].name, None)
         if waits is not None and may_wait(op):
             given, grad = saved[0].hold(), waiting_gradient(ledger, self.shape, share, arriving)
-            gathered_bytes, source = (scratch, given) if share is None else (waiting_bytes(self.shape, arriving), grad)
-            sent_bytes = gathered_input_bytes(op, self.shape) if share is None else gathered_bytes
-            item = Waits(names[0], (grad, given), source, gathered_bytes, sent_bytes)
+            of_input, of_gradient = gathered_input_bytes(op, self.shape), waiting_bytes(self.shape, arriving)
+            gathered_bytes, source = (of_input, given) if share is None else (of_gradient, grad)
+            item = Waits(names[0], (grad, given), source, gathered_bytes, waiting_room(op, self.shape))
             alike = [number for number, other in enumerate(waits) if gathered_bytes and other.source is source]
             waits.insert(alike[0] if alike else len(waits), item)  # products of one input wait in their order
             names, share, scratch = names[1:], None, 0  # of its bias

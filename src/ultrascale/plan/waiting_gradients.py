@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ultrascale.plan.ledger import Held, Ledger
-from ultrascale.spec.ops import Shape
+from ultrascale.spec.op_builders import FP8_BYTES
+from ultrascale.spec.ops import Op, Shape
 
 
 class Waits(NamedTuple):
@@ -16,9 +17,9 @@ class Waits(NamedTuple):
     source: Held
     """Of the two sides the one that tp cuts, which several products may have in common."""
     gathered_bytes: int
-    """What W makes of that side for the product: all ranks' positions, and in fp8 what else the product needs."""
-    sent_bytes: int
-    """Of it, what is gathered over tp; 0 where it is whole here."""
+    """Of all ranks' positions of that side, which W gathers over tp; 0 where it is whole here."""
+    room_bytes: int
+    """What else the product needs in W."""
 
 
 def waiting_gradient(ledger: Ledger, shape: Shape, share: Held | None, arriving: Held) -> Held:
@@ -34,3 +35,11 @@ def waiting_gradient(ledger: Ledger, shape: Shape, share: Held | None, arriving:
 def waiting_bytes(shape: Shape, gradient: Held) -> int:
     """Of a gradient as it waits."""
     return gradient.num_bytes // (shape.itemsize if shape.precision == "fp8" else 1)
+
+
+def waiting_room(op: Op, shape: Shape) -> int:
+    """Of a product in fp8 that W makes: on CUDA both factors turned, on the CPU both and the result in fp32."""
+    if op.product is None or not any(name.endswith("_fp8") for name in op.saves):
+        return 0
+    m, n, k, _ = op.product
+    return shape.wide_itemsize * (m * n + m * k + n * k) if shape.device == "cpu" else FP8_BYTES * (m * n + m * k)

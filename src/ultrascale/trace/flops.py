@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ultrascale.kernels.fp8_grouped import scaled_groups, scaled_outer_groups
+
 _aten = torch.ops.aten
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
@@ -37,6 +39,15 @@ def _linear(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
 def _grouped(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
     left, right = args[0], args[1]
     return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
+
+
+def _scaled_groups(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    return 2 * result.numel() * args[0].shape[1]
+
+
+def _scaled_outer_groups(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+    left, _, right = args[:3]
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
 
 
 def _attention(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
@@ -72,6 +83,8 @@ FLOPS: dict[Any, Formula] = {packet: _of_torch(packet) for packet in flop_regist
     _aten.linear: _linear,
     _aten.matmul: _linear,
     _aten._grouped_mm: _grouped,
+    scaled_groups._opoverload.overloadpacket: _scaled_groups,
+    scaled_outer_groups._opoverload.overloadpacket: _scaled_outer_groups,
     _aten._scaled_dot_product_flash_attention: _attention,
     _aten._scaled_dot_product_efficient_attention: _attention,
     _aten._flash_attention_forward: _span_attention,

@@ -22,7 +22,8 @@ from torch._library.custom_ops import CustomOpDef
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ultrascale.parallel import all_to_all, tensor_ops
+from ultrascale.kernels import fp8
+from ultrascale.parallel import all_to_all, fp8_wires, tensor_ops
 from ultrascale.trace.flops import FLOPS
 from ultrascale.trace.groups import group_of
 from ultrascale.trace.lines import line_of_code, line_of_ours, may_read
@@ -273,7 +274,7 @@ def _as_group(value: Any) -> dist.ProcessGroup | None:
 
 OWN_OPERATIONS = {
     value._opoverload: value._init_fn
-    for module in (tensor_ops, all_to_all)
+    for module in (tensor_ops, all_to_all, fp8_wires, fp8)
     for value in vars(module).values()
     if isinstance(value, CustomOpDef)
 }
