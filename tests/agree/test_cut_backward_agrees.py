@@ -108,13 +108,13 @@ def halves_of(model: Model, layout: Layout, stage: int) -> tuple[float, float, f
 
 
 layouts = st.builds(
-    lambda tp, parallel, pp, schedule, recompute, size: Layout(
+    lambda tp, parallel, pp, schedule, recompute, size, precision, scaling: Layout(
         tp=tp, sequence_parallel=parallel, pp=pp, schedule=schedule[0], virtual_stages=schedule[1], recompute=recompute,
-        micro_batch_size=size, precision="bf16",
+        micro_batch_size=size, precision=precision, fp8_scaling=scaling,
     ),
     st.sampled_from([1, 2, 4, 8]), st.booleans(), st.sampled_from([2, 4]),
     st.sampled_from([("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]), st.sampled_from(["none", "selective"]),
-    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]), st.sampled_from(["bf16", "fp8"]), st.just("row"),
 )  # fmt: skip
 
 

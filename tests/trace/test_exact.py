@@ -34,6 +34,7 @@ RUNS = {
         run_of(SHORT, Layout(cp=2, cp_method="all-to-all"), documents=True),
         run_of(SHORT, Layout(dp=2, zero_stage=3, recompute="full", precision="bf16")),
         run_of(SHORT, Layout(pp=2, schedule="zb-h1", precision="bf16"), num_micro_batches=4),
+        run_of(SHORT, Layout(tp=2, precision="fp8", recompute="selective")),
         run_of(MODEL, Layout(pp=2, schedule="dualpipe-v", virtual_stages=2), num_micro_batches=4),
         run_of(SHORT_EXPERTS, Layout(dp=2, ep=2, zero_stage=1)),
         run_of(SHORT_EXPERTS, Layout(tp=2, expert_tp=2)),
@@ -42,6 +43,7 @@ RUNS = {
         run_of(SHORT, Layout(dp=4, dp_shard=2, zero_stage=2, precision="bf16")),
         run_of(MODEL, Layout(dp=2, pp=2, schedule="interleaved", virtual_stages=2, zero_stage=3), num_micro_batches=4),
         run_of(SHORT_EXPERTS, Layout(dp=2, tp=2, ep=4, recompute="full")),
+        run_of(SHORT, Layout(tp=2, pp=2, schedule="zb-h1", precision="fp8"), num_micro_batches=4),
     ],
 }
 
