@@ -7,14 +7,18 @@ from dataclasses import replace
 import pytest
 from agree.test_trace_agrees import EXPERTS, LENGTH, MODEL, Traced, compared, products_of
 
+from ultrascale.plan.memory import muon_matrices, stage_parts
+from ultrascale.plan.muon_update import muon_update_bytes
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.owners import exchanges, owned_shapes
+from ultrascale.spec.places import Coordinates
 from ultrascale.spec.run import Batch, Data, Optimizer, Run
-from ultrascale.spec.weights import is_hidden_matrix, weights
+from ultrascale.spec.weights import Weight, is_hidden_matrix, weights
 from ultrascale.trace.compare import traffic_of
 from ultrascale.trace.planned import planned_rank
 from ultrascale.trace.rank import trace_rank
+from ultrascale.trace.record import RankTrace
 
 SMALL = {"dense": replace(MODEL, num_hidden_layers=2, vocab_size=512), "experts": replace(EXPERTS, num_hidden_layers=2)}
 
@@ -37,15 +41,26 @@ def run_of(model: Model, layout: Layout, count: int = 2) -> Run:
     ],
     ids=str,
 )
-def test_messages_and_products_of_an_update_are_planned_on_every_rank(name: str, layout: Layout) -> None:
+def test_messages_products_and_memory_of_an_update_are_planned_on_every_rank(name: str, layout: Layout) -> None:
     run = run_of(SMALL[name], layout)
     _, wrong = compared(Traced(run, 0))
-    assert not [one for one in wrong if not one.startswith("peak")]
-    for rank in range(1, min(layout.world_size, 4)):
-        found, planned = trace_rank(run, rank), planned_rank(run, rank, "cuda")
+    assert not wrong
+    for rank in {1, 2, 3, layout.world_size - 1} & set(range(layout.world_size)):
+        found, planned = trace_rank(run, rank, round_to=1), planned_rank(run, rank, "cuda")
         assert planned is not None
         assert traffic_of(found, 1) == planned.traffic
         assert products_of(found) == planned.flops
+        assert update_bytes(found) == pytest.approx(muon_update_bytes(matrices_of(run, rank), layout, rank), rel=0.001)
+
+
+def update_bytes(found: RankTrace) -> int:
+    """What the second step's update took at most, beside what was there."""
+    totals, start = found.totals(), found.last_before(1, "optimizer")
+    return max(totals[start:]) - totals[start]
+
+
+def matrices_of(run: Run, rank: int) -> list[Weight]:
+    return muon_matrices(run.model, stage_parts(run.model, run.layout, LENGTH // 4, Coordinates.of(run.layout, rank)))
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 4), (4, 1), (2, 3)])

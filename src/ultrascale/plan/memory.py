@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ultrascale.plan.ledger import Ledger, Moment
+from ultrascale.plan.muon_update import muon_update_bytes
 from ultrascale.plan.pipeline_replay import MailReplay, RankReplay
+from ultrascale.plan.sharding import Shards
 from ultrascale.plan.stage_cut import stage_layers
 from ultrascale.plan.stage_replay import StageReplay
 from ultrascale.plan.stage_work import Part
@@ -33,6 +35,7 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.stack import STACKS, with_attention
+from ultrascale.spec.weights import Weight, is_hidden_matrix, weights
 from ultrascale.spec.work import Shape, block_work
 
 MAX_REPLAYED = 3
@@ -110,7 +113,7 @@ def plan_memory(
     elements = sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
     moments = sum(one.moment_bytes(bucket, optimizer) for one in shards for bucket in one.buckets)
     moments = 0 if layout.offload_optimizer else moments
-    wide = max((one.update_bytes(optimizer, device) for one in shards), default=0)
+    wide = _update_bytes(model, layout, parts, shards, optimizer, device, rank)
     between = before_update = ledger.now()
     for step in range(steps):
         if step == 0 and optimizer_state_exists:
@@ -186,6 +189,21 @@ def stage_parts(model: Model, layout: Layout, sequence_length: int, at: Coordina
     return {
         number: Part(cut[number], number == 0, number == last, predictions if number == last else range(0)) for number in held
     }
+
+
+def _update_bytes(
+    model: Model, layout: Layout, parts: Mapping[int, Part], shards: list[Shards], optimizer: str, device: str, rank: int
+) -> int:
+    """What an update makes and drops, at most at once."""
+    if optimizer == "muon":
+        return muon_update_bytes(muon_matrices(model, parts), layout, rank)
+    return max((one.update_bytes(optimizer, device) for one in shards), default=0)
+
+
+def muon_matrices(model: Model, parts: Mapping[int, Part]) -> list[Weight]:
+    """What Muon works on, of a rank's stages."""
+    layers = {layer for part in parts.values() for layer in part.blocks}
+    return [weight for weight in weights(model) if weight.layer in layers and is_hidden_matrix(weight)]
 
 
 def _batch_bytes(model: Model, layout: Layout, shape: Shape) -> int:

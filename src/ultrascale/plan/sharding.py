@@ -18,13 +18,12 @@ Read in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_colle
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.tally import Tally
 from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import DTYPE_BYTES
-from ultrascale.spec.stack import ITERATED_BYTES, ORTHOGONALISED_BYTES, SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES
+from ultrascale.spec.stack import SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES
 from ultrascale.spec.weights import Weight, is_hidden_matrix
 
 
@@ -103,14 +102,9 @@ class Shards:
         return sum(moment_bytes(weight, ranks, optimizer, self.master_itemsize) for weight in bucket.weights)
 
     def update_bytes(self, optimizer: str, device: str) -> int:
-        """What an update makes and drops, at most at once."""
+        """What an update makes and drops, at most at once; of Muon's `plan.muon_update` tells."""
         weights = [(weight, self.ranks_of(bucket)) for bucket in self.buckets for weight in bucket.weights]
-        sizes = [(weight, _rows(weight, ranks)) for weight, ranks in weights if len(weight.shape) > 1]
-        if optimizer == "muon":
-            matrices = [(prod(weight.shape[-2:]), size) for weight, size in sizes if is_hidden_matrix(weight)]
-            is_cut = self.ranks > 1 or self.layout.tp > 1
-            return ORTHOGONALISED_BYTES[is_cut] * sum(size for _, size in matrices) + ITERATED_BYTES * max(matrices)[0]
-        largest = max((size for _, size in sizes), default=0)
+        largest = max((_rows(weight, ranks) for weight, ranks in weights if len(weight.shape) > 1), default=0)
         return WIDENED_BYTES.get(optimizer, 0) * min(largest, UPDATED_TOGETHER[device])
 
     def adds_in_place(self, bucket: Bucket, weight: Weight) -> bool:

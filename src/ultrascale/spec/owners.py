@@ -90,6 +90,16 @@ def owned_shapes(some: Sequence[Weight], layout: Layout, rank: int) -> list[tupl
     return [_whole_shape(some[n], layout, rank) for n in kept]
 
 
+def part_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
+    """Of what a rank holds of a matrix."""
+    at = Coordinates.of(layout, rank)
+    shape = place(weight, layout, at).shape
+    ranks, own = layout.group("shard")[0], members(layout, "shard", rank).index(rank)
+    if weight.is_expert:
+        ranks, own = layout.expert_shard_size, at.expert_dp % layout.expert_shard_size
+    return (chunk(shape[0], ranks, own).length, *shape[1:])
+
+
 def orthogonalising_flops(shape: Sequence[int]) -> int:
     """Of matrices [..., m, n]: each step makes X X^T, its square, and a product of both with X (`kernels.newton_schulz`)."""
     *several, m, n = shape

@@ -221,11 +221,9 @@ OPTIMIZERS = {
 """Bytes of optimizer state per parameter beside the master weight."""
 
 
-ORTHOGONALISED_BYTES = (4, 7)
-"""Of a matrix's element, while ours has all of them together: what goes in and what comes out, in bf16; and with the buffers of
-messages, where matrices are cut."""
-ITERATED_BYTES = 8
-"""Of an element of the matrix that is worked on."""
+ORTHOGONALISED_BYTES = 7
+"""Of a matrix's element, while ours has all of them together, about: what goes in and what comes out, in bf16, and the buffers
+of messages. `plan.muon_update` has it to the byte."""
 
 
 def with_attention(stack: Stack, core: AttentionCore) -> Stack:
@@ -243,5 +241,5 @@ def with_optimizer(stack: Stack, name: str) -> Stack:
         rule = f"there is no optimizer called {name!r}"
         raise SpecError([Problem("optimizer", rule, f"Choose one of {', '.join(OPTIMIZERS)}.")])
     ours = stack.name == "ultrascale" and name == "muon"
-    temporary = ORTHOGONALISED_BYTES[1] if ours else stack.optimizer_temporary_bytes
+    temporary = ORTHOGONALISED_BYTES if ours else stack.optimizer_temporary_bytes
     return replace(stack, optimizer=name, moment_bytes=OPTIMIZERS[name], optimizer_temporary_bytes=temporary)

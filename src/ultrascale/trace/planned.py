@@ -13,14 +13,14 @@ from math import prod
 from ultrascale.kernels.device_kind import Kind
 from ultrascale.parallel.groups import ends_of, shares_embedding
 from ultrascale.plan.ledger import Moment
-from ultrascale.plan.memory import MemoryPlan, is_replayed, num_micro_batches, plan_memory, stage_parts
+from ultrascale.plan.memory import MemoryPlan, is_replayed, muon_matrices, num_micro_batches, plan_memory, stage_parts
 from ultrascale.plan.tally import Traffic, Way, per_step
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.owners import exchanges, orthogonalising_flops, owned_shapes
 from ultrascale.spec.places import Coordinates, place
 from ultrascale.spec.run import Run
-from ultrascale.spec.weights import Weight, is_hidden_matrix, weights
+from ultrascale.spec.weights import Weight, weights
 
 TIED = "embed_tokens.weight"
 NORM_BYTES = 8
@@ -56,8 +56,10 @@ def planned_rank(run: Run, rank: int, device: Kind) -> Planned | None:
         tally.send(*way, num_bytes)
     matrices = _matrices(run, rank)
     for exchange in exchanges(matrices, layout, rank):
-        for elements in exchange.sent_elements:
-            tally.send("all_to_all", layout.group(exchange.axis), elements * _iterated_itemsize(layout))
+        way = Way("all_to_all", *layout.group(exchange.axis))
+        for elements in exchange.sent_elements:  # nothing too, from who owns none
+            tally.counts[way] += 1
+            tally.sizes[way] += elements * _iterated_itemsize(layout)
     products = tally.products + sum(orthogonalising_flops(shape) for shape in owned_shapes(matrices, layout, rank))
     return Planned(plan.peak_by_step[1], plan.before_update, tally.traffic, products, tally.attention)
 
@@ -66,9 +68,8 @@ def _matrices(run: Run, rank: int) -> list[Weight]:
     """What Muon works on, of the rank's stages."""
     if run.optimizer.name != "muon":
         return []
-    parts = stage_parts(run.model, run.layout, run.batch.sequence_length, Coordinates.of(run.layout, rank)).values()
-    layers = {layer for part in parts for layer in part.blocks}
-    return [weight for weight in weights(run.model) if weight.layer in layers and is_hidden_matrix(weight)]
+    parts = stage_parts(run.model, run.layout, run.batch.sequence_length, Coordinates.of(run.layout, rank))
+    return muon_matrices(run.model, parts)
 
 
 def _iterated_itemsize(layout: Layout) -> int:
