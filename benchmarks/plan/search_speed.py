@@ -17,12 +17,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from ultrascale.plan.pipeline import step_seconds
+from ultrascale.plan.pipeline_program import program_of
+from ultrascale.plan.pipeline_steady import long_step_seconds
+from ultrascale.plan.pipelined import stage_seconds, with_and_without_sends
 from ultrascale.plan.price import predict
 from ultrascale.plan.search import SearchResult, search
 from ultrascale.plan.workload import Workload
@@ -57,6 +61,11 @@ CASES = (
     Case("DeepSeek-V3 on 2,048 H800", "deepseek-v3", "2048xh800", 4096, 15360, 10.0),
 )
 ONE_LAYOUT_LIMIT = 2e-3
+PIPELINES = (
+    ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2), ("dualpipe", 1), ("dualpipe-v", 2),
+    ("afab", 1), ("breadth-first", 2),
+)  # fmt: skip
+"""Schedules, and stages a rank."""
 
 
 def main() -> int:
@@ -65,12 +74,12 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = [_one_layout(), *(_searched(case, options.repeats) for case in CASES)]
+    rows = [_one_layout(), *_long_pipelines(options.repeats), *(_searched(case, options.repeats) for case in CASES)]
     for row in rows:
         verdict = "within" if row["seconds"] <= row["limit_seconds"] else "OVER"
-        print(f"{row['name']:<32} {row['seconds']:>9.4f} s  {verdict} {row['limit_seconds']:g} s   {row['note']}")
+        print(f"{row['name']:<36} {row['seconds']:>9.4f} s  {verdict} {row['limit_seconds']:g} s   {row['note']}")
     for name, what, seconds, source in PEERS:
-        print(f"{name:<32} {seconds:>9.4f} s  {what}   ({source})")
+        print(f"{name:<36} {seconds:>9.4f} s  {what}   ({source})")
     if options.json:
         about = {"machine": platform.processor() or platform.machine(), "python": platform.python_version(), "threads": 1}
         options.json.write_text(json.dumps(about | {"rows": rows, "peers": PEERS}, indent=2) + "\n")
@@ -92,6 +101,40 @@ def _one_layout() -> dict[str, Any]:
     seconds = [_seconds(lambda layout=layout: predict(workload, layout)) for layout in layouts * 2]
     note = f"median of {len(seconds)}; slowest {max(seconds) * 1e3:.1f} ms"
     return {"name": "one layout", "seconds": statistics.median(seconds), "limit_seconds": ONE_LAYOUT_LIMIT, "note": note}
+
+
+def _long_pipelines(repeats: int) -> list[dict[str, Any]]:
+    """Layouts of every schedule with 16 to 512 micro-batches on 4 to 16 ranks; and their pipelines played to the end."""
+    return [_pipelines_of(schedule, virtual, repeats) for schedule, virtual in PIPELINES]
+
+
+def _pipelines_of(schedule: str, virtual: int, repeats: int) -> dict[str, Any]:
+    first, again, played, rounds = [], [], [], []
+    for pp in (4, 8, 16):
+        for count in (16, 64, 128, 512):
+            dp, case = 64 // pp, CASES[0]
+            layout = Layout(dp=dp, tp=8, pp=pp, zero_stage=1, precision="bf16", schedule=schedule, virtual_stages=virtual)
+            workload = replace(_workload(case), sequences_per_batch=count * dp)
+            seconds = with_and_without_sends(stage_seconds(workload, layout), layout.num_stages)
+            first.append(_seconds(lambda w=workload, at=layout: predict(w, at)))
+            whole, asked = program_of(schedule, pp, count, virtual), (schedule, pp, count, seconds)
+            step_seconds(whole, seconds)
+            times: tuple[list[float], ...] = ([], [], [])
+            for _ in range(repeats):
+                times[0].append(_seconds(lambda w=workload, at=layout: predict(w, at)))
+                times[1].append(_seconds(lambda program=whole, one=seconds: step_seconds(program, one)))
+                times[2].append(_seconds(lambda asked=asked: long_step_seconds(*asked, virtual_stages=virtual)))
+            for best, found in zip((again, played, rounds), times, strict=True):
+                best.append(min(found))
+    ratio = sum(played) / sum(rounds)
+    slowest, never_seen = max(again) * 1e3, max(first) * 1e3
+    note = (
+        f"slowest {slowest:.1f}, never seen {never_seen:.0f} ms; {ratio:.1f} times faster than its pipeline played to the end"
+    )
+    return {
+        "name": f"one layout, {schedule}, v = {virtual}", "seconds": statistics.median(again), "first_seconds": max(first),
+        "slowest_seconds": max(again), "limit_seconds": ONE_LAYOUT_LIMIT, "played_over_rounds": ratio, "note": note,
+    }  # fmt: skip
 
 
 def _searched(case: Case, repeats: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ultrascale.plan.pipeline import (
     step_seconds,
 )  # fmt: skip
 from ultrascale.plan.pipeline_levels import level_step_seconds
-from ultrascale.plan.pipeline_steady import long_step_seconds
+from ultrascale.plan.pipeline_steady import few_micro_batches, long_step_seconds, rounds_of
 from ultrascale.schedules.actions import Kind, backward, forward
 from ultrascale.schedules.build import NAMES, build_schedule
 from ultrascale.schedules.custom import parse_schedule
@@ -141,17 +141,28 @@ def test_ends_of_all_actions_are_in_the_program_s_order():
     assert [ends[nodes].tolist() for nodes in program.node_of] == timeline.end
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
-    name=st.sampled_from(["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v", "afab", "breadth-first"]),
-    pp=st.sampled_from([2, 4]), more=st.integers(0, 40), spread=st.sampled_from([0.0, 0.1, 1.5]), seed=st.integers(0, 99),
+    name=st.sampled_from(sorted(NAMES)), pp=st.integers(1, 6), count=st.integers(1, 70), virtual=st.integers(1, 3),
+    spread=st.sampled_from([0.0, 0.01, 1.5]), send=st.sampled_from([0.0, 0.01, 2.0]), blocks=st.booleans(),
+    seed=st.integers(0, 99),
 )  # fmt: skip
-def test_a_long_step_from_its_rhythm_is_the_step_played_to_its_end(name, pp, more, spread, seed):
-    count = 60 + more
-    program = program_of(name, pp, count)
-    costs = np.exp(np.random.default_rng(seed).uniform(-spread, spread, (3, program.num_stages, 2)))
-    seconds = priced(costs, 0.01)
-    np.testing.assert_allclose(long_step_seconds(name, pp, count, seconds), step_seconds(program, seconds), rtol=1e-11)
+def test_a_step_whose_rounds_are_multiplied_is_the_step_played_to_its_end(name, pp, count, virtual, spread, send, blocks, seed):
+    pp += pp % 2 if name == "dualpipe" else 0
+    stages_a_rank = virtual if NAMES[name].virtual_stages is None else None
+    program, random = program_of(name, pp, count, stages_a_rank), np.random.default_rng(seed)
+    costs = np.exp(random.uniform(-spread, spread, (3, program.num_stages, 2)))
+    sends = random.random((program.num_stages - 1, 2)) * [0.0, send]
+    seconds = StageSeconds(*costs, sends, 0.1 * costs[0], 0.2 * costs[1], blocks, cut_input=0.03, cut_weight=-0.02)
+    found = long_step_seconds(name, pp, count, seconds, virtual_stages=stages_a_rank)
+    np.testing.assert_allclose(found, step_seconds(program, seconds), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "virtual", "most_carried"), [("zb-h1", None, 21), ("zb-v", None, 36), ("interleaved", 4, 32)])
+def test_between_rounds_of_16_ranks_two_ends_or_so_a_rank_are_all_that_is_read(name, virtual, most_carried):
+    few, _ = few_micro_batches(name, 16, 512)
+    rounds = rounds_of(name, 16, few, virtual)
+    assert (len(rounds.carried), few <= 64) == (most_carried, True)
 
 
 @settings(max_examples=40, deadline=None)
@@ -165,6 +176,15 @@ def test_levels_of_1f1b_end_when_its_actions_do(pp, more, spread, send, seed):
     ahead, inputs, weights = costs
     expected = step_seconds(program, StageSeconds(ahead, inputs, weights, sends))
     np.testing.assert_allclose(level_step_seconds(ahead, inputs + weights, sends, pp + more), expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "dualpipe-v", "interleaved"])
+def test_rounds_of_deep_pipelines_are_found_among_few_micro_batches(name):
+    for pp in (12, 24):
+        few, _ = few_micro_batches(name, pp, 960)
+        rounds = rounds_of(name, pp, few, None)
+        assert few <= 3 * pp + 6
+        assert len(rounds.carried) <= 2.4 * pp
 
 
 def test_the_rhythm_of_even_stages_is_found_without_playing_a_long_step(monkeypatch):

@@ -12,15 +12,16 @@ A sender never waits for its message: what it waits for is the answer. Any price
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ultrascale.plan.pipeline_activations import InFlight, in_flight, peak_activation_bytes, rank_in_flight
-from ultrascale.plan.pipeline_program import Program, compile_schedule, program_of
+from ultrascale.plan.pipeline_program import Program, Wave, compile_schedule, program_of
 from ultrascale.schedules.executable import Schedule
 
 __all__ = [
@@ -118,21 +119,48 @@ def step_seconds(program: Program, seconds: StageSeconds) -> Floats:
 
 def play_many(program: Program, seconds: StageSeconds) -> Floats:
     """When every action ends, for many cases at once: [actions + 1, cases], the last row zeros. Wave by wave."""
-    table, send = duration_table(program, seconds), _send_table(program, seconds)
-    cases = max(table.shape[1], send.shape[1])
-    ends = np.zeros((len(program.codes) + 1, cases))
-    lags = send[program.borders]  # [actions, 2, cases]
-    work = np.broadcast_to(table[program.codes], (len(program.codes), cases))
-    if seconds.receives_block:
-        work = work + lags.max(axis=1)
-    late = bool(send.any()) and not seconds.receives_block
-    for (first, beyond), needs in zip(program.waves, program.needs, strict=True):
-        # As few calls as can be: a wave is short, and a step has thousands.
-        arrived = ends.take(needs, axis=0)  # [wave, 3, cases]
-        if late:
-            arrived[:, 1:] += lags[first:beyond]
-        np.add(np.maximum.reduce(arrived, axis=1), work[first:beyond], out=ends[first:beyond])
+    prices = action_prices(program, seconds)
+    ends = np.zeros((len(program.codes) + 1, prices.work.shape[1]))
+    play_waves(program.moves, prices, ends)
     return ends
+
+
+class Prices(NamedTuple):
+    """What every action costs, and how late what it needs arrives."""
+
+    work: Floats
+    """[actions, cases], or with more axes behind."""
+    late: Floats | None
+    """[1, or 2 where there are pairs, actions, cases]: seconds on the way from its sources; None where no message takes any
+    beside computing."""
+
+
+def action_prices(program: Program, seconds: StageSeconds) -> Prices:
+    """The prices of stages as those of actions."""
+    table, send = duration_table(program, seconds), _send_table(program, seconds)
+    work = table[program.codes]
+    lags = send[program.borders.T if program.pairs else program.borders.T[:1]]
+    if seconds.receives_block:
+        work = work + lags.max(axis=0)
+    work = np.broadcast_to(work, (len(work), max(table.shape[1], send.shape[1])))
+    return Prices(work, None if seconds.receives_block or not send.any() else lags)
+
+
+def play_waves(waves: Sequence[Wave], prices: Prices, ends: Floats) -> None:
+    """Fill `ends` [actions + 1, cases, ...] for the actions of `waves`, from those before them and the last row."""
+    work, late = prices
+    for numbers, previous, sources, others in waves:
+        # As few calls as can be: a wave is short, and a step has thousands.
+        arrived = ends.take(sources, 0)  # [wave, cases, ...]
+        if late is not None:
+            arrived += late[0, numbers]
+        if others is not None:
+            beside = ends.take(others, 0)
+            if late is not None:
+                beside += late[1, numbers]
+            np.maximum(arrived, beside, out=arrived)
+        np.maximum(arrived, ends[previous], out=arrived)
+        np.add(arrived, work[numbers], out=ends[numbers])
 
 
 def _ends_of_one(program: Program, durations: Floats, seconds: StageSeconds) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,17 @@ from ultrascale.schedules.executable import Schedule, Wiring, shape_of, wire
 
 TABLE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 """Order of the rows of a table of durations: these kinds, every stage of each, and then the pairs."""
+
+
+class Wave(NamedTuple):
+    """Actions that are played together."""
+
+    numbers: slice
+    previous: NDArray[np.intp] | slice
+    """A slice where the numbers are without gaps."""
+    sources: NDArray[np.intp]
+    others: NDArray[np.intp] | None
+    """What passes beside them need; None where a schedule has no pairs."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +52,14 @@ class Program:
     """First and last + 1 number of every wave."""
 
     @cached_property
-    def needs(self) -> list[NDArray[np.intp]]:
-        """[wave][its actions, 3]: the one before on the rank, and the two sources."""
-        together = np.column_stack([self.previous, self.sources])
-        return [together[first:beyond] for first, beyond in self.waves]
+    def moves(self) -> list[Wave]:
+        """The waves, ready to be played."""
+        of_pairs = bool(self.pairs)
+        return [
+            Wave(slice(*wave), _in_a_row(self.previous[slice(*wave)]), self.sources[slice(*wave), 0].copy(),
+                 self.sources[slice(*wave), 1].copy() if of_pairs else None)
+            for wave in self.waves
+        ]  # fmt: skip
 
 
 def program_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> Program:
@@ -78,6 +94,12 @@ def compile_schedule(schedule: Schedule) -> Program:
         number_of[previous[by_wave]], number_of[sources[by_wave]], _borders(actions, wiring, sources, num_stages)[by_wave],
         codes[by_wave], pairs, list(pairwise(edges)),
     )  # fmt: skip
+
+
+def _in_a_row(numbers: NDArray[np.intp]) -> NDArray[np.intp] | slice:
+    """A slice, if that is what the numbers are: NumPy then copies nothing."""
+    first = int(numbers[0])
+    return slice(first, first + len(numbers)) if (np.diff(numbers) == 1).all() else numbers.copy()
 
 
 def _borders(actions: list[Action], wiring: Wiring, sources: NDArray[np.intp], num_stages: int) -> NDArray[np.intp]:
