@@ -151,9 +151,9 @@ def test_a_step_whose_rounds_are_multiplied_is_the_step_played_to_its_end(name, 
     pp += pp % 2 if name == "dualpipe" else 0
     stages_a_rank = virtual if NAMES[name].virtual_stages is None else None
     program, random = program_of(name, pp, count, stages_a_rank), np.random.default_rng(seed)
-    costs = np.exp(random.uniform(-spread, spread, (3, program.num_stages, 2)))
+    ahead, inputs, weights = np.exp(random.uniform(-spread, spread, (3, program.num_stages, 2)))
     sends = random.random((program.num_stages - 1, 2)) * [0.0, send]
-    seconds = StageSeconds(*costs, sends, 0.1 * costs[0], 0.2 * costs[1], blocks, cut_input=0.03, cut_weight=-0.02)
+    seconds = StageSeconds(ahead, inputs, weights, sends, 0.1 * ahead, 0.2 * inputs, blocks, 0.03, -0.02)
     found = long_step_seconds(name, pp, count, seconds, virtual_stages=stages_a_rank)
     np.testing.assert_allclose(found, step_seconds(program, seconds), rtol=1e-12)
 
