@@ -12,7 +12,7 @@ from ultrascale.plan.price import predict
 from ultrascale.plan.search import SearchResult, needed_bytes, search
 from ultrascale.plan.search_view import batch_words, layout_words
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import MACHINE_OVER_ACCELERATORS, parse_cluster
+from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.stack import STACKS
@@ -104,6 +104,6 @@ def test_a_training_costs_hours_energy_and_money() -> None:
     assert cluster.accelerator.watts is not None and cluster.accelerator.dollars_per_hour is not None
     day = cost(cluster, 86400, num_gpus=64)
     assert day.gpu_hours == 64 * 24
-    assert day.kilowatt_hours == pytest.approx(64 * 24 * 0.7 * MACHINE_OVER_ACCELERATORS)
+    assert day.kilowatt_hours == pytest.approx(64 * 24 * 10.2 / 8)  # a DGX H100 draws 10.2 kW at most
     assert day.dollars == pytest.approx(64 * 24 * cluster.accelerator.dollars_per_hour.value)
     assert "MWh" in day.words and "$" in day.words

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.plan.attention_choice import attention_kernel
 from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matmul_seconds
 from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
@@ -236,7 +237,7 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
                 pieces = shape.cp_grid[0]
                 scores["keys"] = -(-op.scores.keys // pieces)
                 elementwise += elementwise_seconds(accelerator, (pieces - 1) * _merge_bytes(op.scores))
-            kernel, over = stack.attention_kernel, stack.overheads.attention
+            kernel, over = attention_kernel(workload, shape, op.scores), stack.overheads.attention
             attention += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
             inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
         over = 1.0 if op.kind == "loss" else stack.overheads.elementwise  # every pass of a loss is in the table

@@ -200,7 +200,7 @@ def workload_of(
     """What `run` asks for, without its layout."""
     batch = run.batch
     length, sequences, documents = batch.sequence_length, batch.sequences_per_batch, run.data.document_mask
-    stack = with_attention(stack, run.layout.attention)
+    stack = with_attention(stack, run.layout.attention, deterministic=run.deterministic)
     return Workload(run.model, cluster, length, sequences, stack, documents, expert_imbalance, storage)
 
 

@@ -152,8 +152,9 @@ class Stack:
     stops_early: bool = False
     """A block that is run again is left once all is there that its backward pass reads: before a last product that only keeps
     its input (torch.utils.checkpoint without re-entrance)."""
-    attention_kernel: Literal["flash", "cudnn", "flash-2"] = "flash-2"
-    """Which fused attention runs where several can: `plan.compute.attention_seconds`. On Ampere they are one."""
+    attention_kernel: Literal["flash", "cudnn", "flash-2", "contest"] = "flash-2"
+    """Which fused attention runs where several can: `plan.compute.attention_seconds`. On Ampere they are one. contest: the
+    fastest that can do what a run wants (`plan.attention_choice`)."""
     overheads: Overheads = Overheads()
     bucket_bytes: int = 0
     """Of one gradient reduction; 0: a block at a time."""
@@ -166,7 +167,7 @@ STACKS: dict[str, Stack] = {
     for stack in (
         Stack(
             "ultrascale", 0, 4, 0, stage_cut="balanced", stops_early=True, offloads_parameters=False,
-            overlaps_offloaded_update=True,
+            overlaps_offloaded_update=True, attention_kernel="contest",
         ),
         Stack(
             "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False, drops_unseen_keys=False),
@@ -226,13 +227,27 @@ ORTHOGONALISED_BYTES = 7
 of messages. `plan.muon_update` has it to the byte."""
 
 
-def with_attention(stack: Stack, core: AttentionCore) -> Stack:
-    """The stack with `layout.attention`, if it is ours: others have their own."""
+KERNEL_OF_CORE: dict[AttentionCore, Literal["flash", "cudnn", "flash-2"]] = {
+    "sdpa": "flash-2", "varlen": "flash-2", "flex": "flash-2", "flash-2": "flash-2", "cudnn": "cudnn", "flash-3": "flash",
+    "flash-4": "flash",
+}  # fmt: skip
+"""What runs under the name of a core; the others leave it to a contest."""
+FLEX_OVER_FLASH = 1.16
+"""Time of FlexAttention over that of flash attention 2: 0.9 of its rate forward, 0.85 backward, which is 2.5 times the work
+(He et al., "FlexAttention", PyTorch 2024)."""
+
+
+def with_attention(stack: Stack, core: AttentionCore, *, deterministic: bool = False) -> Stack:
+    """The stack with `layout.attention`, if it is ours: others have their own. `deterministic`: without cuDNN's."""
     if stack.name != "ultrascale":
         return stack
+    kernels = replace(stack.kernels, spans=core != "sdpa", masks_in_kernel=core in ("varlen", "flex", *PACKAGED))
+    open_to = "flash-2" if deterministic else "contest"
+    over = FLEX_OVER_FLASH if core == "flex" else 1.0
     return replace(
-        stack, kernels=replace(stack.kernels, spans=core != "sdpa", masks_in_kernel=core in ("varlen", "flex", *PACKAGED))
-    )
+        stack, kernels=kernels, attention_kernel=KERNEL_OF_CORE.get(core, open_to),
+        overheads=replace(stack.overheads, attention=over),
+    )  # fmt: skip
 
 
 def with_optimizer(stack: Stack, name: str) -> Stack:
