@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.spec.op_builders import FP8_BYTES
+from ultrascale.spec.op_builders import FP8_BYTES, is_fp8
 from ultrascale.spec.ops import Collective, Op, Shape
 
 Half = Literal["input", "weight"]
@@ -72,7 +72,7 @@ def gathered_input_bytes(op: Op, shape: Shape) -> int:
     """Of a column product's input, which W gathers once for all products of it; 0 of others."""
     if op.product is None or not (shape.kernels.gathers_again and shape.cuts_sequence and reads_gathered(op)):
         return 0
-    return op.product.m * op.product.k * (FP8_BYTES if shape.precision == "fp8" else shape.itemsize)
+    return op.product.m * op.product.k * (FP8_BYTES if is_fp8(op) else shape.itemsize)
 
 
 def cut_share(table: LayoutTable, num_micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:

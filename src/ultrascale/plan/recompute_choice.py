@@ -80,7 +80,7 @@ def ways_of_block(workload: Workload, layer: int, shape: Shape, *, compiled: boo
     `compiled`: blocks are compiled. `splits`: the pipeline's schedule cuts backward passes in two.
     """
     model, ops = workload.model, block_work(workload.model, layer, shape)
-    stops_behind = splits or shape.tp > 1 or model.is_moe(layer)
+    stops_behind = splits or shape.tp > 1 or model.is_moe(layer) or shape.precision == "fp8"
     prices = {op.name: _seconds(workload, shape, op) for op in ops}
     found = []
     for mode in PLAIN if compiled else (*PLAIN, *_mixed(ops, shape)):

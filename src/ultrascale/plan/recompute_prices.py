@@ -46,6 +46,6 @@ def _of_block(workload: Workload, shape: Shape, layer: int, mode: str, constants
     again = parse_mode(mode)
     if again is None:
         return np.zeros(4)
-    stops_behind = shape.tp > 1 or workload.model.is_moe(layer)
+    stops_behind = shape.tp > 1 or workload.model.is_moe(layer) or shape.precision == "fp8"
     ops = again_of(again, block_work(workload.model, layer, shape), stops_behind=stops_behind)
     return forward_seconds(workload, shape, tuple(ops), constants)

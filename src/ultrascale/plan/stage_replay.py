@@ -27,7 +27,7 @@ from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.context_order import rows_made
 from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import gathered_room
+from ultrascale.spec.op_builders import gathered_room, is_fp8
 from ultrascale.spec.places import Coordinates, even_part
 from ultrascale.spec.work import Op, coming_work, input_gather, prediction_head_work, shared_work
 
@@ -332,7 +332,7 @@ class StageReplay:
         waits: list[Waits] | None,
     ) -> None:
         ledger, names = self.ledger, self.work.names(op.weights, layer)
-        joined = reads_gathered(op) and self.shape.precision != "fp8"  # with the others of its input one operation
+        joined = reads_gathered(op) and not is_fp8(op)  # with the others of its input one operation
         if op.hands_on_saved:
             leaving = {op.reads[0]: saved[0].hold()}
         elif op.passes_gradient:
@@ -346,8 +346,8 @@ class StageReplay:
             self._shares[op.reads[0]] = arriving.hold()
         share = self._shares.pop(op.makes[0].name, None)
         if waits is not None and may_wait(op):
-            given, grad = saved[0].hold(), waiting_gradient(ledger, self.shape, share, arriving)
-            of_input, of_gradient = gathered_input_bytes(op, self.shape), waiting_bytes(self.shape, arriving)
+            given, grad = saved[0].hold(), waiting_gradient(ledger, op, self.shape, share, arriving)
+            of_input, of_gradient = gathered_input_bytes(op, self.shape), waiting_bytes(op, self.shape, arriving)
             gathered_bytes, source = (of_input, given) if share is None else (of_gradient, grad)
             item = Waits(names[0], (grad, given), source, gathered_bytes, waiting_room(op, self.shape))
             alike = [number for number, other in enumerate(waits) if gathered_bytes and other.source is source]
@@ -369,8 +369,8 @@ class StageReplay:
 
     def _count_again(self, layer: int, ops: tuple[Op, ...]) -> None:
         """What recomputation of a block does. torch stops where the last tensor is saved: before a plain product, but behind an
-        operation of our own: over tp (with its sum), of experts, and where W has a product as an operation."""
-        behind = self.splits or self.layout.tp > 1 or any(op.name.startswith(EXPERTS) for op in ops)
+        operation of our own: over tp (with its sum), of experts, in fp8, and where W has a product as an operation."""
+        behind = self.splits or self.layout.tp > 1 or any(op.name.startswith(EXPERTS) or is_fp8(op) for op in ops)
         for op in computed_again(self.layout, layer, ops, stops_behind=behind):
             self.tally.compute(op, op.flops)
         for op in sent_again(self.layout, layer, ops):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ultrascale.plan.sharding import Bucket
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
+from ultrascale.spec.op_builders import without_fp8
 from ultrascale.spec.places import Coordinates, place
 from ultrascale.spec.weights import Weight, layer_weights, weights_outside_layers
 from ultrascale.spec.work import (
@@ -92,8 +93,11 @@ class StageWork:
         return [self.before(), self.after(), *predicting * len(self.part.predictions)]
 
     def block(self, layer: int) -> tuple[Op, ...]:
-        work = prediction_block_work if layer in self.part.predictions else block_work
-        return work(self.model, layer, self.shape)
+        if layer in self.part.predictions:
+            return prediction_block_work(self.model, layer, self.shape)
+        kept = self.layout.fp8_keep_blocks
+        is_kept = not kept <= layer < self.model.num_hidden_layers - kept
+        return block_work(self.model, layer, without_fp8(self.shape) if is_kept else self.shape)
 
     def bucket(self, layer: int) -> Bucket:
         return self.by_name[f"layers.{layer}.input_layernorm.weight"][0]

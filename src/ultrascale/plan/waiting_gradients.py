@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ultrascale.plan.ledger import Held, Ledger
-from ultrascale.spec.op_builders import FP8_BYTES
+from ultrascale.spec.op_builders import FP8_BYTES, is_fp8
 from ultrascale.spec.ops import Op, Shape
 
 
@@ -22,24 +22,24 @@ class Waits(NamedTuple):
     """What else the product needs in W."""
 
 
-def waiting_gradient(ledger: Ledger, shape: Shape, share: Held | None, arriving: Held) -> Held:
-    """The gradient of a product's result: `share`, this rank's positions of it, if others have theirs. In fp8 rounded first."""
+def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Held | None, arriving: Held) -> Held:
+    """The gradient of a product `op`'s result: `share`, this rank's positions, if others have theirs. In fp8 it is rounded first."""
     own = arriving.hold() if share is None else share
-    if shape.precision != "fp8":
+    if not is_fp8(op):
         return own
-    rounded = ledger.take("temporary", "gradients of activations", waiting_bytes(shape, own))
+    rounded = ledger.take("temporary", "gradients of activations", waiting_bytes(op, shape, own))
     ledger.drop(own)
     return rounded
 
 
-def waiting_bytes(shape: Shape, gradient: Held) -> int:
-    """Of a gradient as it waits."""
-    return gradient.num_bytes // (shape.itemsize if shape.precision == "fp8" else 1)
+def waiting_bytes(op: Op, shape: Shape, gradient: Held) -> int:
+    """Of a gradient as it waits for the weight's of `op`."""
+    return gradient.num_bytes // (shape.itemsize if is_fp8(op) else 1)
 
 
 def waiting_room(op: Op, shape: Shape) -> int:
     """Of a product in fp8 that W makes: on CUDA both factors turned, on the CPU both and the result in fp32."""
-    if op.product is None or not any(name.endswith("_fp8") for name in op.saves):
+    if op.product is None or not is_fp8(op):
         return 0
     m, n, k, _ = op.product
     return shape.wide_itemsize * (m * n + m * k + n * k) if shape.device == "cpu" else FP8_BYTES * (m * n + m * k)

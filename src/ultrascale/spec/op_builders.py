@@ -88,6 +88,11 @@ def linear(
     )  # fmt: skip
 
 
+def is_fp8(op: Op) -> bool:
+    """Whether it is a product of ours in fp8: it keeps its input so."""
+    return any(name.endswith("_fp8") for name in op.saves)
+
+
 def fp8_room(shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1) -> tuple[int, int]:
     """What exists beside a product in fp8, if it is one, and beside its two of the backward pass: the weight rounded; the
     gradient as both want it, each of which is scaled and divided in fp32 before; and on the CPU the factors and the result of a

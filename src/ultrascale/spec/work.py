@@ -144,8 +144,8 @@ def coming_work(model: Model, shape: Shape) -> tuple[Op, ...]:
 
 @lru_cache(maxsize=4096)
 def prediction_block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
-    """A block of multi-token prediction, from `hidden` and `coming` to `hidden_out`, all [M, D]."""
-    block = (_renamed(op, {"hidden": "predicted"}) for op in block_work(model, layer, shape))
+    """A block of multi-token prediction, from `hidden` and `coming` to `hidden_out`, all [M, D]; none is in fp8."""
+    block = (_renamed(op, {"hidden": "predicted"}) for op in block_work(model, layer, without_fp8(shape)))
     return (*_joining_work(model, shape), *block)
 
 
