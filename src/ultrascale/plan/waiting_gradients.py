@@ -23,7 +23,7 @@ class Waits(NamedTuple):
 
 
 def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Held | None, arriving: Held) -> Held:
-    """The gradient of a product `op`'s result: `share`, this rank's positions, if others have theirs. In fp8 it is rounded first."""
+    """The gradient of a product `op`'s result: `share`, this rank's positions, if others have theirs. In fp8 rounded first."""
     own = arriving.hold() if share is None else share
     if not is_fp8(op):
         return own

@@ -17,14 +17,17 @@ from ultrascale.plan.memory import MemoryPlan, is_replayed, muon_matrices, num_m
 from ultrascale.plan.tally import Traffic, Way, per_step
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
 from ultrascale.spec.model import Model
-from ultrascale.spec.owners import exchanges, orthogonalising_flops, owned_shapes
+from ultrascale.spec.owners import exchanges, members, orthogonalising_flops, owned_shapes, part_shape, slice_spans
 from ultrascale.spec.places import Coordinates, place
 from ultrascale.spec.run import Run
+from ultrascale.spec.stack import SCALED_TOGETHER, UPDATED_TOGETHER
 from ultrascale.spec.weights import Weight, weights
 
 TIED = "embed_tokens.weight"
 NORM_BYTES = 8
 """A sum of squares in fp64."""
+SCALE_BYTES, MOMENTS = 4, 2
+"""Of a scale of moments in 8 bits, fp32; and how many there are of a weight."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ def planned_rank(run: Run, rank: int, device: Kind) -> Planned | None:
     for way, num_bytes in _once(run, rank):
         tally.send(*way, num_bytes)
     matrices = _matrices(run, rank)
+    for way, num_bytes in _scales(run, rank, device):
+        tally.send(*way, num_bytes)
     for exchange in exchanges(matrices, layout, rank):
         way = Way("all_to_all", *layout.group(exchange.axis))
         for elements in exchange.sent_elements:  # nothing too, from who owns none
@@ -87,18 +92,38 @@ def _plan(run: Run, rank: int, device: Kind, count: int) -> MemoryPlan:
     )  # fmt: skip
 
 
+def _scales(run: Run, rank: int, device: Kind) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
+    """What ranks of tp send for scales of moments in 8 bits, where they cut blocks of a row (`train.compact_adamw`)."""
+    layout = run.layout
+    for weight in _held(run, rank) if run.optimizer.name == "adamw-8bit" else ():
+        axis, whole = "expert_tp" if weight.is_expert else "tp", weight.shape[-1]
+        if len(weight.shape) == 1 or weight.tp_dim != len(weight.shape) - 1 or layout.group(axis)[0] == 1:
+            continue
+        spans = slice_spans(weight, layout, members(layout, axis, rank))
+        if any(span.first % SCALED_TOGETHER for span in spans):
+            rows, together = prod(part_shape(weight, layout, rank)[:-1]), max(1, UPDATED_TOGETHER[device] // whole)
+            for first in range(0, rows, together):
+                num_bytes = min(together, rows - first) * -(-whole // SCALED_TOGETHER) * SCALE_BYTES
+                yield from [(("all_reduce", layout.group(axis)), num_bytes)] * MOMENTS
+
+
+def _held(run: Run, rank: int) -> Iterator[Weight]:
+    """The weights of a rank's stages."""
+    parts = stage_parts(run.model, run.layout, run.batch.sequence_length, Coordinates.of(run.layout, rank)).values()
+    layers = {layer for part in parts for layer in part.blocks}
+    ends = {name for part in parts for name in _outside(run.model, part.is_first, part.is_last)}
+    return (weight for weight in weights(run.model) if weight.layer in layers or weight.name in ends)
+
+
 def _once(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
     """What `parallel.share` sends at the end of a step: shares of gradients that tp leaves, a tied embedding's, the norm."""
     model, layout = run.model, run.layout
     itemsize, at = DTYPE_BYTES[layout.master_dtype], Coordinates.of(layout, rank)
-    parts = stage_parts(model, layout, run.batch.sequence_length, at).values()
-    layers = {layer for part in parts for layer in part.blocks}
-    ends = {name for part in parts for name in _outside(model, part.is_first, part.is_last)}
     shards = layout.group("shard")[0]
     shares: Counter[int] = Counter()
-    for weight in weights(model):
+    for weight in _held(run, rank):
         held = place(weight, layout, at)
-        if held.is_partial and (weight.layer in layers or weight.name in ends):
+        if held.is_partial:
             shares[held.copies] += -(-held.shape[0] // shards) * prod(held.shape[1:])
     for copies, elements in shares.items():
         yield ("all_reduce", (copies, 1)), elements * itemsize
