@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ultrascale.plan.tally import Way
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
-from ultrascale.spec.run import Batch, Data, Run
+from ultrascale.spec.run import Batch, Checkpoint, Data, Run
 from ultrascale.spec.trainable import expect_trainable
 from ultrascale.trace.compare import traffic_of
 from ultrascale.trace.planned import Planned, planned_rank
@@ -93,7 +93,8 @@ def traced(draw: st.DrawFn) -> Traced:
     )  # fmt: skip
     count = draw(st.sampled_from([2, 3, 8])) * (pp if schedule in ("interleaved", "dualpipe-v", "breadth-first") else 1)
     sequences = dp * layout.micro_batch_size * count
-    run = Run(model, layout=layout, batch=Batch(LENGTH, sequences), data=Data(document_mask=cp == 1 and draw(st.booleans())))
+    data = Data(document_mask=cp == 1 and draw(st.booleans()))
+    run = Run(model, layout=layout, batch=Batch(LENGTH, sequences), data=data, checkpoint=Checkpoint(export=False))
     # The first of a stage, whose shards are the largest: that is the rank that is planned.
     return Traced(run, draw(st.integers(0, pp - 1)) * plane)
 
