@@ -86,5 +86,8 @@ def measured_peak(
                     losses.pop(action.micro_batch).backward()
             memory.mark("optimizer")
             optimizer.step()
+            if share.amax_history is not None:
+                share.amax_history.agree(layout.world_size)
+                share.amax_history.accept()
             optimizer.zero_grad(set_to_none=True)
     return max((sample for sample in memory.samples if sample.step == 1), key=lambda sample: sample.total).by_category

@@ -38,6 +38,12 @@ def test_the_planned_peak_of_one_process_is_the_measured_one(precision, recomput
     assert abs(difference_percent(DEMO, layout, 128, 2)) < 0.05
 
 
+def test_the_history_of_delayed_scaling_is_planned() -> None:
+    """So long a one that it is a fortieth of the peak."""
+    layout = Layout(micro_batch_size=2, precision="fp8", fp8_scaling="delayed", fp8_amax_history_len=4096)
+    assert abs(difference_percent(DEMO, layout, 128, 2)) < 0.05
+
+
 @pytest.mark.parametrize(
     ("dp", "zero_stage", "recompute"), [(1, 0, "none"), (1, 0, "full"), (1, 3, "none"), (2, 1, "none"), (2, 3, "full")]
 )

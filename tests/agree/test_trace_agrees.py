@@ -189,6 +189,13 @@ def products_of(trace: RankTrace) -> int:
     return trace.total_flops(1) - attention
 
 
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2, zero_stage=3), Layout(tp=2, pp=2)], ids=["tp dp", "tp pp"])
+def test_a_step_with_delayed_scales_of_fp8_is_planned_with_its_one_message(layout: Layout) -> None:
+    layout = replace(layout, precision="fp8", fp8_scaling="delayed", micro_batch_size=2)
+    _, wrong = compared(Traced(Run(MODEL, layout=layout, batch=Batch(LENGTH, 8), data=Data(document_mask=False)), 0))
+    assert not wrong
+
+
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_what_each_rank_of_a_ring_sends_and_works_on_is_planned(cp: int, window: int | None) -> None:

@@ -17,6 +17,7 @@ from ultrascale.plan.memory import rank_shape, stage_parts
 from ultrascale.plan.recomputed_ops import sent_again
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.messages import messages
+from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
 from ultrascale.spec.ops import Collective
 from ultrascale.spec.places import Coordinates, place
@@ -31,6 +32,8 @@ Totals = dict[Key, tuple[int, int]]
 def sent_by(rank: int, case: Case) -> Totals:
     """What a rank sends in a step: calls and bytes."""
     step = RankStep(case, rank)
+    if step.share.amax_history is not None:  # not the first step of a run
+        step.share.amax_history.begin(1)
     batches = step.batches()
     with watched() as traffic:
         step.train(batches)
@@ -60,6 +63,10 @@ def planned(case: Case) -> Totals:
             key = Key(kind, (size, stride), when)
             calls[key] += case.num_micro_batches
             num_bytes[key] += round(item.num_bytes * share_that_leaves(item, layout)) * case.num_micro_batches
+    if once := num_slots(case.model, layout) * SLOT_BYTES:
+        key = Key("all_reduce", (layout.world_size, 1), "forward")
+        calls[key] += layout.world_size
+        num_bytes[key] += layout.world_size * once
     return {key: (calls[key], num_bytes[key]) for key in calls}
 
 
@@ -143,6 +150,8 @@ def test_every_collective_of_latent_attention_is_planned_however_it_is_recompute
     Layout(tp=2, precision="fp8", fp8_scaling="tensor", sequence_parallel=False, recompute="selective"),
     Layout(tp=2, expert_tp=2, precision="fp8", recompute="full"),
     Layout(tp=2, expert_tp=2, precision="fp8", fp8_scaling="tensor"),
+    Layout(tp=2, precision="fp8", fp8_scaling="delayed", recompute="selective"),
+    Layout(tp=2, expert_tp=2, precision="fp8", fp8_scaling="delayed", sequence_parallel=False),
 ], ids=str)  # fmt: skip
 def test_every_collective_of_fp8_is_planned_with_those_for_scales(layout: Layout) -> None:
     case = Case(EXPERTS if layout.expert_tp > 1 else MODEL, replace(layout, micro_batch_size=2))

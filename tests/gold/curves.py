@@ -64,6 +64,7 @@ CURVES: dict[str, Curve] = {
     "fp16": _of(0.06, precision="fp16"),
     "fp8 by row": _of(0.1, precision="fp8", fp8_scaling="row"),
     "fp8 by tensor": _of(0.1, precision="fp8", fp8_scaling="tensor"),
+    "fp8 delayed": _of(0.1, precision="fp8", fp8_scaling="delayed"),
     "adamw-bf16": _of(0.06, optimizer={"name": "adamw-bf16"}),
     "adamw-8bit": _of(0.06, optimizer={"name": "adamw-8bit"}),
     "muon": _of(0.2, below=None, optimizer={"name": "muon"}),

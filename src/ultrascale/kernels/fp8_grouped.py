@@ -19,18 +19,27 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.kernels.fp8 import FORWARD, GRADIENT, MULTIPLE, SMALLEST, Narrow, Over, Scaling, largest_of, multiplied, rounded
-from ultrascale.kernels.fp8_linear import ALONE, Wires
+from ultrascale.kernels.fp8_delayed import Kept, noted, scale_of
+from ultrascale.kernels.fp8_linear import ALONE, NOTHING_KEPT, Wires
 from ultrascale.kernels.grouped_matmul import row_groups, sums_of_groups
 
 
 def fp8_grouped_linear(
-    rows: Tensor, weights: list[Tensor], counts: Tensor, biases: list[Tensor], scaling: Scaling, wires: Wires = ALONE
+    rows: Tensor,
+    weights: list[Tensor],
+    counts: Tensor,
+    biases: list[Tensor],
+    scaling: Scaling,
+    wires: Wires = ALONE,
+    kept: Kept = NOTHING_KEPT,
 ) -> tuple[Tensor, ...]:
     """[M, F] for each of weights [X, F, D], from rows [M, D] in the order of experts; biases [X, F] of all or of none.
 
-    counts [X] int64: rows of each expert. `wires`: of its scales alone.
+    counts [X] int64: rows of each expert. `wires`: of its scales alone. `kept`: of delayed scaling.
     """
-    return _Grouped.apply(rows, counts, scaling, wires, len(weights), *weights, *biases)  # pyright: ignore[reportReturnType]
+    return _Grouped.apply(  # pyright: ignore[reportReturnType]
+        rows, counts, scaling, wires, len(weights), kept, *weights, *biases
+    )
 
 
 @custom_op("ultrascale::scaled_groups", mutates_args=())
@@ -71,15 +80,15 @@ PRODUCT = torch.ops.ultrascale.scaled_groups.default
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, counts: Tensor, scaling: Scaling, wires: Wires, count: int, *parameters: Tensor
+        ctx: Any, rows: Tensor, counts: Tensor, scaling: Scaling, wires: Wires, count: int, kept: Kept, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         weights, biases, expert = parameters[:count], parameters[count:], _expert_of_row(counts, len(rows))
-        over = wires.over_inputs(scaling)
         largest = [_largest(rows, expert, len(counts), scaling), *(_largest_of_matrix(one, scaling) for one in weights)]
-        scale, *scales = _scales(largest, over, FORWARD)
+        scale, *scales = _kept_or_found(kept, largest, _forward_slots(kept), wires.over_inputs(scaling), FORWARD)
         values = _rounded_rows(rows, scale, expert, FORWARD)
         # Weights are held, not saved, as in `fp8_linear`.
         ctx.weights, ctx.scaling, ctx.wires, ctx.has_bias, ctx.dtype = weights, scaling, wires, bool(biases), rows.dtype
+        ctx.kept = kept
         ctx.save_for_backward(values, scale, counts, *scales)
         matrices = [rounded(weight, one).values for weight, one in zip(weights, scales, strict=True)]
         found = [
@@ -95,7 +104,10 @@ class _Grouped(torch.autograd.Function):
         format = FORWARD if by_row else GRADIENT
         pairs = zip(grads, scales, strict=True)
         wide = (grad * one.squeeze(2)[expert] for grad, one in pairs) if by_row else iter(grads)
-        along = _narrow_along(wide, expert, len(counts), ctx.scaling, format, over)
+        if ctx.kept.largest is None and ctx.kept.scales is None:
+            along = _narrow_along(wide, expert, len(counts), ctx.scaling, format, over)
+        else:
+            along = _narrow_kept(grads, expert, len(counts), ctx.kept, over)
         ones = values.new_ones((), dtype=scale.dtype)
         total, of_weights = None, []
         for grad, rounded_grad, matrix in zip(grads, along, matrices, strict=True):
@@ -106,7 +118,7 @@ class _Grouped(torch.autograd.Function):
             given = Narrow(values, ones.expand(len(counts), values.shape[1], 1) if by_row else scale)
             of_weights.append(scaled_outer_groups(*across, *given, counts, dtype))
         of_biases = [sums_of_groups(grad.contiguous(), counts) for grad in grads] if ctx.has_bias else []
-        return total, None, None, None, None, *of_weights, *of_biases
+        return total, None, None, None, None, None, *of_weights, *of_biases
 
 
 def _expert_of_row(counts: Tensor, num_rows: int) -> Tensor:
@@ -131,6 +143,30 @@ def _narrow_along(
     wide = list(wide)
     scales = _scales([_largest(one, expert, num_experts, scaling) for one in wide], over, dtype)
     return [Narrow(_rounded_rows(one, own, expert, dtype), own) for one, own in zip(wide, scales, strict=True)]
+
+
+def _forward_slots(kept: Kept) -> tuple[int, ...]:
+    return kept.places.input, *kept.places.weights
+
+
+def _kept_or_found(
+    kept: Kept, largest: Sequence[Tensor], slots: Sequence[int], over: Over | None, dtype: torch.dtype
+) -> list[Tensor]:
+    """The scales of a history, if there is one, else those of `largest`; which are noted if somebody asks for them."""
+    if kept.scales is None:
+        scales = _scales(largest, over, dtype)
+    else:
+        scales = [scale_of(kept.scales, slot, kept.places.count).view(-1, 1, 1) for slot in slots]
+    if kept.largest is None:
+        return scales
+    return noted(scales, kept.largest, [one.flatten().float() for one in largest], list(slots))
+
+
+def _narrow_kept(grads: Sequence[Tensor], expert: Tensor, num_experts: int, kept: Kept, over: Over | None) -> list[Narrow]:
+    """Gradients of rows, rounded as delayed scaling has it."""
+    largest = [_largest(one, expert, num_experts, "tensor") for one in grads]
+    scales = _kept_or_found(kept, largest, kept.places.gradients, over, GRADIENT)
+    return [Narrow(_rounded_rows(one, own, expert, GRADIENT), own) for one, own in zip(grads, scales, strict=True)]
 
 
 def _largest_of_matrix(weight: Tensor, scaling: Scaling) -> Tensor:

@@ -20,7 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.kernels.fp8 import GRADIENT, Narrow, Over, Scaling, narrow_all, product, rounded, turned, turned_scale
+from ultrascale.kernels.fp8 import (
+    FORWARD,
+    GRADIENT,
+    Narrow,
+    Over,
+    Scaling,
+    narrow_all,
+    product,
+    rounded,
+    turned,
+    turned_scale,
+)
+from ultrascale.kernels.fp8_delayed import Kept, Places, round_by, with_notes
 
 Later = Callable[[Sequence[Tensor], Sequence[Narrow], Narrow, torch.dtype], Sequence[Tensor | None]]
 """Told weights, g^T [F, N] of each, x with its values as they wait, [..., D], and the scale of their transpose, and a dtype;
@@ -68,11 +80,22 @@ class Wires:
 ALONE = Wires()
 
 
+NOTHING_KEPT = Kept(Places(0, (), ()), None, None)
+
+
 def fp8_linear(
-    hidden: Tensor, weights: list[Tensor], biases: list[Tensor], scaling: Scaling, wires: Wires = ALONE
+    hidden: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    scaling: Scaling,
+    wires: Wires = ALONE,
+    kept: Kept = NOTHING_KEPT,
 ) -> tuple[Tensor, ...]:
-    """[..., D] and weights [F, D] to [..., F] each; biases [F] of all or of none."""
-    return _Linear.apply(hidden, scaling, wires, len(weights), *weights, *biases)  # pyright: ignore[reportReturnType]
+    """[..., D] and weights [F, D] to [..., F] each; biases [F] of all or of none. `kept`: of delayed scaling."""
+    places, scales, largest = kept
+    return _Linear.apply(  # pyright: ignore[reportReturnType]
+        hidden, scaling, wires, len(weights), places, scales, largest, *weights, *biases
+    )
 
 
 def home_product(along: Sequence[Narrow], matrices: Sequence[Narrow], dtype: torch.dtype) -> Tensor:
@@ -88,17 +111,25 @@ def home_product(along: Sequence[Narrow], matrices: Sequence[Narrow], dtype: tor
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, scaling: Scaling, wires: Wires, count: int, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, hidden: Tensor, scaling: Scaling, wires: Wires, count: int,
+        places: Places, kept_scales: Tensor | None, largest: Tensor | None, *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         weights, biases = parameters[:count], parameters[count:]
-        over = wires.over_inputs(scaling)
-        given, *matrices = narrow_all([hidden.flatten(0, -2), *weights], scaling, over=over)
+        over, factors = wires.over_inputs(scaling), [hidden.flatten(0, -2), *weights]
+        slots = (places.input, *places.weights)
+        if kept_scales is None:
+            narrowed = narrow_all(factors, scaling, over=over)
+        else:
+            narrowed = round_by(kept_scales, factors, slots, FORWARD)
+        given, *matrices = with_notes(narrowed, largest, factors, slots)
         values, scale = given.values.view(hidden.shape), given.scale
         if scaling == "row":
             scale = wires.scales(scale.view(*hidden.shape[:-1], 1))
         # Weights are held, not saved: recomputation would give a copy, and FSDP2 gathers them in place.
         ctx.weights, ctx.scaling, ctx.wires, ctx.has_bias, ctx.dtype = weights, scaling, wires, bool(biases), hidden.dtype
-        ctx.save_for_backward(values, scale, *([] if over is None else [matrix.scale for matrix in matrices]))
+        ctx.places, ctx.kept_scales, ctx.largest = places, kept_scales, largest
+        known_again = over is None and kept_scales is None
+        ctx.save_for_backward(values, scale, *([] if known_again else [matrix.scale for matrix in matrices]))
         found = wires.forward(values, scale, matrices, hidden.dtype)
         return tuple([one + bias for one, bias in zip(found, biases, strict=True)] if biases else found)
 
@@ -106,7 +137,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (values, scale, *scales), scaling, wires = ctx.saved_tensors, ctx.scaling, ctx.wires
         matrices = _narrow_again(ctx.weights, scaling, scales)
-        along, across = _narrow_grads([wires.whole(grad).flatten(0, -2) for grad in grads], matrices, scale, scaling, wires)
+        whole = [wires.whole(grad).flatten(0, -2) for grad in grads]
+        slots = ctx.places.gradients
+        if ctx.kept_scales is None:
+            along, across = _narrow_grads(whole, matrices, scale, scaling, wires)
+        else:
+            along, across = round_by(ctx.kept_scales, whole, slots, GRADIENT), []
+        if slots:  # one scale a tensor
+            along = with_notes(along, ctx.largest, whole, slots)
+            across = [turned(grad, "tensor") for grad in along]
         waited = Narrow(values, turned_scale(Narrow(values, scale), scaling))
         later = None if torch.compiler.is_compiling() else wires.later()
         of_input, *of_weights = wires.backward(
@@ -115,7 +154,7 @@ class _Linear(torch.autograd.Function):
         if later is not None:
             of_weights = [*later(ctx.weights, across, waited, ctx.dtype)]
         of_biases = [grad.flatten(0, -2).sum(0) for grad in grads] if ctx.has_bias else []
-        return of_input, None, None, None, *of_weights, *of_biases
+        return of_input, None, None, None, None, None, None, *of_weights, *of_biases
 
 
 def _narrow_again(weights: Sequence[Tensor], scaling: Scaling, scales: Sequence[Tensor]) -> list[Narrow]:

@@ -15,6 +15,7 @@ from ultrascale.parallel.context import apply_context_parallel
 from ultrascale.parallel.data import apply_data_parallel
 from ultrascale.parallel.expert import apply_expert_parallel
 from ultrascale.parallel.fp8 import apply_fp8
+from ultrascale.parallel.fp8_history import history_of
 from ultrascale.parallel.mesh import Mesh, Ranks
 from ultrascale.parallel.mlp_chunks import apply_mlp_chunks
 from ultrascale.parallel.offload import apply_activation_offload
@@ -68,7 +69,8 @@ def build_share(
         # Without FSDP2 mixed precision is copies of the values.
         if mesh.data is None and layout.precision != layout.master_dtype:
             apply_mixed_precision(stage, TORCH_DTYPE[layout.precision])
-    return Share(model, layout, mesh, stages, held=_held(model, stages, places))
+    history = history_of(model, stages, layout, ranks.device)
+    return Share(model, layout, mesh, stages, held=_held(model, stages, places), amax_history=history)
 
 
 def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from ultrascale.kernels.fp8 import Narrow, Scaling, product
 from ultrascale.kernels.fp8_grouped import fp8_grouped_linear
-from ultrascale.kernels.fp8_linear import Later, Wires, fp8_linear
+from ultrascale.kernels.fp8_linear import NOTHING_KEPT, Later, Wires, fp8_linear
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import GroupedLinear
+from ultrascale.parallel.fp8_history import attach, kept_for
 from ultrascale.parallel.fp8_wires import Agreed, Columns, Row, gather_later
 from ultrascale.parallel.groups import Groups
 from ultrascale.parallel.tensor import cut_of
 from ultrascale.parallel.tensor_ops import Cut, Factor
+from ultrascale.spec.fp8_slots import fp8_layers
 from ultrascale.spec.layout import Layout
 
 SEAMS = ("fan_out", "fan_in", "grouped_out", "grouped_in")
@@ -45,11 +47,13 @@ class Fp8Seams:
         biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
         assert len(biases) in (0, len(projections)), "projections of one input all have a bias, or none"
         weights = [projection.weight for projection in projections]
-        return fp8_linear(hidden, weights, biases, self.scaling, self._wires(is_row=False))
+        kept = kept_for(projections) or NOTHING_KEPT
+        return fp8_linear(hidden, weights, biases, self.scaling, self._wires(is_row=False), kept)
 
     def fan_in(self, inner: Tensor, projection: nn.Linear) -> Tensor:
         """The projection back to the residual stream. Over tp the bias, whole on every rank, is added once, to the sum."""
-        (out,) = fp8_linear(inner, [projection.weight], [], self.scaling, self._wires(is_row=True))
+        kept = kept_for((projection,)) or NOTHING_KEPT
+        (out,) = fp8_linear(inner, [projection.weight], [], self.scaling, self._wires(is_row=True), kept)
         return out if projection.bias is None else out + projection.bias
 
     def grouped_out(self, rows: Tensor, counts: Tensor, *projections: GroupedLinear) -> tuple[Tensor, ...]:
@@ -66,7 +70,9 @@ class Fp8Seams:
         weights: list[Tensor] = [projection.weight for projection in projections]
         biases = [bias for projection in projections if (bias := projection.own_bias) is not None]
         wires = Wires() if self.expert_tp is None else Agreed(self.expert_tp.group_name, columns=columns)
-        return fp8_grouped_linear(rows, weights, counts, biases, self.scaling, wires)
+        return fp8_grouped_linear(
+            rows, weights, counts, biases, self.scaling, wires, kept_for(tuple(projections)) or NOTHING_KEPT
+        )
 
     def _wires(self, *, is_row: bool) -> Wires:
         wires = Wires() if self.cut is None else (Row if is_row else Columns)(self.cut)
@@ -105,11 +111,15 @@ def apply_fp8(decoder: Decoder, layout: Layout, mesh: Groups) -> None:
     precisions."""
     if layout.precision != "fp8":
         return
-    seams = Fp8Seams(layout.fp8_scaling, cut_of(decoder), mesh.group("expert_tp"))
+    delayed = layout.fp8_scaling == "delayed"
+    seams = Fp8Seams("row" if layout.fp8_scaling == "row" else "tensor", cut_of(decoder), mesh.group("expert_tp"))
     vars(decoder)[_OWNED] = seams
-    count = decoder.spec.num_hidden_layers
+    layers = fp8_layers(decoder.spec, layout)
     for number, block in decoder.blocks():
-        if layout.fp8_keep_blocks <= number < count - layout.fp8_keep_blocks:
+        if number in layers:
+            if delayed:
+                first_expert = mesh.at.ep * (decoder.spec.num_experts // layout.ep)
+                attach(block, decoder.spec, number, layout, first_expert=first_expert)
             for module in block.modules():
                 for seam in SEAMS:
                     if hasattr(module, seam):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.fp8_history import AmaxHistory
 from ultrascale.parallel.groups import ends_of, shares_embedding
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Mesh
@@ -61,6 +62,8 @@ class Share:
     stages: dict[int, Decoder]
     """By number in the whole pipeline."""
     held: list[Held] = field(default_factory=list)
+    amax_history: AmaxHistory | None = None
+    """Of fp8 with delayed scaling."""
 
     @property
     def decoder(self) -> Decoder:
@@ -84,6 +87,8 @@ class Share:
         """Add up what the ranks that hold copies have each computed of a gradient. Collective; once a step."""
         self._sum_copies()
         self._sum_tied()
+        if self.amax_history is not None:
+            self.amax_history.agree(self.layout.world_size)
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm of the whole gradient, 0-d fp64 on the device, the same bits on every rank. Collective.
@@ -94,6 +99,8 @@ class Share:
         own = [g for one in self.held if self._counts(one) and (g := local_gradient(one.parameter)) is not None and g.numel()]
         pieces = [piece for gradient in own for piece in gradient.flatten().split(NORM_PIECE)]
         squares = norms_of(pieces or [nothing]).double().square().sum()
+        if self.amax_history is not None:  # in fp8 an infinite input saturates, and would show in no gradient
+            squares += self.amax_history.largest.double().sum() * 0.0
         if self.layout.world_size > 1:
             with waiting("the norm of the gradient", tensor=squares):
                 dist.all_reduce(squares)

@@ -18,7 +18,7 @@ from ultrascale.plan.attention_choice import attention_kernel
 from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matmul_seconds
 from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
-from ultrascale.plan.layouts import CP_METHODS, PRECISIONS, LayoutTable
+from ultrascale.plan.layouts import CP_METHODS, FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.model import Model
 from ultrascale.spec.ops import Op, Scores, Shape
@@ -27,7 +27,7 @@ from ultrascale.spec.work import block_work, embedding_work, head_work, predicti
 Floats = NDArray[np.float64]
 SHAPE_FIELDS = (
     "micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "ep", "expert_tp", "mlp_chunks",
-    "partition_checkpoints",
+    "partition_checkpoints", "fp8_scaling",
 )  # fmt: skip
 PASSES = ("forward", "backward")
 
@@ -173,6 +173,7 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
         expert_tp=int(table.expert_tp[row]),
         mlp_chunks=int(table.mlp_chunks[row]),
         partition_checkpoints=bool(table.partition_checkpoints[row]),
+        fp8_scaling=FP8_SCALINGS[table.fp8_scaling[row]],
         expert_imbalance=workload.expert_imbalance,
         kernels=workload.stack.kernels,
     )

@@ -18,6 +18,7 @@ from ultrascale.plan.memory import num_micro_batches
 from ultrascale.plan.stages import chunk_layers_of
 from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.fp8_slots import is_delayed
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.stack import Stack
@@ -191,6 +192,7 @@ def _megatron_layout(plan: _Plan) -> dict[str, Any]:
         "bf16": layout.precision in ("bf16", "fp8"),
         "fp16": layout.precision == "fp16",
         "fp8-format": "hybrid" if layout.precision == "fp8" else "",
+        **_megatron_delayed(layout),
         "optimizer-cpu-offload": layout.offload_optimizer,
     }
     if plan.workload.stack.optimizer == "adamw-bf16":
@@ -258,6 +260,13 @@ def _torchtitan(plan: _Plan) -> str:
             "enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True,
         }  # fmt: skip
     return _toml(sections)
+
+
+def _megatron_delayed(layout: Layout) -> dict[str, Any]:
+    if not is_delayed(layout):
+        return {}
+    kept = {"fp8-amax-history-len": layout.fp8_amax_history_len, "fp8-amax-compute-algo": layout.fp8_amax_compute_algo}
+    return {"fp8-recipe": "delayed", **kept}
 
 
 def _nanotron(plan: _Plan) -> str:

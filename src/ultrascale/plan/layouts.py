@@ -16,12 +16,13 @@ Column = NDArray[np.int64]
 RECOMPUTE = ("none", "selective", "full", "every-k", "blocks")
 CP_METHODS = ("ring", "all-gather", "all-to-all", "ring+all-to-all")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
+FP8_SCALINGS = ("row", "tensor", "delayed")
 SCHEDULES = ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v", "breadth-first")
 
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """Columns of equal length. Choices are numbers: indices into `RECOMPUTE`, `CP_METHODS`, `PRECISIONS`, `SCHEDULES`."""
+    """Columns of equal length. Choices are numbers: indices into `RECOMPUTE`, `CP_METHODS`, `PRECISIONS` and the like."""
 
     dp: Column
     zero_stage: Column
@@ -31,6 +32,7 @@ class LayoutTable:
     recompute: Column
     recompute_every: Column
     precision: Column
+    fp8_scaling: Column
     reduce_itemsize: Column
     """Bytes of one reduced gradient element."""
     layers_per_bucket: Column
@@ -71,7 +73,8 @@ class LayoutTable:
 
     @classmethod
     def of(cls, layouts: Iterable[Layout]) -> LayoutTable:
-        """The table of these layouts, in their order. `layers_per_stage` and schedules from files are not in it."""
+        """The table of these layouts, in their order. `layers_per_stage`, schedules from files and how long fp8
+        remembers are not in it."""
         layouts = list(layouts)
         rows = [_row(layout) for layout in layouts]
         columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS)).T
@@ -94,6 +97,7 @@ class LayoutTable:
             "recompute": RECOMPUTE[row["recompute"]],
             "recompute_blocks": blocks_text(self.modes),
             "precision": PRECISIONS[row["precision"]],
+            "fp8_scaling": FP8_SCALINGS[row["fp8_scaling"]],
             "cp_method": CP_METHODS[row["cp_method"]],
             "schedule": SCHEDULES[row["schedule"]],
             "sequence_parallel": bool(row["sequence_parallel"]),
@@ -113,7 +117,8 @@ def _row(layout: Layout) -> list[int]:
     schedule = SCHEDULES.index(layout.schedule) if layout.schedule in SCHEDULES else 0
     return [
         layout.dp, layout.zero_stage, layout.shard_size, layout.micro_batch_size, RECOMPUTE.index(layout.recompute),
-        layout.recompute_every, PRECISIONS.index(layout.precision), {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
+        layout.recompute_every, PRECISIONS.index(layout.precision),
+        FP8_SCALINGS.index(layout.fp8_scaling), {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
         layout.layers_per_bucket, layout.tp, int(layout.sequence_parallel), layout.cp, CP_METHODS.index(layout.cp_method),
         layout.cp_heads, layout.pp, layout.virtual_stages, schedule, layout.ep, layout.expert_tp,
         int(layout.partition_checkpoints), layout.mlp_chunks, int(layout.offload_activations), int(layout.offload_optimizer),

@@ -13,7 +13,7 @@ costs a millisecond a layer at most. Not in it: what kernels take for themselves
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +30,7 @@ from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
 from ultrascale.schedules.messages import messages
 from ultrascale.schedules.sharded import sharded
+from ultrascale.spec.fp8_slots import SLOT_BYTES, fp8_layers, is_delayed, num_block_slots
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates
@@ -109,6 +110,9 @@ def plan_memory(
     splits = any(part.kind is Kind.INPUT_GRADIENT for row in orders.schedule for action in row for part in action.parts)
     stages = {number: StageReplay(ledger, tally, model, part, at, splits=splits) for number, part in parts.items()}
     ledger.take("other", "batch", count * _batch_bytes(model, layout, shape))
+    ledger.take(
+        "other", "history of fp8", fp8_history_bytes(model, layout, [n for part in parts.values() for n in part.layers])
+    )
     shards = [stage.shards for stage in stages.values()]
     elements = sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
     moments = sum(one.moment_bytes(bucket, optimizer) for one in shards for bucket in one.buckets)
@@ -176,6 +180,15 @@ def num_micro_batches(layout: Layout, sequences_per_batch: int) -> int:
             )
         ])  # fmt: skip
     return sequences_per_batch // together
+
+
+def fp8_history_bytes(model: Model, layout: Layout, layers: Sequence[int]) -> int:
+    """Of delayed scaling: the history of the blocks in fp8 among `layers`, and a scale, what this step has seen and the largest
+    number of the format of each slot."""
+    if not is_delayed(layout):
+        return 0
+    slots = sum(num_block_slots(model, layer) for layer in layers if layer in fp8_layers(model, layout))
+    return SLOT_BYTES * slots * (layout.fp8_amax_history_len + 3)
 
 
 def stage_parts(model: Model, layout: Layout, sequence_length: int, at: Coordinates) -> dict[int, Part]:

@@ -21,7 +21,7 @@ from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.cut_backward import CUTTING, cut_share, cut_share_of
 from ultrascale.plan.data_traffic import data_parallel_seconds
 from ultrascale.plan.footprint import Footprint, stage_memory
-from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
+from ultrascale.plan.layouts import FP8_SCALINGS, PRECISIONS, SCHEDULES, LayoutTable
 from ultrascale.plan.offload import exposed_seconds, offloaded_update
 from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline_steady import long_step_seconds
@@ -40,6 +40,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.executable import Schedule
 from ultrascale.spec.cluster import Accelerator
+from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.ops import Shape
 from ultrascale.spec.problems import Problem, SpecError
@@ -270,11 +271,24 @@ def _step(
     running = sum(parts.values())
     nodes = np.maximum(table.world_size / workload.cluster.node.num_accelerators, 1.0)
     parts["rest"] = constants.step_seconds + running * constants.straggler_per_doubling * np.log2(nodes)
+    parts["rest"] += _agreed_amaxes(workload, table)
     overheads = workload.stack.overheads
     if overheads.stall_nodes:
         stops = np.where(table.pp > 1, micro_batches, 1)
         parts["rest"] += np.where(nodes >= overheads.stall_nodes, overheads.stall_seconds * stops, 0.0)
     return _with_storage(workload, parts)
+
+
+def _agreed_amaxes(workload: Workload, table: LayoutTable) -> Floats:
+    """The one message in which all ranks agree on the largest magnitudes of a step, where fp8 delays its scales."""
+    delayed = (table.precision == PRECISIONS.index("fp8")) & (table.fp8_scaling == FP8_SCALINGS.index("delayed"))
+    if not (delayed.any() and workload.stack.kernels.own_fp8):
+        return np.zeros(len(table))
+    num_bytes = SLOT_BYTES * num_slots(workload.model, Layout(precision="fp8", fp8_scaling="delayed"))
+    seconds = collective_seconds(
+        workload.cluster, "all_reduce", np.float64(num_bytes), size=table.world_size, stride=np.ones_like(table.dp)
+    )
+    return np.where(delayed, seconds, 0.0)
 
 
 def _with_storage(workload: Workload, parts: dict[str, Floats]) -> tuple[Floats, dict[str, Floats]]:

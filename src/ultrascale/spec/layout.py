@@ -30,6 +30,7 @@ from ultrascale.spec.problems import Problem
 from ultrascale.spec.recomputed import SELECTIVE, WHOLE, Again, modes_of, parse_mode
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+Fp8Scaling = Literal["row", "tensor", "delayed"]
 Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", "expert_dp"]
 AttentionCore = Literal["auto", "fastest", "sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4"]
 SCHEDULES: dict[str, int | None] = {
@@ -44,6 +45,8 @@ _WHOLE = (
 )  # fmt: skip
 RANGES = dict.fromkeys(_WHOLE, (1, 1_000_000))
 """Lowest and highest value of whole numbers. The highest are far above any run: they catch slips of the finger."""
+LONGEST_HISTORY = 4096
+"""Steps of largest magnitudes that fp8 keeps: four times Transformer Engine's own."""
 OFFLOAD_FROM_BYTES = 1 << 16
 """Saved tensors below this stay on the device: sending them takes a copy's start, some 10 microseconds, and frees nothing."""
 OFFLOAD_LEFT = 2
@@ -82,8 +85,13 @@ class Layout:
     shapes, once. auto: so on CUDA; on the CPU sdpa."""
     precision: Precision = "fp32"
     """Dtype of the forward and backward passes. bf16, fp16 and fp8 keep parameters, gradients and optimizer state in fp32."""
-    fp8_scaling: Literal["row", "tensor"] = "row"
-    """With precision = "fp8": one scale for each row (token, output feature), or one for each tensor."""
+    fp8_scaling: Fp8Scaling = "row"
+    """With precision = "fp8": one scale for each row (token, output feature), or one for each tensor, of the numbers at hand;
+    or one for each tensor from the largest magnitudes of earlier steps (delayed)."""
+    fp8_amax_history_len: int = 16
+    """With fp8_scaling = "delayed": steps whose largest magnitudes are kept."""
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """With fp8_scaling = "delayed": a scale from the largest of the history, or from the last step alone."""
     fp8_keep_blocks: int = 0
     """With precision = "fp8": so many first and so many last blocks compute in bf16."""
     reduce_dtype: Precision | None = None
@@ -261,6 +269,9 @@ class Layout:
             yield Problem("layout.reduce_dtype", rule, "Leave it out.")
         if not 0 <= self.fp8_keep_blocks <= RANGES["micro_batch_size"][1]:
             yield Problem("layout.fp8_keep_blocks", f"must be at least 0, is {self.fp8_keep_blocks}", "Give 0 or more.")
+        if not 1 <= self.fp8_amax_history_len <= LONGEST_HISTORY:
+            rule = f"must be from 1 to {LONGEST_HISTORY} steps, is {self.fp8_amax_history_len}"
+            yield Problem("layout.fp8_amax_history_len", rule, "16 is usual, 1024 Transformer Engine's.")
         if self.precision == "fp32" and self.reduce_dtype == "fp64":
             yield Problem("layout.reduce_dtype", "is wider than the gradients, fp32", "Leave it out.")
         if self.reduce_dtype == "fp16" and self.precision != "fp16":

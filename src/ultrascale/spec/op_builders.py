@@ -148,12 +148,17 @@ def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) 
     return ((*ops, gather) if source.saved != (f"{gathered}_fp8",) else (gather, *ops)), source
 
 
+def _agrees_on_scales(shape: Shape, ranks: int) -> bool:
+    """Whether ranks do so product by product: delayed scales follow from one message a step."""
+    return shape.precision == "fp8" and ranks > 1 and shape.kernels.own_fp8 and shape.fp8_scaling != "delayed"
+
+
 def column_scales(
     shape: Shape, axis: Literal["tp", "expert_tp"], num_tokens: int, experts: int, projections: int
 ) -> tuple[Collective, ...]:
     """The largest magnitudes that ranks of column products agree on in fp8: of what has one scale and is cut."""
     ranks = shape.tp if axis == "tp" else shape.expert_tp
-    if shape.precision != "fp8" or ranks == 1 or not shape.kernels.own_fp8:
+    if not _agrees_on_scales(shape, ranks):
         return ()
     if shape.fp8_scaling == "row":
         return (Collective("all_reduce", axis, projections * num_tokens * SCALE_BYTES, "backward"),)
@@ -166,7 +171,7 @@ def row_scales(
 ) -> tuple[Collective, ...]:
     """The same of a row product, whose input and weight are cut, and whose gradient is whole."""
     ranks = shape.tp if axis == "tp" else shape.expert_tp
-    if shape.precision != "fp8" or ranks == 1 or not shape.kernels.own_fp8:
+    if not _agrees_on_scales(shape, ranks):
         return ()
     count = num_tokens + experts * rows if shape.fp8_scaling == "row" else 2 * experts
     return (Collective("all_reduce", axis, count * SCALE_BYTES, "forward"),)

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ultrascale.spec.layout import DTYPE_BYTES, Precision
+from ultrascale.spec.layout import DTYPE_BYTES, Fp8Scaling, Precision
 from ultrascale.spec.stack import KERNELS, Kernels
 
 OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "gather", "exchange", "router", "permute"]
@@ -169,7 +169,7 @@ class Shape:
     """Whether ranks of tp keep a part each of the input of a block that is computed again."""
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
-    fp8_scaling: Literal["row", "tensor"] = "row"
+    fp8_scaling: Fp8Scaling = "row"
     kernels: Kernels = KERNELS
 
     @property

@@ -12,6 +12,7 @@ from ultrascale.spec import layout, model
 from ultrascale.spec.attention_cores import attention_wanted, why_not
 from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.families import export_problems
+from ultrascale.spec.fp8_slots import is_delayed
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import LossScale, Optimizer, Run
@@ -114,6 +115,9 @@ def run_notes(run: Run) -> list[str]:
     for key in ("fp8_scaling", "fp8_keep_blocks"):
         if own.precision != "fp8" and getattr(own, key) != getattr(Layout, key):
             notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.precision = {own.precision}).")
+    for key in ("fp8_amax_history_len", "fp8_amax_compute_algo"):
+        if not is_delayed(own) and getattr(own, key) != getattr(Layout, key):
+            notes.append(f'layout.{key} = {getattr(own, key)} has no effect: only fp8_scaling = "delayed" keeps a history.')
     if run.optimizer.name != "muon" and run.optimizer.momentum != Optimizer.momentum:
         notes.append(f"optimizer.momentum has no effect: only muon reads it (optimizer.name = {run.optimizer.name}).")
     if own.dp > 1 and own.zero_stage and own.shard_size == 1:

@@ -15,6 +15,7 @@ from ultrascale.parallel.groups import ends_of, shares_embedding
 from ultrascale.plan.ledger import Moment
 from ultrascale.plan.memory import MemoryPlan, is_replayed, muon_matrices, num_micro_batches, plan_memory, stage_parts
 from ultrascale.plan.tally import Traffic, Way, per_step
+from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.owners import exchanges, members, orthogonalising_flops, owned_shapes, part_shape, slice_spans
@@ -116,7 +117,8 @@ def _held(run: Run, rank: int) -> Iterator[Weight]:
 
 
 def _once(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
-    """What `parallel.share` sends at the end of a step: shares of gradients that tp leaves, a tied embedding's, the norm."""
+    """What `parallel.share` sends at the end of a step: shares of gradients that tp leaves, a tied embedding's, the norm,
+    what delayed scales of fp8 follow from."""
     model, layout = run.model, run.layout
     itemsize, at = DTYPE_BYTES[layout.master_dtype], Coordinates.of(layout, rank)
     shards = layout.group("shard")[0]
@@ -128,6 +130,7 @@ def _once(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], in
     for copies, elements in shares.items():
         yield ("all_reduce", (copies, 1)), elements * itemsize
     yield ("all_reduce", (layout.world_size, 1)), NORM_BYTES
+    yield ("all_reduce", (layout.world_size, 1)), num_slots(model, layout) * SLOT_BYTES
     if shares_embedding(model, layout) and at.pp in ends_of(layout):
         held = next(weight for weight in weights(model) if weight.name == TIED)
         part = place(held, layout, at).shape

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ultrascale.checkpoint import CheckpointError, Search, Slice, load, search
 from ultrascale.parallel.share import Held
+from ultrascale.spec.fp8_slots import num_block_slots
+from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
@@ -27,6 +29,9 @@ from ultrascale.train.export import PREFIX
 from ultrascale.train.facts import read_facts
 from ultrascale.train.optimizer import moments_of, set_steps_done
 from ultrascale.train.trainer import Trainer
+
+AMAXES = "fp8.amax_history."
+"""What names of delayed scaling's history begin with."""
 
 
 def tensors_of(trainer: Trainer) -> dict[str, list[Slice]]:
@@ -42,6 +47,9 @@ def tensors_of(trainer: Trainer) -> dict[str, list[Slice]]:
     for stage in trainer.share.stages.values():
         for name, bias in stage.named_buffers():
             tensors[f"{PREFIX}{name}"].append(Slice(bias, tuple(bias.shape), (0,) * bias.dim()))
+    history = trainer.share.amax_history
+    for name, table in () if history is None else history.tables():
+        tensors[f"{AMAXES}{name}"].append(Slice(table, tuple(table.shape), (0, 0)))
     return dict(tensors)
 
 
@@ -50,6 +58,13 @@ def _moment(optimizer: torch.optim.Optimizer, one: Held, moment: str) -> Slice:
     if not isinstance(optimizer, CompactAdamW):
         return _slice(one, optimizer.state[one.parameter][moment])
     return Slice(optimizer.store(one).whole(moment), one.weight.shape, box_of(one).offsets)
+
+
+def _unread_tables(model: Model, kept: dict[str, Any] | None) -> dict[str, list[Slice]]:
+    """Places for a history in the checkpoint that this run has no use for: what is there must be loaded."""
+    first, last = kept["layers"] if kept is not None else (0, -1)
+    shapes = {layer: (num_block_slots(model, layer), kept["length"]) for layer in range(first, last + 1) if kept is not None}
+    return {f"{AMAXES}layers.{layer}": [Slice(torch.empty(shape), shape, (0, 0))] for layer, shape in shapes.items()}
 
 
 def _take_back(trainer: Trainer, tensors: dict[str, list[Slice]]) -> None:
@@ -80,6 +95,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
         "skipped_steps": trainer.skipped_steps,
         "norms": trainer.norms.state(),
         "loss_scale": None if trainer.loss_scale is None else trainer.loss_scale.state(),
+        "fp8_amax_history": None if trainer.share.amax_history is None else trainer.share.amax_history.state(),
     }
 
 
@@ -91,9 +107,16 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False, 
     """
     facts = read_facts(checkpoint)
     _expect_same_run(trainer, facts, checkpoint, allow_changes=allow_changes)
-    tensors = tensors_of(trainer)
+    tensors, history = tensors_of(trainer), trainer.share.amax_history
+    kept = facts.get("fp8_amax_history")
+    amax_updates = 0 if history is None else history.updates_in(kept)
+    if amax_updates == 0:
+        tensors = {name: slices for name, slices in tensors.items() if not name.startswith(AMAXES)}
+        tensors |= _unread_tables(trainer.run.model, kept)
     load(checkpoint, tensors, verified=verified)
     _take_back(trainer, tensors)
+    if history is not None:
+        history.begin(amax_updates)
     trainer.steps_done = facts["steps_done"]
     trainer.skipped_steps = facts.get("skipped_steps") or 0
     trainer.norms.load_state(facts.get("norms") or [])

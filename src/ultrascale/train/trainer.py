@@ -224,12 +224,16 @@ class Trainer:
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.norms.accept(norm)
+        if self.share.amax_history is not None:
+            self.share.amax_history.accept()
         self._end_step()
         return rate
 
     def _skip(self) -> float:
         """Go on without an update. The step counts: its sequences were read, and its learning rate, returned, is used up."""
         forget_load(self.share)
+        if self.share.amax_history is not None:
+            self.share.amax_history.forget()
         self.skipped_steps += 1
         rate = learning_rate(self.run.optimizer, self.steps_done, self.run.steps)
         self._end_step()
@@ -327,11 +331,15 @@ class Trainer:
             if not gradient.isfinite().all():
                 bad[name] = None
 
+        history = self.share.amax_history
+        if history is not None:
+            history.forget()
         with watched_gradients(self.share.stages.values(), see):
             own = self._forward_backward(micro_batches, num_targets)
         self.optimizer.zero_grad(set_to_none=True)
         told = [] if isfinite(float(own[0])) else [f"loss {float(own[0])}"]
         told += [f"gradient of {name}" for name in list(bad)[:3]] + ([f"and of {len(bad) - 3} more"] if len(bad) > 3 else [])
+        told += [] if history is None or told else history.infinite()[:1]
         reports = self.ranks.gather_text(", ".join(told))
         culprits = [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report]
         where = "; ".join(culprits) or (
