@@ -79,7 +79,7 @@ def train_ranks(run: Run, *, before_step: BeforeStep | None = None, **options: A
 
 
 def train_in_turn(trainings: Sequence[tuple[Run, BeforeStep | None]]) -> list[dict[str, Any]]:
-    """Train these, all of one layout, one after the other on the same ranks; the outcomes on rank 0. Saves the starting."""
+    """Train these, all of one number of ranks, in turn on the same ones; the outcomes on rank 0. Saves the starting."""
     return run_forked(trainings[0][0].layout.world_size, _train_rank, trainings, {})[0]
 
 
