@@ -19,6 +19,7 @@ from ultrascale.trace.allocator import LARGE_SEGMENT, SMALL_SEGMENT, Allocator, 
 from ultrascale.trace.compare import compare, traffic_of
 from ultrascale.trace.explain import biggest_parts
 from ultrascale.trace.files import perfetto, snapshot, write_file
+from ultrascale.trace.groups import crosses_nodes
 from ultrascale.trace.planned import planned_rank
 from ultrascale.trace.rank import trace_rank
 from ultrascale.trace.record import RankTrace
@@ -187,3 +188,19 @@ def test_an_operation_that_needs_values_is_named_with_the_line_of_the_custom_mod
     line = ODD[name].__code__.co_firstlineno
     assert f"tests/trace/test_trace.py:{line}" in str(told.value)
     assert "shapes alone" in str(told.value) and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "stride", "expected"),
+    [
+        (7, 3, 1, True),
+        (6, 3, 1, True),
+        (5, 3, 1, False),
+        (9, 3, 1, False),
+        (0, 2, 4, False),
+        (0, 2, 8, True),
+        (15, 8, 1, False),
+    ],
+)
+def test_a_group_goes_over_the_network_if_its_ranks_are_not_of_one_node(rank, size, stride, expected) -> None:
+    assert crosses_nodes(rank, size, stride, 8) == expected

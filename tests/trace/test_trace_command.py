@@ -50,6 +50,9 @@ def test_the_same_for_machines_and_in_files(run: str, tmp_path: Path, capsys: py
     assert told["world"] == 16 and told["peak_bytes"] < told["reserved_bytes"]
     assert told["comparison"]["memory"][-1]["name"] == "peak"
     assert {"line", "axis", "kind", "num_bytes"} <= told["messages"][0].keys()
+    assert {(sent["axis"], sent["tier"]) for sent in told["messages"]} >= {("tp", "node"), ("pp", "network")}
+    highest = max(sum(point["bytes"].values()) for point in told["timeline"] if point["step"] == 1)
+    assert highest == told["peak_bytes"] and {point["step"] for point in told["timeline"]} >= {0, 1}
     assert told["actions"][0] == "F0@0" and told["alive_at_peak"] and 0 < len(told["edits"]) <= 3
     assert all(Path(file).stat().st_size > 1000 for file in files)
 

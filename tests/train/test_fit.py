@@ -13,7 +13,7 @@ from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Batch, Data, Run
-from ultrascale.train.fit import expect_fits, stage_peaks
+from ultrascale.train.fit import _stage_plans, expect_fits, stage_peaks
 from ultrascale.train.out_of_memory import Measured, out_of_memory
 
 GIB = 2**30
@@ -34,7 +34,18 @@ def test_what_cannot_fit_is_refused_unless_memory_is_to_be_ignored() -> None:
     with pytest.raises(SpecError, match="does not fit") as refused:
         expect_fits(RUN, 24 * GIB)
     assert "--explain-oom" in refused.value.problems[0].remedy
-    assert expect_fits(RUN, 24 * GIB, anyway=True) == expect_fits(replace(RUN, compile=True), 24 * GIB)
+    assert expect_fits(RUN, 24 * GIB, anyway=True) is not None
+
+
+def test_of_compiled_blocks_what_no_compiler_makes_smaller_is_refused() -> None:
+    compiled = replace(RUN, compile=True)
+    states = max(plan.before_update.total for plan in _stage_plans(RUN))
+    assert 7 * GIB < states < 8 * GIB and min(stage_peaks(RUN)) > 12 * GIB
+    with pytest.raises(SpecError, match="does not fit"):
+        expect_fits(RUN, 12 * GIB)
+    assert expect_fits(compiled, 12 * GIB) == expect_fits(RUN, 12 * GIB, anyway=True)
+    with pytest.raises(SpecError, match=r"weights, gradients and optimizer states alone take 7\.\d+ GiB"):
+        expect_fits(compiled, 8 * GIB)
 
 
 @pytest.mark.catalogue(15)

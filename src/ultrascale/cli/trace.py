@@ -169,7 +169,7 @@ def _one(asked: Asked, run: Run, cluster: Cluster, found: RankTrace) -> int:
     parts = biggest_parts(found, found.peak_at(step))
     changes = edits(run, cluster) if asked.explain_oom else []
     if asked.json:
-        print(json_module.dumps(to_json(found, comparison.to_json(), reserved, step) | {
+        print(json_module.dumps(to_json(found, comparison.to_json(), reserved, step, tiers(found, cluster)) | {
             "alive_at_peak": [part._asdict() for part in parts], "edits": [edit._asdict() for edit in changes],
         }, indent=1))  # fmt: skip
     else:
@@ -191,23 +191,29 @@ def _one(asked: Asked, run: Run, cluster: Cluster, found: RankTrace) -> int:
 
 def tiers(found: RankTrace, cluster: Cluster) -> dict[str, str]:
     """Of each group's size and stride, over what its messages go."""
+    from ultrascale.trace.groups import crosses_nodes
+
     per_node = cluster.node.num_accelerators
     return {
-        f"{sent.size}/{sent.stride}": "node" if (sent.size - 1) * sent.stride < per_node else "network" for sent in found.sent
+        f"{sent.size}/{sent.stride}": "network" if crosses_nodes(found.rank, sent.size, sent.stride, per_node) else "node"
+        for sent in found.sent
     }
 
 
-def to_json(found: RankTrace, comparison: dict[str, Any], reserved: int, step: int) -> dict[str, Any]:
+def to_json(found: RankTrace, comparison: dict[str, Any], reserved: int, step: int, tier: dict[str, str]) -> dict[str, Any]:
     """Everything that was traced, but for single storages: those are in the snapshot (--out x.pickle)."""
+    from ultrascale.trace.files import points
+
     return {
         "model": found.model.name, "rank": found.rank, "world": found.layout.world_size, "device": found.device, "step": step,
         "micro_batches_traced": found.micro_batches[0], "micro_batches": found.micro_batches[1],
         "peak_bytes": found.peak_bytes(step), "reserved_bytes": reserved, "comparison": comparison,
         "messages": [
-            {name: getattr(sent, name) for name in sent.__dataclass_fields__} for sent in found.sent if sent.step == step
+            {name: getattr(sent, name) for name in sent.__dataclass_fields__} | {"tier": tier[f"{sent.size}/{sent.stride}"]}
+            for sent in found.sent if sent.step == step
         ],
         "flops": [
             {"operation": op, "pass": when, "flops": flops} for (of, op, when), flops in found.flops.items() if of == step
         ],
-        "actions": found.actions(step),
+        "actions": found.actions(step), "timeline": points(found),
     }  # fmt: skip

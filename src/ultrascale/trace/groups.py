@@ -45,3 +45,9 @@ def extent(layout: Layout, axis: str) -> tuple[int, int]:
     if axis == "all":
         return layout.world_size, 1
     return layout.group(axis)  # pyright: ignore[reportArgumentType]
+
+
+def crosses_nodes(rank: int, size: int, stride: int, per_node: int) -> bool:
+    """Whether the group of `rank` has ranks on several nodes, which ranks fill in order, `per_node` each."""
+    first = rank - rank // stride % size * stride
+    return first // per_node != (first + (size - 1) * stride) // per_node
