@@ -2,6 +2,7 @@
 #
 #   make demo                    the five-minute story
 #   make test                    the tests
+#   make nightly                 the tests that take hours, and their results in docs/faults.md
 #   make lint docs-check bench   the checkers; the commands of README and docs; the CPU benchmarks
 #
 #   PYTHON=python3.12            another interpreter            TORCH=2.11.0   one torch release
@@ -19,7 +20,7 @@ installed := .venv/installed$(addprefix -torch-,$(TORCH))
 pip = $(PYTHON) -m pip --disable-pip-version-check --python $(python)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint docs-check bench install
+.PHONY: demo test nightly lint docs-check bench install
 .DELETE_ON_ERROR:
 
 demo: $(installed)
@@ -27,6 +28,11 @@ demo: $(installed)
 
 test: $(installed)
 	@$(python) -m pytest $(PYTEST_FLAGS)
+
+# One at a time: they start many processes of their own, and some watch the clock. Goes on to the table whatever failed.
+nightly: $(installed)
+	@ULTRASCALE_NIGHTLY=1 ULTRASCALE_FUZZ=20 $(python) -m pytest -m nightly --record-catalogue; status=$$?; \
+	$(python) tests/catalogue/table.py && exit $$status
 
 lint: .venv/linters
 	$(python) -m ruff check .
