@@ -24,7 +24,7 @@ from ultrascale.heartbeat import Heart
 from ultrascale.launch import local
 from ultrascale.launch.local import Ending, launch_local
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Checkpoint, Faults, Run
 
 FAILED = Ending("rank 1 failed with exit code 1")
@@ -120,6 +120,26 @@ def test_a_killed_rank_is_started_again_and_a_stop_saves_and_nothing_differs_fro
     assert curve(endless) == curve(whole) and same(state(endless), state(whole))
 
 
+@pytest.mark.catalogue(14)
+def test_a_second_command_for_a_live_run_is_refused_and_the_run_never_knows_of_it(endless):
+    other = replace(endless, steps=99_999, optimizer=replace(endless.optimizer, learning_rate=0.9))
+    file = Path(endless.folder) / "other.toml"
+    file.write_text(to_toml(other))
+    with launched(endless) as process:
+        wait_until(lambda: steps_logged(endless) >= 12, process)
+        words = [sys.executable, "-m", "ultrascale", "train", str(file)]
+        second = subprocess.run(words, text=True, capture_output=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        ranks_of(process)[1].kill()
+        wait_until(lambda: events(endless).count("stepped") == 2, process)
+        process.terminate()
+        told = process.communicate(timeout=60)[0]
+    assert second.returncode == 2 and "another process is training in this folder" in second.stderr, second.stderr
+    assert "learning_rate" not in told and "steps:" not in told, told
+    assert events(endless) == ["start", "stepped", "failure", "start", "stepped", "stop"]
+    assert "1 restarts, " in told and "SIGKILL" in event_rows(endless)[2]["cause"]
+    assert resolve(Path(endless.folder) / endless.name).run.optimizer == endless.optimizer
+
+
 @pytest.mark.catalogue(11)
 def test_a_stop_while_a_collective_hangs_ends_within_the_time_outs_and_leaves_the_checkpoint_before(endless):
     endless = replace(endless, faults=Faults(hang_seconds=3.0))
@@ -189,7 +209,7 @@ def test_ranks_whose_launcher_is_killed_stop_within_ten_seconds(endless):
 def test_a_run_is_started_again_only_where_that_may_help(monkeypatch, endings, progress, attempts, ending):
     left, reports = list(endings), list(progress)
     monkeypatch.setattr(local, "_launch_once", lambda *arguments: left.pop(0))
-    found = launch_local(Path("run.toml"), 2, say=lambda text: None, progress=lambda: reports.pop(0))
+    found = launch_local("", 2, say=lambda text: None, progress=lambda: reports.pop(0))
     assert (found.rank, found.step, found.exit_code, len(endings) - len(left)) == (
         ending.rank, ending.step, ending.exit_code, attempts,
     )  # fmt: skip
@@ -200,7 +220,7 @@ def test_a_run_is_started_again_only_where_that_may_help(monkeypatch, endings, p
 def test_a_step_that_fails_again_and_again_is_named_as_the_reason_to_stop(monkeypatch):
     monkeypatch.setattr(local, "_launch_once", lambda *arguments: at(FAILED, 17))
     recorded: list[dict[str, Any]] = []
-    found = launch_local(Path("run.toml"), 2, say=lambda text: None, record=recorded.append)
+    found = launch_local("", 2, say=lambda text: None, record=recorded.append)
     assert (
         found.reason == "rank 1 failed with exit code 1. Step 17 has now failed 3 times in a row: once more would be no better"
     )

@@ -112,8 +112,8 @@ def _profile(run: Run, first: int, last: int, folder: Path) -> int:
     from ultrascale.launch.local import launch_local
 
     folder.mkdir(parents=True, exist_ok=True)
-    described = folder / "run.toml"
-    described.write_text(to_toml(run))
+    described = to_toml(run)
+    (folder / "run.toml").write_text(described)
     arguments = ("--profile", str(folder), "--profile-steps", str(first), str(last))
     ending = launch_local(described, run.layout.world_size, worker_arguments=arguments, max_restarts=0, say=say)
     if ending.reason and not ending.explained:

@@ -109,20 +109,20 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: boo
     from ultrascale.launch.restarts import read_account, summary
 
     folder = RunFolder.of(run)
-    folder.write_text("requested.toml", to_toml(run))
-    ending = launch_local(
-        folder.path / "requested.toml",
-        run.layout.world_size,
-        worker_arguments=("--allow-changes",) * allow_changes + ("--ignore-memory",) * ignore_memory,
-        max_restarts=max_restarts,
-        say=say,
-        progress=lambda: max((path.name for path in folder.checkpoints.glob("step-*")), default="none"),
-        record=lambda event: folder.append("events.jsonl", json_module.dumps(event)),
-        keep=folder.path,
-    )
-    for line in summary(read_account(folder.path / "events.jsonl")):
-        print(line, flush=True)
-        folder.append("log.txt", line)
+    with folder.commanded():
+        ending = launch_local(
+            to_toml(run),
+            run.layout.world_size,
+            worker_arguments=("--allow-changes",) * allow_changes + ("--ignore-memory",) * ignore_memory,
+            max_restarts=max_restarts,
+            say=say,
+            progress=lambda: max((path.name for path in folder.checkpoints.glob("step-*")), default="none"),
+            record=lambda event: folder.append("events.jsonl", json_module.dumps(event)),
+            keep=folder.path,
+        )
+        for line in summary(read_account(folder.path / "events.jsonl")):
+            print(line, flush=True)
+            folder.append("log.txt", line)
     if not ending.reason or ending.saved:
         return 0
     if not ending.explained:

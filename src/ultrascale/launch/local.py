@@ -61,7 +61,7 @@ class Ending:
 
 
 def launch_local(
-    run_file: Path,
+    run_toml: str,
     num_processes: int,
     *,
     worker_arguments: tuple[str, ...] = (),
@@ -72,7 +72,8 @@ def launch_local(
     keep: Path | None = None,
     worker: str = WORKER,
 ) -> Ending:
-    """Train the resolved run in `run_file` on `num_processes` processes of this machine, again after each crash.
+    """Train the resolved run that the text `run_toml` describes on `num_processes` processes of this machine, again after each
+    crash. Each attempt is given the text in a folder of its own, where nobody else writes.
 
     `max_restarts`: without a new checkpoint in between, which `progress` names. `record` is given each failure as a row of the
     run's events. What the ranks of a hang left is copied into a folder of its own under `keep`. `worker`: the module that is
@@ -81,7 +82,7 @@ def launch_local(
     budget = Budget(max_restarts)
     while True:
         with tempfile.TemporaryDirectory(prefix="ultrascale-launch-") as folder:
-            ending = _launch_once(run_file, num_processes, worker_arguments, Path(folder), worker)
+            ending = _launch_once(run_toml, num_processes, worker_arguments, Path(folder), worker)
             if keep is not None and (Path(folder) / HANG_FILE).exists():
                 _keep_hang(Path(folder), keep)
         if not ending.reason or ending.stopped:
@@ -105,7 +106,7 @@ def _keep_hang(folder: Path, keep: Path) -> None:
 
 
 def _launch_once(
-    run_file: Path, num_processes: int, worker_arguments: tuple[str, ...], folder: Path, worker: str = WORKER
+    run_toml: str, num_processes: int, worker_arguments: tuple[str, ...], folder: Path, worker: str = WORKER
 ) -> Ending:
     """`folder` is empty and for this attempt alone."""
     import torch
@@ -123,7 +124,8 @@ def _launch_once(
         start_method="forkserver",
         rdzv_backend="c10d", rdzv_endpoint=str(folder / "agent-store"), rdzv_configs={"store_type": "file"},
     )  # fmt: skip
-    failure, saved = folder / "failure.json", folder / "saved"
+    run_file, failure, saved = folder / "run.toml", folder / "failure.json", folder / "saved"
+    run_file.write_text(run_toml)
     arguments = ("--rendezvous", f"file://{folder}/store", "--failure", str(failure), "--saved", str(saved))
     arguments = (str(run_file), *arguments, "--launcher", str(os.getpid()), *worker_arguments)
     start, words = entry(worker, arguments, {"ULTRASCALE_SIGNS_OF_LIFE": str(folder)}, warm=warm)

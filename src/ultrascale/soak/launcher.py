@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ultrascale.launch.local import launch_local
-from ultrascale.spec.resolve import resolve
+from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.train.run_folder import RunFolder
 
 WITHOUT_END = 1_000_000
@@ -15,11 +15,10 @@ WITHOUT_END = 1_000_000
 
 def main() -> int:
     """Train the run in the file named first, to its end or until it is stopped; returns the exit code."""
-    path = Path(sys.argv[1])
-    run = resolve(path).run
+    run = resolve(Path(sys.argv[1])).run
     folder = RunFolder.of(run)
     ending = launch_local(
-        path,
+        to_toml(run),
         run.layout.world_size,
         max_restarts=WITHOUT_END,
         progress=lambda: max((one.name for one in folder.checkpoints.glob("step-*")), default="none"),

@@ -48,7 +48,7 @@ from ultrascale.train.resume import changes_since, facts_of, restore_newest, ten
 from ultrascale.train.run_folder import RunFolder, environment
 from ultrascale.train.saves import Saves
 from ultrascale.train.signals import on_stop_signal
-from ultrascale.train.signs_of_life import watched
+from ultrascale.train.signs_of_life import has_launcher, watched
 from ultrascale.train.stragglers import WINDOWS, Stragglers
 from ultrascale.train.trainer import StepResult, StopRequested, Trainer
 
@@ -89,6 +89,10 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
     ):
         leaving.enter_context(watched(run, ranks))
         expect_same_run(run, ranks)
+        if ranks.is_first:  # before anything is written
+            if not has_launcher():  # which would have the folder already
+                leaving.enter_context(folder.commanded())
+            leaving.enter_context(folder.owned())
         chosen = choose_kernels(run, ranks, folder)
         run = chosen.run
         run = choose_recomputation(run, ranks, folder, cluster_of(run, ranks.device), memory_bytes(run, ranks.device))
@@ -96,7 +100,6 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
         if ranks.device.type == "cuda":
             fits = expect_fits(run, memory_bytes(run, ranks.device), anyway=ignore_memory)
         if ranks.is_first:
-            leaving.enter_context(folder.owned())
             check_writable(folder.checkpoints)
         ranks.barrier()
         session = Session.start(run, ranks, allow_changes=allow_changes, kernels=chosen.forms)

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,11 @@ from typing import Any
 from ultrascale import __version__
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
+
+RANK_LOCK = ".lock"
+"""Held by the rank that writes here."""
+ORPHAN_SECONDS, LOOK_SECONDS = 10.0, 0.2
+"""Ranks whose launcher was killed have gone after so long (`launch.orphans`)."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,36 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @contextmanager
+    def commanded(self) -> Iterator[None]:
+        """While inside, this process is the one command that trains here, also between two attempts of its ranks.
+
+        Raises SpecError if another command is, or if ranks of one that was killed have not gone after some seconds.
+        """
+        with self._locked(".command.lock"):
+            deadline = time.monotonic() + ORPHAN_SECONDS
+            while True:
+                try:
+                    with self._locked(RANK_LOCK):
+                        break
+                except SpecError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(LOOK_SECONDS)
+            yield
+
+    @contextmanager
     def owned(self) -> Iterator[None]:
         """While inside, no other process may own this folder; the lock goes with the process, however it ends.
 
         Raises SpecError if another one does: two runs writing one folder would mix their metrics and checkpoints.
         """
+        with self._locked(RANK_LOCK):
+            yield
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "w") as file:
+        with open(self.path / name, "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

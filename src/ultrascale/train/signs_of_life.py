@@ -29,6 +29,11 @@ FOLDER_VARIABLE = "ULTRASCALE_SIGNS_OF_LIFE"
 LOOK_SECONDS = 0.5
 
 
+def has_launcher() -> bool:
+    """Whether `ultrascale train --processes N` has started this rank."""
+    return FOLDER_VARIABLE in os.environ
+
+
 @contextmanager
 def watched(run: Run, ranks: Ranks) -> Iterator[None]:
     """While inside, somebody outside this process sees whether it gets on."""
