@@ -41,6 +41,10 @@ class Passes:
     """What I takes more than its half of a backward pass in one (or less), and what W does (`plan.cut_backward`)."""
     cut_weight: Floats
 
+    def rows(self, which: slice) -> Passes:
+        """Those of some sorts of rank, or chunks."""
+        return Passes(*(column[which] for column in vars(self).values()))
+
     @property
     def traffic(self) -> Floats:
         return self.tensor_parallel + self.context_parallel + self.expert_parallel

@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.blocks import price_blocks
+from ultrascale.plan.blocks import Blocks, price_blocks
 from ultrascale.plan.collectives import send_seconds
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.cut_backward import CUTTING
@@ -32,13 +32,36 @@ def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CON
     """What one micro-batch costs in every stage of one layout's pipeline."""
     table = LayoutTable.of([layout])
     blocks = price_blocks(workload, table)
+    layers, embedding, head = chunk_parts(workload, layout, blocks)
+    passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head)
+    return seconds_of_chunks(workload, table, passes)
+
+
+def rank_and_chunk_passes(
+    workload: Workload, layout: Layout, table: LayoutTable, stages: Stages, constants: Constants
+) -> tuple[Passes, Passes]:
+    """One layout's passes by sort of rank, and by stage of its pipeline: together, since calls are most of the cost."""
+    blocks = price_blocks(workload, table)
+    of_ranks = (stages.layers, stages.has_embedding, stages.has_head)
+    both = [np.concatenate(pair) for pair in zip(of_ranks, chunk_parts(workload, layout, blocks), strict=True)]
+    passes = pass_seconds(workload, table, blocks, constants, layers=both[0], embedding=both[1], head=both[2])
+    sorts = len(stages.layers)
+    return passes.rows(slice(sorts)), passes.rows(slice(sorts, None))
+
+
+def chunk_parts(workload: Workload, layout: Layout, blocks: Blocks) -> tuple[Floats, Floats, Floats]:
+    """Blocks of each kind [stages, kinds, 1], and whether embedding and head are there [stages, 1], of one layout's stages."""
     chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
     ends = list(accumulate(chunks))
     of_stage = [blocks.kind_of_layer[end - count : end] for count, end in zip(chunks, ends, strict=True)]
     layers = np.array([[[kinds.count(kind)] for kind in range(len(blocks.kinds))] for kinds in of_stage], dtype=float)
     embedding, head = np.zeros((len(chunks), 1)), np.zeros((len(chunks), 1))
     embedding[0] = head[-1] = 1
-    passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head)
+    return layers, embedding, head
+
+
+def seconds_of_chunks(workload: Workload, table: LayoutTable, passes: Passes) -> StageSeconds:
+    """The passes of one layout's stages as a pipeline takes them."""
     inputs = passes.input_gradient + passes.recompute + passes.backward_traffic
     more_input, more_weight = passes.cut_input.copy(), passes.cut_weight.copy()
     more_input[0], more_weight[0] = -inputs[0], inputs[0]  # nobody waits for the first stage's I: W does all, uncut

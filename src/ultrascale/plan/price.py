@@ -24,9 +24,12 @@ from ultrascale.plan.footprint import Footprint, stage_memory
 from ultrascale.plan.layouts import FP8_SCALINGS, PRECISIONS, SCHEDULES, LayoutTable
 from ultrascale.plan.offload import exposed_seconds, offloaded_update
 from ultrascale.plan.passes import Passes, pass_seconds
+from ultrascale.plan.pipeline import StageSeconds
 from ultrascale.plan.pipeline_steady import long_step_seconds
 from ultrascale.plan.pipelined import (
     busiest_rank_seconds,
+    rank_and_chunk_passes,
+    seconds_of_chunks,
     stage_seconds,
     waiting_seconds,
     with_and_without_sends,
@@ -148,12 +151,15 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
     if layout.pp > 1 and layout.schedule not in SCHEDULES:
         return _predict_file(workload, layout, constants)
     table = LayoutTable.of([layout])
-    found = replace(price(workload, table, constants, layout.layers_per_stage, cuts=False).row(0), layout=layout)
     if layout.pp == 1:
-        return found
+        return replace(price(workload, table, constants, layout.layers_per_stage, cuts=False).row(0), layout=layout)
+    stages = cut_stages(workload, table, layout.layers_per_stage)
+    passes, of_chunks = rank_and_chunk_passes(workload, layout, table, stages, constants)
+    found = replace(_priced(workload, table, stages, constants, cuts=False, passes=passes).row(0), layout=layout)
     is_mixed = layout.schedule in ("dualpipe", "dualpipe-v")
     share = float(cut_share(table, np.array([found.num_micro_batches]))[FIRST, 0]) if is_mixed else 1.0
-    return _played(found, layout, constants, share if layout.schedule in CUTTING else 0.0)
+    seconds = seconds_of_chunks(workload, table, of_chunks)
+    return _played(found, layout, seconds, share if layout.schedule in CUTTING else 0.0)
 
 
 def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> Prediction:
@@ -165,7 +171,7 @@ def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> P
     found = replace(price(workload, table, constants, layout.layers_per_stage, cuts=False).row(0), layout=layout)
     stages = cut_stages(workload, table, layout.layers_per_stage)
     memory = stage_memory(workload, table, stages, kept_by(schedule, layout.virtual_stages)).row(0)
-    return _played(replace(found, memory=memory), placed, constants, cut_share_of(schedule))
+    return _played(replace(found, memory=memory), placed, stage_seconds(workload, layout, constants), cut_share_of(schedule))
 
 
 def _placed_as(layout: Layout, schedule: Schedule) -> str:
@@ -182,11 +188,10 @@ def _placed_as(layout: Layout, schedule: Schedule) -> str:
     raise SpecError([Problem("layout.schedule", rule, remedy)])
 
 
-def _played(found: Prediction, placed: Layout, constants: Constants, share_cut: float) -> Prediction:
+def _played(found: Prediction, placed: Layout, seconds: StageSeconds, share_cut: float) -> Prediction:
     """A prediction whose bubble and sends are those of the schedule's own actions; `placed` has a known one's name. Of backward
     passes `share_cut` are cut in two, none of them in `found`."""
     layout, count = found.layout, found.num_micro_batches
-    seconds = stage_seconds(found.workload, layout, constants)
     both = with_and_without_sends(seconds, layout.num_stages)
     silent, whole = long_step_seconds(layout.schedule, layout.pp, count, both, virtual_stages=layout.virtual_stages).tolist()
     parts = dict(found.waterfall)
@@ -217,21 +222,27 @@ def price(
 
     `layers_per_stage`: for a table of one layout, its own cut. `cuts`: with what tp sends more where backward passes are cut.
     """
-    stages = cut_stages(workload, table, layers_per_stage)
-    seconds, waterfall = price_time(workload, table, stages, constants, cuts=cuts)
+    return _priced(workload, table, cut_stages(workload, table, layers_per_stage), constants, cuts=cuts)
+
+
+def _priced(
+    workload: Workload, table: LayoutTable, stages: Stages, constants: Constants, *, cuts: bool, passes: Passes | None = None
+) -> PriceTable:
+    seconds, waterfall = price_time(workload, table, stages, constants, cuts=cuts, passes=passes)
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
     return PriceTable(workload, table, seconds, waterfall, stage_memory(workload, table, stages), micro_batches)
 
 
 def price_time(
-    workload: Workload, table: LayoutTable, stages: Stages, constants: Constants = CONSTANTS, *, cuts: bool = True
-) -> tuple[Floats, dict[str, Floats]]:
-    """Seconds of a step of every layout, and where they go."""
-    blocks = price_blocks(workload, table)
+    workload: Workload, table: LayoutTable, stages: Stages, constants: Constants = CONSTANTS, *, cuts: bool = True,
+    passes: Passes | None = None,
+) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
+    """Seconds of a step of every layout, and where they go. `passes`: of the sorts of ranks, where they are known."""
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
-    passes = pass_seconds(
-        workload, table, blocks, constants, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head
-    )
+    passes = passes or pass_seconds(
+        workload, table, price_blocks(workload, table), constants, layers=stages.layers, embedding=stages.has_embedding,
+        head=stages.has_head,
+    )  # fmt: skip
     data_parallel, slowed = data_parallel_seconds(workload, table, stages, passes, micro_batches, constants)
     waits = waiting_seconds(workload, table, stages, passes, micro_batches, constants)
     if cuts:
