@@ -15,6 +15,7 @@ from ultrascale.plan.measured_machines import cluster_of
 from ultrascale.plan.measured_models import UnrepresentableError
 from ultrascale.plan.measured_rows import Asked, Measured, MeasuredRow, read_rows
 from ultrascale.plan.measured_setups import setup_of
+from ultrascale.plan.measured_stacks import stack_of
 from ultrascale.plan.scores import kendall_tau, score
 from ultrascale.plan.validate import COLUMNS, RowPrediction, predict_rows
 from ultrascale.spec.model_presets import preset
@@ -204,6 +205,22 @@ def test_networks_are_read_from_text(text: str, per_node: float):
     cluster, _ = cluster_of(asked(interconnect=text), 64)
     assert cluster.node.inter_link is not None
     assert cluster.node.inter_link.bytes_per_second.value == per_node
+
+
+def test_the_playbook_s_scan_ran_on_a_network_of_efa(tmp_path: Path):
+    scan = read_rows(write(tmp_path / "rows.csv", PLAYBOOK))[0].asked
+    older = asked(source="nanotron/old_bench logs (huggingface/bench_cluster, July 2024)", gpu="H100-80GB", interconnect="")
+    names = []
+    for row in (scan, older, asked(interconnect="", gpu="H100-80GB")):
+        link = cluster_of(row, 64)[0].node.inter_link
+        assert link is not None
+        names.append(link.name.split()[0])
+    assert names[:2] == ["EFA", "EFA"] and names[2] != "EFA"
+
+
+def test_jax_programs_attend_with_cudnn():
+    assert stack_of(asked(framework="MaxText (JAX/XLA)"))[0].attention_kernel == "cudnn"
+    assert stack_of(asked(framework="torchtitan"))[0].attention_kernel == "flash-2"
 
 
 def test_links_inside_a_node_are_read_from_text():

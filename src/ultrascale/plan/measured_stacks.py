@@ -81,7 +81,7 @@ _LIKENESSES = (
     _Likeness(r"nemo|megatron-bridge", "megatron", True, _NARROW_GRADIENTS),
     _Likeness(r"megatron|mcore", "megatron", True, _PLAIN_MEGATRON),
     _Likeness(r"deepspeed", "deepspeed", True, {}),
-    _Likeness(r"maxtext|paxml|jax|xla", "torchtitan", False, {}),
+    _Likeness(r"maxtext|paxml|jax|xla", "torchtitan", False, {"attention_kernel": "cudnn"}),  # cudnn_flash_te; XLA has no own
     _Likeness(r"fsdp|kempner|olmo|lingua|accelerate", "torchtitan", False, {}),
     _Likeness(r"nanogpt|nanochat|lit-?gpt", "torchtitan", False, {}),
     _Likeness(r"aleph|aa-scaling", "aleph-alpha", True, {}),
