@@ -31,6 +31,11 @@ def test_weights_gradients_that_wait_over_tp_are_planned(scaling, sequence_paral
     [
         (SHORT, 0, Layout(dp=2, zero_stage=3, micro_batch_size=2, recompute="full", precision="fp8")),
         (SHORT, 2, Layout(tp=2, pp=2, schedule="zb-h1", precision="fp8", fp8_keep_blocks=1)),
+        (
+            SHORT,
+            0,
+            Layout(tp=2, recompute="blocks", recompute_blocks=("selective+mlp", "selective+output+down"), precision="fp8"),
+        ),
         (EXPERTS, 0, Layout(tp=2, expert_tp=2, micro_batch_size=2, precision="fp8", fp8_scaling="tensor")),
         (EXPERTS, 0, Layout(tp=2, pp=2, schedule="zb-h1", recompute="selective", precision="fp8")),
         (EXPERTS, 0, Layout(dp=2, ep=2, micro_batch_size=2, recompute="full", precision="fp8")),

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import pytest
+from agree.drawn_options import with_options
 from agree.small_models import LLAMA, WITH_EXPERTS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -61,15 +62,18 @@ class Traced(NamedTuple):
     def __str__(self) -> str:
         layout, defaults = self.run.layout, Layout()
         told = [f"{name}={value!r}" for name, value in vars(layout).items() if value != getattr(defaults, name)]
-        documents = ["documents"] if self.run.data.document_mask else []
-        return (
-            f"{self.run.model.name}, rank {self.rank}: {', '.join([*told, *documents])}, {self.run.batch.sequences_per_batch}"
+        name = self.run.optimizer.name
+        told += (
+            ["documents"] * self.run.data.document_mask
+            + ["dropout"] * (self.run.model.dropout > 0)
+            + [name] * (name != "adamw")
         )
+        return f"{self.run.model.name}, rank {self.rank}: {', '.join(told)}, {self.run.batch.sequences_per_batch}"
 
 
 @st.composite
 def traced(draw: st.DrawFn) -> Traced:
-    """A layout that the trainer runs, and one of its ranks."""
+    """A layout that the trainer runs, with some options, and one of its ranks."""
     model = draw(st.sampled_from(MODELS))
     axis = st.sampled_from([1, 1, 2, 4])
     tp, cp, dp, pp = draw(axis), draw(axis), draw(axis), draw(st.sampled_from([1, 1, 2, 4]))
@@ -95,6 +99,7 @@ def traced(draw: st.DrawFn) -> Traced:
     sequences = dp * layout.micro_batch_size * count
     data = Data(document_mask=cp == 1 and draw(st.booleans()))
     run = Run(model, layout=layout, batch=Batch(LENGTH, sequences), data=data, checkpoint=Checkpoint(export=False))
+    run = draw(with_options(run))
     # The first of a stage, whose shards are the largest: that is the rank that is planned.
     return Traced(run, draw(st.integers(0, pp - 1)) * plane)
 
