@@ -38,6 +38,7 @@ def test_weights_gradients_that_wait_over_tp_are_planned(scaling, sequence_paral
         ),
         (EXPERTS, 0, Layout(tp=2, expert_tp=2, micro_batch_size=2, precision="fp8", fp8_scaling="tensor")),
         (EXPERTS, 0, Layout(tp=2, pp=2, schedule="zb-h1", recompute="selective", precision="fp8")),
+        (EXPERTS, 4, Layout(dp=4, pp=2, zero_stage=3, schedule="zb-h1", ep=2, precision="fp8", fp8_scaling="tensor")),
         (EXPERTS, 0, Layout(dp=2, ep=2, micro_batch_size=2, recompute="full", precision="fp8")),
         (PREDICTS, 0, Layout(dp=2, cp=2, zero_stage=1, ep=2, expert_tp=2, recompute="selective", precision="fp8")),
     ],

@@ -102,7 +102,9 @@ def fp8_room(shape: Shape, source: Source, n: int, columns: int, rows: int, *, e
     a, w = FP8_BYTES, shape.wide_itemsize
     product = w * ((n * columns + n * rows) // experts + rows * columns) if shape.device == "cpu" else 0
     narrow = experts * rows * columns * a
-    return narrow + product, narrow + 2 * n * rows * a + max((3 if experts > 1 else 2) * n * rows * w, product)
+    by_row = shape.fp8_scaling == "row"  # else dW takes the gradient as dx does, turned, and nothing is scaled before
+    roundings, wides = (2, 3 if experts > 1 else 2) if by_row else (1, 1)
+    return narrow + product, narrow + roundings * n * rows * a + max(wides * n * rows * w, product)
 
 
 def local_source(shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False) -> tuple[tuple[Op, ...], Source]:
