@@ -13,6 +13,7 @@ from ultrascale.spec.run import Optimizer, Run
 from ultrascale.spec.trainable import untrainable_layout
 
 MODES = ("none", "full", "selective", "selective+mlp", "selective+qkv+attention", "selective+attention+output+mlp+down")
+OPTIMIZERS = (Optimizer(name="muon"), Optimizer(name="adamw-bf16"), Optimizer(name="adamw-8bit"))
 DROPOUT = 0.1
 MOST = 3
 """Options of a run."""
@@ -33,9 +34,7 @@ def with_option(name: str, run: Run) -> st.SearchStrategy[Run]:
     if name == "dropout":
         return st.just(replace(run, model=replace(run.model, dropout=DROPOUT)))
     if name == "optimizer":
-        return st.sampled_from(["muon", "adamw-bf16", "adamw-8bit"]).map(
-            lambda one: replace(run, optimizer=Optimizer(name=one))
-        )
+        return st.sampled_from(OPTIMIZERS).map(lambda one: replace(run, optimizer=one))
     values = _values(run)[name]
     return st.fixed_dictionaries(values).map(lambda some: replace(run, layout=replace(run.layout, **some)))
 
@@ -43,7 +42,7 @@ def with_option(name: str, run: Run) -> st.SearchStrategy[Run]:
 def _values(run: Run) -> dict[str, dict[str, st.SearchStrategy[Any]]]:
     """Fields of the layout for each of the other options."""
     blocks = run.model.num_hidden_layers + run.model.num_nextn_predict_layers
-    scaling, kept = st.sampled_from(["row", "tensor"]), st.sampled_from([0, 0, 1])
+    scaling, kept = st.sampled_from(["row", "tensor", "delayed"]), st.sampled_from([0, 0, 1])
     return {
         "fp8": {"precision": st.just("fp8"), "fp8_scaling": scaling, "fp8_keep_blocks": kept},
         "offload_activations": {"offload_activations": st.just(True)},

@@ -114,7 +114,7 @@ layouts = st.builds(
     ),
     st.sampled_from([1, 2, 4, 8]), st.booleans(), st.sampled_from([2, 4]),
     st.sampled_from([("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]), st.sampled_from(["none", "selective"]),
-    st.sampled_from([1, 2]), st.sampled_from(["bf16", "fp8"]), st.just("row"),
+    st.sampled_from([1, 2]), st.sampled_from(["bf16", "fp8"]), st.sampled_from(["row", "tensor", "delayed"]),
 )  # fmt: skip
 
 
