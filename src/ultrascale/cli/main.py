@@ -10,12 +10,13 @@ ULTRASCALE_TRACEBACK=1 brings tracebacks back.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
 
-from ultrascale import __version__
+from ultrascale import __version__, console
 from ultrascale.spec.problems import SpecError
 
 
@@ -60,9 +61,13 @@ EXTRA_OF = {
     "pyarrow": "data", "zstandard": "data", "matplotlib": "plot",
 }  # fmt: skip
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Of a write. Where a file of ours is concerned, the error names it."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code. `arguments` are the words after `ultrascale`; None: the process's own."""
+    console.hold_closed_streams()
     words = sys.argv[1:] if arguments is None else arguments
     if not words or words[0] in ("-h", "--help", "help"):
         print_help()
@@ -79,13 +84,16 @@ def run_verb(word: str, arguments: list[str]) -> int:
     """Import the verb's module, run it, and turn whatever it raises into a message on stderr and an exit code."""
     try:
         code = import_module(f"ultrascale.cli.{VERBS[word].module}").command(arguments)
-        sys.stdout.flush()
+        if word == "train":  # what it is for is in the run's folder
+            console.finish_stdout()
+        elif sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         say("stopped.")
         return 130
     except BrokenPipeError:  # `ultrascale plan ... | head`: the reader has left, which is no fault of ours
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.let_go("stdout")
         return 1
     except Exception as error:
         if os.environ.get("ULTRASCALE_TRACEBACK") == "1":
@@ -103,6 +111,10 @@ def explain(error: Exception, word: str) -> int:
         return 1
     if isinstance(error, OSError) and error.filename is not None:
         say(f"{error.filename}: {error.strerror}.")
+        return 1
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # as of `ultrascale plan ... > file` on a full disk
+        console.finish_stdout()
+        say(f"what was to be printed or kept could not be written: {error.strerror}.")
         return 1
     if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
         say(f"this locale has no bytes for {error.object[error.start : error.end]!a} in a path or text. Set LC_ALL=C.UTF-8.")
@@ -136,7 +148,7 @@ def unknown_verb(word: str) -> int:
 def say(message: str) -> None:
     """Print an error to stderr; under torchrun the rank stands before it."""
     rank = f" on rank {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else ""
-    print(f"ultrascale: error{rank}: {message}", file=sys.stderr, flush=True)
+    console.put(f"ultrascale: error{rank}: {message}", "stderr")
 
 
 def print_help() -> None:
@@ -144,8 +156,8 @@ def print_help() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    console.print(f"[bold]ultrascale[/bold] {__version__}  plan, prove, train, measure: pretraining of language models\n")
+    screen = Console(highlight=False)
+    screen.print(f"[bold]ultrascale[/bold] {__version__}  plan, prove, train, measure: pretraining of language models\n")
     for group in dict.fromkeys(verb.group for verb in VERBS.values()):
         table = Table.grid(padding=(0, 2))
         table.add_column(style="cyan", min_width=12)
@@ -153,12 +165,12 @@ def print_help() -> None:
         for word, verb in VERBS.items():
             if verb.group == group:
                 table.add_row(f"  {word}", verb.summary)
-        console.print(f"[bold]{group}[/bold]")
-        console.print(table)
-    console.print("\n[bold]Examples[/bold]")
+        screen.print(f"[bold]{group}[/bold]")
+        screen.print(table)
+    screen.print("\n[bold]Examples[/bold]")
     for example in EXAMPLES:
-        console.print(f"  {example}", soft_wrap=True)
-    console.print("\n`ultrascale VERB --help` explains a verb, `--json` prints for machines.")
+        screen.print(f"  {example}", soft_wrap=True)
+    screen.print("\n`ultrascale VERB --help` explains a verb, `--json` prints for machines.")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale import console
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.plan.memory import num_micro_batches
 from ultrascale.schedules.for_layout import schedule_of
@@ -71,7 +72,7 @@ def command(arguments: list[str]) -> int:
     else:
         code = _launch(resolved, max_restarts, allow_changes, ignore_memory)
     if as_json and int(os.environ.get("RANK", "0")) == 0:
-        print(json_module.dumps(_summary(resolved, code)))
+        console.put(json_module.dumps(_summary(resolved, code)))
     return code
 
 
@@ -88,7 +89,7 @@ def _elastic(run: Run, world: int) -> Run:
     if layout != run.layout and int(os.environ.get("RANK", "0")) == 0:
         axes = ("dp", "tp", "cp", "pp", "ep", "zero_stage", "micro_batch_size")
         told = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
-        print(f"elastic: {world} processes instead of {run.layout.world_size}: {told}", flush=True)
+        console.put(f"elastic: {world} processes instead of {run.layout.world_size}: {told}")
     return replace(run, layout=layout)
 
 
@@ -121,7 +122,7 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: boo
             keep=folder.path,
         )
         for line in summary(read_account(folder.path / "events.jsonl")):
-            print(line, flush=True)
+            console.put(line)
             folder.append("log.txt", line)
     if not ending.reason or ending.saved:
         return 0

@@ -11,10 +11,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from ultrascale import console
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_count
@@ -43,14 +45,16 @@ def expect_trackers(run: Run) -> None:
 class Metrics:
     """Rows to `metrics.jsonl` and trackers, lines to the console and log.txt. Only rank 0 has one that writes.
 
-    A full disk does not end a run that is otherwise well: it is told once, and the next checkpoint will say the rest.
+    A full disk does not end a run that is otherwise well: it is told once, and the next checkpoint will say the rest. Nor does
+    a console that is gone: log.txt has every line.
     """
 
     def __init__(self, run: Run, folder: RunFolder, *, first_step: int, writes: bool):
         self.run, self.folder, self.writes = run, folder, writes
         self.trackers = [TRACKERS[name](run, folder, first_step) for name in run.log.sinks] if writes else []
-        self.bar = _bar(first_step, run.steps) if writes and sys.stderr.isatty() else None
+        self.bar = _bar(first_step, run.steps) if writes and _is_terminal() else None
         self._warned = False
+        self.has_console = True
 
     def row(self, step: int, values: Row, *, tables: Mapping[str, list[list[int]]] | None = None) -> None:
         """Record the values of a step (counted from zero). `tables` are kept beside them, not given to trackers."""
@@ -76,23 +80,44 @@ class Metrics:
         """Say one line."""
         if not self.writes:
             return
-        if self.bar is not None:
-            self.bar.console.print(text, highlight=False, soft_wrap=True, markup=False)
-        else:
-            print(text, flush=True)
         self._try("log.txt", lambda: self.folder.append("log.txt", text))
+        if self.has_console and (why := self._show(text)):
+            self._lose_console(why)
 
     def advance(self, steps_done: int) -> None:
         """Move the progress bar."""
-        if self.bar is not None:
+        if self.bar is not None and self.has_console:
             self.bar.update(self.bar.task_ids[0], completed=steps_done)
 
     def close(self) -> None:
         """Take the bar off the terminal and let trackers finish."""
-        if self.bar is not None:
-            self.bar.stop()
+        self._stop_bar()
         for tracker in self.trackers:
             tracker.close()
+
+    def _show(self, text: str) -> str:
+        """Put a line on the console; empty, or why that failed."""
+        if self.bar is None:
+            return console.put(text)
+        try:
+            self.bar.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        except OSError as error:
+            return console.why(error)
+        return ""
+
+    def _lose_console(self, why: str) -> None:
+        self.has_console = False
+        self._stop_bar()
+        console.let_go("stdout")
+        told = f"warning: the console is gone ({why}): training goes on, and log.txt has every line"
+        self._try("log.txt", lambda: self.folder.append("log.txt", told))
+        self.event("console gone", cause=why)
+        console.put(told, "stderr")
+
+    def _stop_bar(self) -> None:
+        if self.bar is not None:
+            with suppress(OSError):  # a terminal that is gone
+                self.bar.stop()
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         self._try(name, lambda: self.folder.append(name, json.dumps(row)))
@@ -104,7 +129,7 @@ class Metrics:
             write()
         except OSError as error:
             if not self._warned:
-                print(f"warning: {name} is not being written: {error}", file=sys.stderr, flush=True)
+                console.put(f"warning: {name} is not being written: {error}", "stderr")
             self._warned = True
 
 
@@ -136,6 +161,11 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def _is_terminal() -> bool:
+    """Whether a bar can move: rich draws it on stdout."""
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def _bar(first_step: int, steps: int) -> Any:

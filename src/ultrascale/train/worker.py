@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import distributed as dist
 
+from ultrascale import console
 from ultrascale.checkpoint import LostContactError
 from ultrascale.contact import why
 from ultrascale.launch.orphans import end_with_launcher
@@ -97,7 +98,7 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
         text = str(error) if meant_for_people else f"lost contact with another rank: {why(error)}"
         # Ranks mostly fail together and with the same words: one of them says it.
         if rank == 0 or f"rank {rank}" in text:
-            print(f"ultrascale: error on rank {rank}: {text}", file=sys.stderr, flush=True)
+            console.put(f"ultrascale: error on rank {rank}: {text}", "stderr")
         if failure is not None and not has_lost_contact:
             _tell_launcher(failure, {"rank": rank, "exit_code": code, "message": text})
         return code

@@ -1,0 +1,75 @@
+"""The console of a run, which may go before the run does: a full disk under a redirection, a pipe that nobody reads any more, a
+terminal that was closed, a stream closed from the start.
+
+None of them is a reason to end weeks of training. The first line that cannot be written is the last one tried: the stream's
+number then leads to the null device, so that whatever else prints there, the flush at the end of the process included, meets no
+error either.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import Literal
+
+Stream = Literal["stdout", "stderr"]
+NUMBERS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
+
+
+def put(text: str, stream: Stream = "stdout") -> str:
+    """Print one line; empty, or why that failed. After a failure the stream is gone: later lines go nowhere, without one.
+
+    Raises UnicodeEncodeError where the locale has no bytes for the text.
+    """
+    file = getattr(sys, stream)
+    if file is None:
+        let_go(stream)
+        return "it was closed from the start"
+    try:
+        print(text, file=file, flush=True)
+    except UnicodeError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: closed in this process
+        let_go(stream)
+        return why(error)
+    return ""
+
+
+def finish_stdout() -> str:
+    """Write out what is still to be printed at the end of a process; empty, or why that failed."""
+    if sys.stdout is None:
+        return ""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        let_go("stdout")
+        return why(error)
+    return ""
+
+
+def let_go(stream: Stream) -> None:
+    """Lead the stream to the null device."""
+    file, number = getattr(sys, stream), NUMBERS[stream]
+    null = os.open(os.devnull, os.O_WRONLY)
+    with suppress(OSError, ValueError, AttributeError):
+        if file.fileno() == number:  # what the stream still holds goes there too
+            os.dup2(null, number)
+    setattr(sys, stream, open(null, "w"))  # noqa: SIM115 (as long as the process)
+
+
+def hold_closed_streams() -> None:
+    """Keep the number of each standard stream that is closed from the first file that is opened: what some library prints would
+    land in a checkpoint. It is held for reading, so that writing goes on failing, in processes started from this one too."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            held = os.open(os.devnull, os.O_RDONLY)
+            os.set_inheritable(held, True)
+            assert held == number, "the lowest number that is free"
+
+
+def why(error: Exception) -> str:
+    """The system's own words, without its number."""
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,77 @@
+"""A console that goes before the run does: a full disk, a pipe that nobody reads, a stream that was closed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from train.small_runs import STEPS, make_corpus, rows, small_run, state
+
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.run import Checkpoint
+
+REDIRECTIONS = {
+    "full": ">/dev/full",
+    "head": "| head -1",
+    "head of both": "2>&1 | head -1",
+    "closed": ">&-",
+    "all closed": "<&- >&- 2>&-",
+}
+"""What follows the command in a shell."""
+NIGHTLY = pytest.mark.nightly
+CASES = [
+    ("full", 1), ("head", 1), ("head", 2), ("closed", 1),
+    *(pytest.param(name, count, marks=NIGHTLY) for name, count in (("full", 2), ("closed", 2), ("all closed", 2))),
+    *(pytest.param("head of both", count, marks=NIGHTLY) for count in (1, 2)),
+]  # fmt: skip
+
+
+def in_shell(redirection: str, *words: str) -> tuple[int, str]:
+    """Exit code of `python -m ultrascale words` in front of a redirection, and what it said on stderr."""
+    script = f'set -o pipefail; "$@" {REDIRECTIONS[redirection]} || exit $?'
+    command = ["bash", "-c", script, "bash", sys.executable, "-m", "ultrascale", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return done.returncode, done.stderr
+
+
+def described(home: Path, processes: int) -> tuple[list[str], Path]:
+    """The words that train a small run, and its folder."""
+    make_corpus(home / "tokens")
+    layout = Layout(dp=processes, micro_batch_size=2)
+    run = small_run(home, layout=layout, checkpoint=Checkpoint(every_steps=5, export=False))
+    (home / "run.toml").write_text(to_toml(run))
+    many = ["--processes", str(processes)] if processes > 1 else []
+    return ["train", str(home / "run.toml"), *many], home / "small"
+
+
+@pytest.mark.catalogue(26)
+@pytest.mark.parametrize(("redirection", "processes"), CASES)
+def test_training_goes_on_without_its_console_and_says_so_once(tmp_path, redirection, processes):
+    words, folder = described(tmp_path, processes)
+    code, told = in_shell(redirection, *words)
+    assert (code, "Traceback" in told) == (0, False), told
+    run = small_run(tmp_path)
+    assert rows(run, "step") == [(step,) for step in range(STEPS)]
+    assert len(state(run)) > 0
+    events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert sorted(events) == ["console gone", "end", "start", "stepped"]
+    log = (folder / "log.txt").read_text()
+    assert [f"step {step}/{STEPS} " in log for step in range(1, STEPS + 1)] == [True] * STEPS
+    assert log.count("the console is gone") == 1
+    if redirection in ("full", "head", "closed"):
+        assert told.count("warning: the console is gone") == 1 and "Exception ignored" not in told
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [("full", 1, "could not be written: No space left on device"), ("closed", 0, "")],
+)
+def test_a_verb_that_prints_ends_in_order_when_it_cannot(redirection, code, message):
+    found, told = in_shell(redirection, "show", "models")
+    assert found == code, told
+    assert message in told and "Traceback" not in told and "Exception ignored" not in told
