@@ -141,3 +141,19 @@ def test_planned_memory_is_near_the_allocators_peak(precision, recompute):
     measured = torch.cuda.max_memory_allocated() - before
     planned = plan_memory(run.model, run.layout, sequence_length=128, sequences_per_batch=4, device="cuda").peak.total
     assert planned == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_delayed_scales_of_fp8_follow_current_ones_and_are_of_every_product(compiled):
+    delayed, current = (train(run_with("fp8", compiled=compiled, fp8_scaling=scaling), 6) for scaling in ("delayed", "tensor"))
+    for found, expected in zip(delayed, current, strict=True):
+        assert found.gradients.loss == pytest.approx(expected.gradients.loss, rel=0.02)
+    run = run_with("fp8", compiled=compiled, fp8_scaling="delayed", fp8_amax_history_len=4)
+    with process_group(run.layout, device=run.device) as ranks:
+        trainer = Trainer(run, ranks, loader_of(run))
+        for _ in range(3):
+            trainer.train_step()
+        history = trainer.share.amax_history
+        assert history is not None and history.updates == 3
+        assert (history.history[:, :3] > 0).sum() == 3 * 18 * 3  # of 7 products 4 inputs, 7 weights, 7 gradients; blocks, steps
+        assert not history.history[:, 3].any()

@@ -47,6 +47,12 @@ def test_families_over_tp_compute_what_one_process_does_in_fp8(tp, sequence_para
     assert {name: found for name, found in worst(tp, cases).items() if not found[0] <= LIMIT} == {}
 
 
+def test_a_compiled_block_over_tp_computes_what_one_process_does_in_fp8():
+    case = Case(replace(FAMILIES["llama"], num_hidden_layers=1), length=19, fp8="row", compiled=True)
+    for found in run_ranks(2, errors_of, {"": case}, timeout_seconds=300):
+        assert max(found[""].values()) <= LIMIT
+
+
 def test_ranks_that_share_a_key_head_round_shares_of_its_gradient():
     """The forward pass is one process's to the last digit."""
     case = Case(FAMILIES["llama-wide-heads"], length=19, fp8="row")

@@ -179,7 +179,6 @@ def test_refusals_name_what_fp8_does_not_go_with_and_settings_nobody_reads_are_t
     base = {"batch.sequence_length": 64, "layout.precision": "fp8"}
     for words, key in (
         ({"model.preset": "tiny-llama", "layout.tp": 2, "layout.tp_overlap": True}, "layout.tp_overlap"),
-        ({"model.preset": "tiny-llama", "layout.tp": 2, "compile": True}, "compile"),
         ({"model.preset": "tiny-llama", "layout.fp8_keep_blocks": 50}, "layout.fp8_keep_blocks"),
     ):
         with pytest.raises(SpecError) as caught:

@@ -262,9 +262,6 @@ def _noise_scale(run: Run) -> Iterator[Problem]:
 def _compile(run: Run) -> Iterator[Problem]:
     if run.compile and run.layout.pp > 1 and run.layout.schedule in SPLITTING_SCHEDULES:
         yield compiled_halves(run.layout.schedule)
-    if run.compile and run.layout.precision == "fp8" and run.layout.tp > 1:
-        rule = f"does not go with precision = fp8 over tp = {run.layout.tp} so far: its steps hung, the cause is not found yet"
-        yield Problem("compile", rule, 'Leave it out, or set layout.precision = "bf16".')
 
 
 def _compiled_pieces(run: Run) -> Iterator[Problem]:
@@ -343,7 +340,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("evaluation.every_steps", "data.validation"), _evaluation),
     (("data.sources", "data.validation"), _corpora),
     (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout"), _noise_scale),
-    (("compile", "layout.schedule", "layout.pp", "layout.precision", "layout.tp"), _compile),
+    (("compile", "layout.schedule", "layout.pp"), _compile),
     (("compile", "layout.recompute_blocks"), _compiled_kinds),
     (("compile", "layout.mlp_chunks"), _compiled_pieces),
     (("kernels", "compile", "device", "layout.precision"), _kernels),
