@@ -126,3 +126,33 @@ def test_triton_kernels_are_refused_where_they_would_not_run(more) -> None:
         with pytest.raises(SpecError, match=f'kernels .*: "{form}"'):
             resolve(None, TINY | {"kernels": form} | more)
     assert resolve(None, TINY | {"kernels": "triton"}).run.kernels == "triton"
+
+
+@pytest.mark.catalogue(60)
+@pytest.mark.parametrize(
+    ("key", "given", "rule"),
+    [
+        ("steps", {"steps": 10**26}, "must be from 1 to 9007199254740992, is 100000000000000000000000000"),
+        ("steps", {"steps": 2**53}, "must come to at most 2^53 tokens, is 9007199254740992: 9220000T tokens"),
+        (
+            "batch.sequences_per_batch",
+            {"batch__sequences_per_batch": 4 * 10**21},
+            "must be from 1 to 9007199254740992, is 4000000000000000000000",
+        ),
+        (
+            "batch.sequences_per_batch",
+            {"batch__sequences_per_batch": 4 * 10**7, "layout__dp": 4},
+            "must be at most 65536 micro-batches on each rank, is 10000000 (40000000 sequences)",
+        ),
+        (
+            "evaluation.sequences",
+            {"evaluation__sequences": 10**9},
+            "must be at most 65536 micro-batches on each rank, 65536 sequences, is 1000000000",
+        ),
+        ("collective_timeout_seconds", {"collective_timeout_seconds": 1e300}, "must be at most 2000000 seconds, is 1e+300"),
+        ("faults.hang_seconds", {"faults__hang_seconds": 1e12}, "must be at most 2000000 seconds, is 1000000000000.0"),
+        ("checkpoint.keep", {"checkpoint__keep": 10**30}, "must be from 0 to 9007199254740992, is 1" + "0" * 30),
+    ],
+)  # fmt: skip
+def test_a_number_beyond_all_use_is_refused_with_its_bound(key, given, rule):
+    assert problems(**given)[key].rule == rule

@@ -15,22 +15,31 @@ from ultrascale.spec.families import export_problems
 from ultrascale.spec.fp8_slots import is_delayed
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.progress import tokens_after
 from ultrascale.spec.run import LossScale, Optimizer, Run
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
+from ultrascale.spec.units import format_count
+
+MOST = 2**53
+"""Of steps and of tokens: whole numbers that every reader of metrics.jsonl has exactly, since most keep them as doubles."""
+MOST_MICRO_BATCHES = 2**16
+"""Of a rank in a step: its schedule is a list with entries for each, and so is what it has read. Far above any run's."""
+LONGEST_WAIT = 2_000_000.0
+"""Seconds, 23 days: the system's waits count milliseconds in 32 bits."""
 
 # key: lowest, highest value. None as a value is always allowed where the field allows it.
 _RANGES: dict[str, tuple[float, float]] = {
-    "steps": (1, inf), "seed": (0, 2**63 - 1),
-    "batch.sequence_length": (1, inf), "batch.sequences_per_batch": (1, inf),
-    "optimizer.learning_rate": (0, inf), "optimizer.warmup_steps": (0, inf), "optimizer.decay_steps": (1, inf),
+    "steps": (1, MOST), "seed": (0, 2**63 - 1),
+    "batch.sequence_length": (1, MOST), "batch.sequences_per_batch": (1, MOST),
+    "optimizer.learning_rate": (0, inf), "optimizer.warmup_steps": (0, MOST), "optimizer.decay_steps": (1, MOST),
     "optimizer.min_learning_rate_ratio": (0, 1), "optimizer.weight_decay": (0, inf),
-    "checkpoint.every_steps": (1, inf), "checkpoint.keep": (0, inf), "checkpoint.failures_allowed": (0, inf),
-    "checkpoint.keep_every_steps": (1, inf),
-    "evaluation.every_steps": (1, inf), "evaluation.sequences": (1, inf),
-    "loss_scale.growth_steps": (1, inf), "log.every_steps": (1, inf), "log.memory_steps": (0, inf),
+    "checkpoint.every_steps": (1, MOST), "checkpoint.keep": (0, MOST), "checkpoint.failures_allowed": (0, MOST),
+    "checkpoint.keep_every_steps": (1, MOST),
+    "evaluation.every_steps": (1, MOST), "evaluation.sequences": (1, MOST),
+    "loss_scale.growth_steps": (1, MOST), "log.every_steps": (1, MOST), "log.memory_steps": (0, MOST),
 }  # fmt: skip
-_RANGES |= {
-    f"faults.{key}": (1, inf) for key in ("spike_factor", "digest_every_steps", "repeat_every_steps", "straggler_steps")
+_RANGES |= {f"faults.{key}": (1, MOST) for key in ("digest_every_steps", "repeat_every_steps", "straggler_steps")} | {
+    "faults.spike_factor": (1, inf)
 }
 _RANGES |= {f"layout.{key}": limits for key, limits in layout.RANGES.items()}
 _RANGES |= {f"model.{key}": limits for key, limits in model.RANGES.items()}
@@ -42,6 +51,7 @@ _READ_WITH = {
 SPLITTING_SCHEDULES = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 """With I and W in the place of some backward passes."""
 _ABOVE_ZERO = ("collective_timeout_seconds", "optimizer.eps", "optimizer.clip_grad_norm", "faults.hang_seconds")
+_WAITS = ("collective_timeout_seconds", "faults.hang_seconds")
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -55,6 +65,8 @@ def range_problem(key: str, value: Any) -> Problem | None:
         if not low <= value <= high:
             rule = f"must be at least {low}" if high == inf else f"must be from {low} to {high}"
             return Problem(key, f"{rule}, is {value}", f"Give {low} or more." if high == inf else "Give a value between them.")
+    if key in _WAITS and value > LONGEST_WAIT:
+        return Problem(key, f"must be at most {LONGEST_WAIT:.0f} seconds, is {value}", "Give a shorter time; 600 is usual.")
     if key in _ABOVE_ZERO and value <= 0:
         return Problem(key, f"must be above 0, is {value}", _above_zero_remedy(key))
     if key in _BELOW_ONE and not 0 <= value < 1:
@@ -146,6 +158,20 @@ def _global_batch(run: Run) -> Iterator[Problem]:
             legal = [n for n in (size - size % share, size - size % share + share) if n]
             rule = f"must be a multiple of layout.dp x layout.micro_batch_size = {share}, is {size}"
             yield Problem(key, rule, f"Nearest: {' or '.join(map(str, legal))}; or change dp or micro_batch_size.")
+        elif size // share > MOST_MICRO_BATCHES:
+            rule = f"must be at most {MOST_MICRO_BATCHES} micro-batches on each rank, is {size // share} ({size} sequences)"
+            yield Problem(key, rule, f"Give at most {MOST_MICRO_BATCHES * share}, or raise dp or micro_batch_size.")
+
+
+def _total(run: Run) -> Iterator[Problem]:
+    """What a run trains on is counted in tokens."""
+    batch = run.batch
+    if min(run.steps, batch.sequence_length, batch.sequences_per_batch, *(s.sequences_per_batch for s in batch.ramp)) < 1:
+        return
+    tokens = tokens_after(batch, run.steps)
+    if run.steps <= MOST and tokens > MOST:
+        rule = f"must come to at most 2^53 tokens, is {run.steps}: {format_count(tokens)} tokens"
+        yield Problem("steps", rule, "Train for fewer steps, or on a smaller batch.")
 
 
 def _ramp(run: Run) -> Iterator[Problem]:
@@ -229,6 +255,16 @@ def _evaluation(run: Run) -> Iterator[Problem]:
     if run.data.validation and run.evaluation.every_steps is None:
         remedy = "Set evaluation.every_steps, or leave data.validation out."
         yield Problem("data.validation", "names a corpus that is never read: evaluation.every_steps is not set", remedy)
+
+
+def _held_out(run: Run) -> Iterator[Problem]:
+    """All of it is read before the first pass."""
+    most = MOST_MICRO_BATCHES * run.layout.dp * run.layout.micro_batch_size
+    if run.evaluation.sequences > most:
+        rule = (
+            f"must be at most {MOST_MICRO_BATCHES} micro-batches on each rank, {most} sequences, is {run.evaluation.sequences}"
+        )
+        yield Problem("evaluation.sequences", rule, "Give fewer; the error of the mean falls with their square root only.")
 
 
 def _corpora(run: Run) -> Iterator[Problem]:
@@ -329,6 +365,7 @@ def _export(run: Run) -> Iterator[Problem]:
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] = (
     (("batch.sequences_per_batch", "batch.ramp", "layout.dp", "layout.micro_batch_size"), _global_batch),
     (("batch.ramp",), _ramp),
+    (("steps", "batch"), _total),
     (("batch.sequence_length", "model"), _sequence_length),
     (("steps", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule"), _schedule),
     (("loss_scale",), _loss_scale),
@@ -338,6 +375,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("layout.recompute", "layout.recompute_every"), _recompute_every),
     (("layout.attention", "layout.cp", "layout.precision", "device", "data.document_mask", "model"), _attention),
     (("evaluation.every_steps", "data.validation"), _evaluation),
+    (("evaluation.sequences", "layout.dp", "layout.micro_batch_size"), _held_out),
     (("data.sources", "data.validation"), _corpora),
     (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout"), _noise_scale),
     (("compile", "layout.schedule", "layout.pp"), _compile),
