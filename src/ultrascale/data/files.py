@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.data.errors import DataError
+from ultrascale.failpoints import failpoint
 from ultrascale.spec.parsing import parse_json
 
 PARTIAL = ".partial"
@@ -40,6 +41,7 @@ def write_whole(path: Path, content: bytes, *, durable: bool = True) -> None:
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
+            failpoint("file.written")
             os.replace(partial, path)
             if durable:
                 make_names_durable(path.parent)

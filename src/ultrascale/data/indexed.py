@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from ultrascale.data.errors import DataError
 from ultrascale.data.files import PARTIAL, writing
+from ultrascale.failpoints import failpoint
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -267,9 +268,11 @@ class ShardWriter:
         with writing(self.idx_path), open(self._partial(self.idx_path), "wb") as index:
             idx_digest = self._write_index(index, lengths)
             _make_durable(index)
+        failpoint("shard.written")
         with writing(self.bin_path):
             for path in (self.bin_path, self.idx_path):
                 os.replace(self._partial(path), path)
+                failpoint("shard.renamed")
         return Written(len(lengths), tokens, self._digest.hexdigest(), idx_digest)
 
     def discard(self) -> None:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.errors import DataError
 from ultrascale.data.order import Blend, shuffled, source_key
+from ultrascale.failpoints import failpoint
 from ultrascale.spec.run import Source
 
 IGNORED = -100
@@ -66,6 +67,7 @@ class Loader:
         self.sources, self.sequence_length, self.vocab_size = sources, sequence_length, vocab_size
         self.document_mask = document_mask
         self.corpora = tuple(Corpus(source.path) for source in sources)
+        failpoint("data.opened")
         _expect_one_tokenizer(self.corpora, vocab_size)
         self.sequences_per_epoch = tuple(_count_sequences(corpus, sequence_length) for corpus in self.corpora)
         try:
@@ -100,6 +102,7 @@ class Loader:
         for row, (place, sequence) in enumerate(zip(source.tolist(), inside.tolist(), strict=True)):
             self.corpora[place].read_into(tokens[row], starts[row], sequence * s)
         self._check_ids(tokens, source, inside)
+        failpoint("data.read")
         return _sequences(tokens, starts, numbers, self.document_mask)
 
     def fingerprint(self) -> str:

@@ -28,6 +28,7 @@ from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts
 from ultrascale.data.shards import OnBad, ShardTask, is_held_out, make_shard, record_path
 from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer, vocabulary_problem
 from ultrascale.data.workers import available_cores, run_tasks
+from ultrascale.failpoints import failpoint
 
 TOKENIZER, UNFINISHED, LOCK = "tokenizer.json", "unfinished.json", ".lock"
 TRAINING_CHARACTERS = 32 << 20
@@ -194,10 +195,12 @@ def _settle(
     else:
         trained = train_tokenizer(_training_texts(shards, recipe, folder), recipe.train_tokenizer or 0)
         write_whole(path, trained.to_str(pretty=True).encode())
+    failpoint("prepare.tokenizer")
     facts = tokenizer_facts(path, recipe.eod)
     request = {**_request(files, recipe), "tokenizer": facts.fingerprint}
     _remove(folder.glob("shard-*.json"))  # of a run that did not say what it was asked for
     write_json(folder / UNFINISHED, request)
+    failpoint("prepare.requested")
     return facts, request
 
 
@@ -283,8 +286,11 @@ def _conclude(
             write_whole(folder / TOKENIZER, (folders[0] / TOKENIZER).read_bytes())
         with writing(folder):
             make_names_durable(folder)
+        failpoint("prepare.durable")
         save_manifest(manifest, folder)
+        failpoint("prepare.manifest")
         _remove(record_path(folder, shard.name) for shard in manifest.shards)
+        failpoint("prepare.removed")
     _remove([folders[0] / UNFINISHED])
     return Prepared(manifests[0], manifests[1] if len(manifests) > 1 else None)
 

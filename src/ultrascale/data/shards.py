@@ -17,6 +17,7 @@ from ultrascale.data.indexed import ShardWriter, best_dtype, prefix_paths
 from ultrascale.data.inputs import Part
 from ultrascale.data.manifest import ShardRecord, TokenizerFacts, record_from
 from ultrascale.data.tokenizer import LONG_TEXT, LongEncoder, encode_all, load_tokenizer
+from ultrascale.failpoints import failpoint
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -77,6 +78,7 @@ def make_shard(task: ShardTask, report: Report) -> tuple[ShardRecord, ...]:
     for folder, record in zip(task.folders, records, strict=True):
         # A loss of power may undo names or this record; a restart checks the sums and makes the shard again.
         write_json(record_path(folder, task.name), asdict(record), durable=False)
+        failpoint("shard.recorded")
     return records
 
 
@@ -106,6 +108,7 @@ def _write_documents(task: ShardTask, tokenizer: Tokenizer, writers: list[ShardW
         elif item.text is not None and len(item.text) < LONG_TEXT:
             batch.append(item)
             size += len(item.text)
+            failpoint("shard.document")
             if size >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
                 write_batch()
                 size = 0
