@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ultrascale.demo.interrupted import worker_pids
 from ultrascale.heartbeat import Heart
 from ultrascale.launch import local
 from ultrascale.launch.local import Ending, launch_local
+from ultrascale.launch.restarts import account_of
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Checkpoint, Faults, Run
@@ -112,7 +114,7 @@ def test_a_killed_rank_is_started_again_and_a_stop_saves_and_nothing_differs_fro
     assert "Traceback" not in told and "death signal" not in told
     assert events(endless) == ["start", "stepped", "failure", "start", "stepped", "stop"]
     assert failure["step"] >= 12
-    assert f"restart 1: {cause}; step " in told and "1 restarts, " in told
+    assert f"restart 1: rank 1, node {platform.node()}, step " in told and f"; cause: {cause}" in told and "1 restart, " in told
     assert listening <= {"127.0.0.1", "::1"}
     stopped_at = len(curve(endless))
     whole = replace(endless, name="undisturbed")
@@ -136,7 +138,7 @@ def test_a_second_command_for_a_live_run_is_refused_and_the_run_never_knows_of_i
     assert second.returncode == 2 and "another process is training in this folder" in second.stderr, second.stderr
     assert "learning_rate" not in told and "steps:" not in told, told
     assert events(endless) == ["start", "stepped", "failure", "start", "stepped", "stop"]
-    assert "1 restarts, " in told and "SIGKILL" in event_rows(endless)[2]["cause"]
+    assert "1 restart, " in told and "SIGKILL" in event_rows(endless)[2]["cause"]
     assert resolve(Path(endless.folder) / endless.name).run.optimizer == endless.optimizer
 
 
@@ -225,6 +227,19 @@ def test_a_step_that_fails_again_and_again_is_named_as_the_reason_to_stop(monkey
         found.reason == "rank 1 failed with exit code 1. Step 17 has now failed 3 times in a row: once more would be no better"
     )
     assert [(row["event"], row["step"], row["rank"]) for row in recorded] == [("failure", 17, None)] * 3
+    assert [row["again"] for row in recorded] == [True, True, False]
+
+
+def test_a_stop_without_a_save_is_an_event_of_the_run(monkeypatch):
+    monkeypatch.setattr(local, "_launch_once", lambda *arguments: at(STOPPED, 7))
+    recorded: list[dict[str, Any]] = []
+    launch_local("", 2, record=recorded.append)
+    assert [(row["event"], row["step"], row["cause"], row["again"]) for row in recorded] == [
+        ("failure", 7, "stopped by SIGTERM", False)
+    ]
+    started = [{"event": "start", "time": when, "step": 5} for when in (0.0, recorded[0]["time"] + 9.0)]
+    (restart,) = account_of([started[0], *recorded, started[1]]).restarts
+    assert (restart.cause, restart.steps_lost) == ("stopped by SIGTERM", 2)
 
 
 def test_a_rank_that_ended_by_a_signal_is_told_before_those_that_missed_it(tmp_path):

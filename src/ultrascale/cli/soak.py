@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.cli.parse import parse
+from ultrascale.launch.restarts import told_goodput
 from ultrascale.spec.problems import Problem, SpecError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def table(outcome: Outcome) -> list[str]:
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     account, survived = outcome.account, sum(one.recover_seconds is not None for one in outcome.strikes)
     lines.append(f"{survived} of {len(outcome.strikes)} faults survived in {outcome.seconds:.0f} s and {outcome.steps} steps")
-    lines.append(f"steps done again {account.steps_lost}, goodput {account.goodput:.1%}")
+    lines.append(f"steps done again {account.steps_lost}, goodput {told_goodput(account)}")
     same = ("the same bits", "DIFFERENT")
     lines.append(f"losses, norms: {same[not outcome.equal_losses]}; weights, moments: {same[not outcome.equal_state]}")
     return lines
@@ -92,10 +93,11 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         }
         for (kind, row), some in ((key, some) for key, some in _with_rows(outcome))
     }  # fmt: skip
+    goodput = outcome.account.goodput
     return {
         "holds": outcome.holds, "equal_losses": outcome.equal_losses, "equal_state": outcome.equal_state,
         "steps": outcome.steps, "seconds": round(outcome.seconds, 1), "faults": len(outcome.strikes), "kinds": kinds,
-        "steps_lost": outcome.account.steps_lost, "goodput": round(outcome.account.goodput, 4),
+        "steps_lost": outcome.account.steps_lost, "goodput": None if goodput is None else round(goodput, 4),
     }  # fmt: skip
 
 

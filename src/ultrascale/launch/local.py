@@ -20,12 +20,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ultrascale.heartbeat import read
+from ultrascale.heartbeat import Beat, read
+from ultrascale.launch.events import stamp
 from ultrascale.launch.orphans import launcher_here
 from ultrascale.launch.restarts import Budget
 from ultrascale.launch.warm import entry, prepare
@@ -85,13 +86,15 @@ def launch_local(
             ending = _launch_once(run_toml, num_processes, worker_arguments, Path(folder), worker)
             if keep is not None and (Path(folder) / HANG_FILE).exists():
                 _keep_hang(Path(folder), keep)
-        if not ending.reason or ending.stopped:
+        if not ending.reason or ending.saved:
             return ending
+        is_final = ending.stopped or ending.explained
+        refusal = "" if is_final else budget.refusal(ending.step, progress())
         told = {"rank": ending.rank, "node": platform.node(), "step": ending.step, "cause": ending.reason}
-        record({"time": time.time(), "event": "failure", **told})
-        if ending.explained:
+        record({**stamp(), "event": "failure", **told, "again": not (is_final or refusal)})
+        if is_final:
             return ending
-        if refusal := budget.refusal(ending.step, progress()):
+        if refusal:
             return replace(ending, reason=f"{ending.reason}. {refusal}")
         say(f"{ending.reason}; starting again from the newest checkpoint ({budget.left + 1} restarts left)")
 
@@ -148,21 +151,28 @@ def _launch_once(
 
 def _stopped(reason: str, failure: Path, saved: Path) -> Ending:
     """The ending after a signal to this process. Torch does not tell how the ranks took it; what they wrote does."""
+    step = _steps_done(read(failure.parent))
     if failure.exists():
         told = json.loads(failure.read_text())
-        return Ending(f"{reason}; rank {told['rank']} failed", exit_code=told["exit_code"], stopped=True, explained=True)
-    if not saved.exists():
-        hang = failure.parent / HANG_FILE
-        why = f" (hang: {json.loads(hang.read_text())['reason']})" if hang.exists() else ""
-        return Ending(f"{reason}, and the ranks ended without saving{why}", stopped=True)
-    return Ending(reason, stopped=True, saved=True)
+        told_reason = f"{reason}; rank {told['rank']} failed"
+        return Ending(told_reason, told["exit_code"], stopped=True, explained=True, rank=told["rank"], step=step)
+    if saved.exists():
+        return Ending(reason, stopped=True, saved=True)
+    hang = failure.parent / HANG_FILE
+    why = f" (hang: {json.loads(hang.read_text())['reason']})" if hang.exists() else ""
+    return Ending(f"{reason}, and the ranks ended without saving{why}", stopped=True, step=step)
+
+
+def _steps_done(beats: Iterable[Beat]) -> int | None:
+    """By the rank that is furthest; None if none has begun a step."""
+    return max((beat.steps_done for beat in beats if beat.started_at >= 0), default=None)
 
 
 def _failed(error: object, failure: Path, folder: Path) -> Ending:
     """The ending when ranks failed: a hang comes first, then one that a signal ended, then one that died of itself and not for
     want of another."""
     beats = {beat.rank: beat for beat in read(folder)}
-    step = max((beat.steps_done for beat in beats.values() if beat.started_at >= 0), default=None)
+    step = _steps_done(beats.values())
     if failure.exists():
         told = json.loads(failure.read_text())
         return Ending(f"rank {told['rank']} failed", told["exit_code"], explained=True, rank=told["rank"], step=step)

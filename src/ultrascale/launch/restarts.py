@@ -1,6 +1,6 @@
 """How often a run is started again, and what it cost: a budget, and the account kept in the run's `events.jsonl`.
 
-    failure     the launcher saw ranks end: cause, rank, node, step
+    failure     the launcher saw ranks end: cause, rank, node, step; whether it started them again
     start       rank 0 has found the newest checkpoint and goes on from its step
     stepped     rank 0 has done its first step since
 
@@ -10,12 +10,12 @@ that fails again and again is poison, whatever it dies of: once more would be no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+
+from ultrascale.launch.events import Event, event_of, is_event, read_rows, seconds_between
 
 MOST_AT_A_STEP = 3
 """Failures in a row at the same step before it is given up."""
@@ -64,7 +64,7 @@ class Restart:
     resumed_step: int | None
     """Steps done in the checkpoint that it went on from; None if it did not."""
     seconds: float | None
-    """From the failure to the end of the next step."""
+    """From the failure to the end of the next step; None if that is not known, or somebody gave the command again."""
 
     @property
     def steps_lost(self) -> int:
@@ -80,10 +80,17 @@ class Account:
     """Of the steps that count, each once, at the run's own mean pace."""
     wall_seconds: float = 0.0
     """In the run's commands, from starts to ends; the time between two commands is left out."""
+    unknown_spans: int = 0
+    """Stretches of time that are not in these, because the clock was set back."""
+    unreadable: int = 0
+    """Rows that were passed over."""
 
     @property
-    def goodput(self) -> float:
-        return min(1.0, self.useful_seconds / self.wall_seconds) if self.wall_seconds > 0 else 1.0
+    def goodput(self) -> float | None:
+        """Between 0 and 1; None if it cannot be known."""
+        if self.unknown_spans or self.wall_seconds <= 0:
+            return None
+        return min(1.0, self.useful_seconds / self.wall_seconds)
 
     @property
     def steps_lost(self) -> int:
@@ -94,85 +101,104 @@ class Account:
 class _Stretch:
     """From a start to a failure, a stop or the end."""
 
-    start: dict[str, Any]
-    stepped: dict[str, Any] | None = None
-    end: dict[str, Any] | None = None
+    start: Event
+    stepped: Event | None = None
+    end: Event | None = None
 
     @property
-    def last(self) -> dict[str, Any]:
+    def last(self) -> Event:
         return self.end or self.stepped or self.start
+
+    @property
+    def failed(self) -> bool:
+        return self.end is not None and self.end.kind == "failure"
 
     @property
     def pace(self) -> tuple[float, int]:
         """Seconds and number of its steps, the first left out: it holds warm-up."""
         if self.stepped is None or self.end is None:
             return 0.0, 0
-        return self.end["time"] - self.stepped["time"], max(0, (self.end["step"] or 0) - self.stepped["step"])
+        steps = (self.end.step or 0) - (self.stepped.step or 0)
+        seconds = seconds_between(self.stepped, self.end)
+        return (seconds, steps) if seconds is not None and steps > 0 else (0.0, 0)
 
 
 def read_account(events: Path) -> Account:
-    """The account of a run from its `events.jsonl`; lines that a crash tore are passed over."""
-    return account_of(_rows(events)) if events.exists() else Account()
+    """The account of a run from its `events.jsonl`."""
+    return account_of(read_rows(events)) if events.is_file() else Account()
 
 
-def account_of(events: Iterable[dict[str, Any]]) -> Account:
-    """The account of a run from its events in order."""
+def account_of(rows: Iterable[object]) -> Account:
+    """The account of a run from rows of its events in order. Those that cannot be read are passed over, and counted."""
+    rows = list(rows)
+    unreadable = sum(not is_event(row) for row in rows)
+    stretches = _stretches(event for row in rows if (event := event_of(row)) is not None)
+    if not stretches:
+        return Account(unreadable=unreadable)
+    seconds, steps = (sum(part) for part in zip(*(one.pace for one in stretches), strict=True))
+    first = next((one.start.step for one in stretches if one.start.step is not None), 0)
+    useful = max(0, (stretches[-1].last.step or 0) - first)
+    pairs = list(pairwise(stretches))
+    spans = [seconds_between(one.start, one.last) for one in stretches]
+    spans += [seconds_between(one.last, after.start) for one, after in pairs if one.failed and one.last.again]
+    known = [span for span in spans if span is not None]
+    restarts = tuple(_restart(one, after) for one, after in pairs if one.end is None or one.failed)
+    return Account(restarts, useful * seconds / steps if steps else 0.0, sum(known), len(spans) - len(known), unreadable)
+
+
+def _stretches(events: Iterable[Event]) -> list[_Stretch]:
     stretches: list[_Stretch] = []
     for event in events:
-        if event["event"] == "start":
+        if event.kind == "start":
             stretches.append(_Stretch(event))
-        elif event["event"] == "failure" and (not stretches or stretches[-1].end is not None):
-            stretches.append(_Stretch(event | {"step": None}, end=event))  # ranks that failed before they started
-        elif stretches and event["event"] == "rewind":
-            stretches[-1].end = event | {"event": "failure"}
-            stretches.append(_Stretch(event | {"step": event["to"]}))
-        elif stretches and event["event"] == "stepped":
+        elif event.kind == "failure" and (not stretches or stretches[-1].end is not None):
+            stretches.append(_Stretch(replace(event, step=None), end=event))  # ranks that failed before they started
+        elif stretches and event.kind == "rewind":
+            stretches[-1].end = replace(event, kind="failure")
+            stretches.append(_Stretch(replace(event, step=event.to)))
+        elif stretches and event.kind == "stepped":
             stretches[-1].stepped = event
-        elif stretches and event["event"] in ("failure", "stop", "end"):
+        elif stretches and event.kind in ("failure", "stop", "end"):
             stretches[-1].end = event
-    if not stretches:
-        return Account()
-    seconds, steps = (sum(part) for part in zip(*(one.pace for one in stretches), strict=True))
-    first = next((one.start["step"] for one in stretches if one.start["step"] is not None), 0)
-    useful = max(0, (stretches[-1].last["step"] or 0) - first)
-    wall = sum(one.last["time"] - one.start["time"] for one in stretches)
-    pairs = list(pairwise(stretches))
-    wall += sum(after.start["time"] - one.last["time"] for one, after in pairs if _failed(one))
-    restarts = tuple(_restart(one, after) for one, after in pairs if one.end is None or _failed(one))
-    return Account(restarts, useful * seconds / steps if steps else 0.0, wall)
+    return stretches
 
 
 def summary(account: Account) -> list[str]:
-    """Every restart in a line, and what all of them cost; empty if there was none."""
-    lines = [
-        f"restart {number}: {one.cause}; step {one.failed_step}, {one.steps_lost} steps done again"
-        + (f", {one.seconds:.1f} s until the next step was done" if one.seconds is not None else "")
-        for number, one in enumerate(account.restarts, 1)
-    ]
+    """Every restart in a line, and what all of them cost; empty if there is nothing to tell."""
+    lines = [f"restart {number}: {_told(one)}" for number, one in enumerate(account.restarts, 1)]
     if lines:
-        total = f"{len(lines)} restarts, {account.steps_lost} steps done again, goodput {account.goodput:.1%}"
-        lines.append(f"{total} of {account.wall_seconds:.0f} s")
+        total = f"{_count(len(lines), 'restart')}, {_count(account.steps_lost, 'step')} lost, goodput {told_goodput(account)}"
+        lines.append(total)
+    if account.unreadable:
+        lines.append(f"{_count(account.unreadable, 'row')} of events.jsonl cannot be read and are left out of this account")
     return lines
 
 
-def _failed(stretch: _Stretch) -> bool:
-    return stretch.end is not None and stretch.end["event"] == "failure"
+def _told(restart: Restart) -> str:
+    rank = "unknown" if restart.rank is None else str(restart.rank)
+    fields = [f"rank {rank}", f"node {restart.node or 'unknown'}", f"step {restart.failed_step}"]
+    fields.append(f"{_count(restart.steps_lost, 'step')} lost")
+    if restart.seconds is not None:
+        fields.append(f"{restart.seconds:.1f} s until the next step was done")
+    return f"{', '.join(fields)}; cause: {restart.cause}"
+
+
+def told_goodput(account: Account) -> str:
+    """In words, and of how long."""
+    if account.goodput is not None:
+        return f"{account.goodput:.1%} of {account.wall_seconds:.0f} s"
+    if account.unknown_spans:
+        return f"unknown: the clock was set back ({_count(account.unknown_spans, 'time')})"
+    return "unknown: no time has passed"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _restart(before: _Stretch, after: _Stretch) -> Restart:
-    told = before.end or {}
-    seconds = after.stepped["time"] - told["time"] if told and after.stepped is not None else None
-    return Restart(
-        told.get("cause", "the launcher ended without a word"), told.get("rank"), told.get("node", ""),
-        before.last["step"] or 0, after.start["step"], seconds,
-    )  # fmt: skip
-
-
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and {"event", "time"} <= row.keys():
-            yield row
+    end = before.end
+    if end is None:
+        return Restart("the launcher ended without a word", None, "", before.last.step or 0, after.start.step, None)
+    seconds = seconds_between(end, after.stepped) if end.again and after.stepped is not None else None
+    return Restart(end.cause or "unknown", end.rank, end.node, end.step or 0, after.start.step, seconds)

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ultrascale import console
+from ultrascale.launch.events import stamp
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_count
@@ -65,7 +66,7 @@ class Metrics:
 
     def event(self, kind: str, **facts: Any) -> None:
         """Add a row to events.jsonl."""
-        self._append("events.jsonl", {"time": time.time(), "event": kind, **facts})
+        self._append("events.jsonl", {**stamp(), "event": kind, **facts})
 
     def save_failed(self, step: int, told: str) -> None:
         """Say that a checkpoint could not be written."""

@@ -118,10 +118,10 @@ class RunFolder:
             return None
 
     def append(self, name: str, line: str) -> None:
-        """Add a line to a file of the folder."""
+        """Add a line to a file of the folder, after the last one even if a crash tore that."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / name, "a") as file:
-            file.write(f"{line}\n")
+        with open(self.path / name, "ab") as file:
+            file.write(b"\n" * _is_torn(self.path / name) + f"{line}\n".encode())
 
     def forget_metrics_from(self, step: int) -> None:
         """Drop rows of steps that will be done again, and a row torn by a crash, so that every step stands there once."""
@@ -147,6 +147,15 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         facts |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return facts
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a file's last line is without its end."""
+    if path.stat().st_size == 0:  # or no plain file
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

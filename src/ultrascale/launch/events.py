@@ -1,0 +1,119 @@
+"""Rows of a run's `events.jsonl`: how a moment is stamped, and what can be made of a file that nobody vouches for.
+
+A wall clock may be set, back or forth. The machine's monotonic clock may not, but starts anew at each boot: two moments are
+compared by it where both were stamped since the same boot, and by the wall clock elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+NEEDED = {
+    "start": ("step",),
+    "stepped": ("step",),
+    "stop": ("step",),
+    "end": ("step",),
+    "rewind": ("step", "to"),
+    "failure": (),
+}
+"""Kinds that the account of restarts reads, and the numbers of steps each must have. Others are for people."""
+MOST_STEPS, MOST_SECONDS = 2**53, 1e12
+"""What a number may be at most; the second is some 30,000 years."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A row that could be read."""
+
+    kind: str
+    time: float
+    """Seconds of the wall clock."""
+    monotonic: float | None = None
+    """Seconds of the machine's own clock since it was started."""
+    boot: str = ""
+    """Which start that was; empty if not known."""
+    step: int | None = None
+    to: int | None = None
+    """Of a rewind: the step it went back to."""
+    cause: str = ""
+    rank: int | None = None
+    node: str = ""
+    again: bool = True
+    """Of a failure: whether the launcher started the ranks again."""
+
+
+def stamp() -> dict[str, Any]:
+    """Now, for a row."""
+    return {"time": time.time(), "monotonic": time.monotonic(), "boot": _boot()}
+
+
+def seconds_between(earlier: Event, later: Event) -> float | None:
+    """None if it cannot be known, because the clock was set back in between."""
+    if earlier.boot and earlier.boot == later.boot and earlier.monotonic is not None and later.monotonic is not None:
+        seconds = later.monotonic - earlier.monotonic
+    else:
+        seconds = later.time - earlier.time
+    return seconds if seconds >= 0 else None
+
+
+def read_rows(path: Path) -> Iterable[object]:
+    """The file's lines as JSON; None for each that is none, such as one that a crash tore."""
+    for line in path.read_text(errors="replace").splitlines():
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError):
+                yield None
+
+
+def is_event(row: object) -> bool:
+    """Whether this is a row of some kind, also of one that does not matter here."""
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("event"), str)
+        and (row["event"] not in NEEDED or event_of(row) is not None)
+    )
+
+
+def event_of(row: object) -> Event | None:
+    """The event of a row; None for one of another kind, or that does not hold what its kind must."""
+    if not isinstance(row, dict) or not isinstance(row.get("event"), str) or row["event"] not in NEEDED:
+        return None
+    kind, when, monotonic = row["event"], row.get("time"), row.get("monotonic")
+    cause, node, boot = (row.get(key, "") for key in ("cause", "node", "boot"))
+    numbers = [row.get(key) for key in ("step", "to", "rank")]
+    good = (
+        _is_seconds(when)
+        and (monotonic is None or _is_seconds(monotonic))
+        and all(isinstance(text, str) for text in (cause, node, boot))
+        and all(number is None or _is_count(number) for number in numbers)
+        and all(row.get(key) is not None for key in NEEDED[kind])
+    )
+    if not good:
+        return None
+    step, to, rank = numbers
+    return Event(kind, float(when), monotonic, boot, step, to, cause, rank, node, row.get("again") is not False)
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_SECONDS and isfinite(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_STEPS
+
+
+@cache
+def _boot() -> str:
+    """Eight digits of the number that Linux draws at each start."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    except OSError:
+        return ""
