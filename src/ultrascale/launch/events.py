@@ -96,7 +96,7 @@ def event_of(row: object) -> Event | None:
         and all(number is None or _is_count(number) for number in numbers)
         and all(row.get(key) is not None for key in NEEDED[kind])
     )
-    if not good:
+    if when is None or not good:
         return None
     step, to, rank = numbers
     return Event(kind, float(when), monotonic, boot, step, to, cause, rank, node, row.get("again") is not False)
