@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def test_a_killed_rank_is_started_again_and_a_stop_saves_and_nothing_differs_fro
     cause = failure["cause"]
     assert cause.startswith("rank 1 was ended by SIGKILL at ") and "; rank 0 waited " in cause
     assert f"{cause}; starting again from the newest checkpoint (3 restarts left)" in told
-    assert "Traceback" not in told and "death signal" not in told
+    assert all(word not in told for word in ("Traceback", "death signal", "Terminating process"))
     assert events(endless) == ["start", "stepped", "failure", "start", "stepped", "stop"]
     assert failure["step"] >= 12
     assert f"restart 1: rank 1, node {platform.node()}, step " in told and f"; cause: {cause}" in told and "1 restart, " in told
@@ -142,6 +142,30 @@ def test_a_second_command_for_a_live_run_is_refused_and_the_run_never_knows_of_i
     assert resolve(Path(endless.folder) / endless.name).run.optimizer == endless.optimizer
 
 
+@pytest.mark.catalogue(12)
+@pytest.mark.parametrize(
+    "number, times, group",
+    [(signal.SIGHUP, 1, False), (signal.SIGTERM, 3, False), (signal.SIGUSR1, 1, True), (signal.SIGTERM, 2, True)],
+    ids=["SIGHUP", "SIGTERM three times", "SIGUSR1 to all", "SIGTERM to all twice"],
+)
+def test_every_wish_to_stop_is_one_save_and_one_end(endless, number, times, group):
+    """To all: as a terminal that closes, a service and a batch system do. The fork server is one of them."""
+    with launched(endless) as process:
+        wait_until(lambda: steps_logged(endless) >= 2, process)
+        family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        for _ in range(times):
+            for pid in family if group else family[:1]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            time.sleep(0.1)
+        told, code = process.communicate(timeout=120)[0], process.returncode
+    assert code == 0 and "saved; the same command goes on from here" in told, told
+    assert "Traceback" not in told and "spawn.py" not in told, told
+    assert events(endless) == ["start", "stepped", "stop"]
+    folder = Path(endless.folder) / endless.name / "checkpoints"
+    assert f"step-{event_rows(endless)[-1]['step']:08}" == max(path.name for path in folder.glob("step-*"))
+
+
 @pytest.mark.catalogue(11)
 def test_a_stop_while_a_collective_hangs_ends_within_the_time_outs_and_leaves_the_checkpoint_before(endless):
     endless = replace(endless, faults=Faults(hang_seconds=3.0))
@@ -150,7 +174,8 @@ def test_a_stop_while_a_collective_hangs_ends_within_the_time_outs_and_leaves_th
         ranks_of(process)[1].suspend()  # the other now waits in a collective, where Python runs no handler
         process.terminate()
         told, code = process.communicate(timeout=120)[0], process.returncode
-    assert code == 1, told
+    assert code == 1 and "stopped by SIGTERM, and the ranks ended without saving" in told, told
+    assert [(row["event"], row["again"]) for row in event_rows(endless)[-1:]] == [("failure", False)]
     assert "hang: no sign of life in step" in told and "stopped by a signal (SIGSTOP" in told and "Traceback" not in told, told
     found = newest_valid(Path(endless.folder) / endless.name / "checkpoints")
     assert found is not None and int(found.name[5:]) >= 10

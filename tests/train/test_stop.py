@@ -42,7 +42,9 @@ def checkpoints(run) -> list[Path]:
 
 @pytest.mark.catalogue(10, 12)
 @pytest.mark.parametrize(
-    "rank, number", [(None, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT)], ids=["all", "rank 1", "Ctrl-C on rank 0"]
+    "rank, number",
+    [(None, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGHUP), (None, signal.SIGUSR1)],
+    ids=["all", "rank 1", "Ctrl-C on rank 0", "SIGHUP on rank 1", "SIGUSR1 on all"],
 )
 def test_a_signal_to_some_rank_saves_on_all_at_the_same_step(home, rank, number):
     run = small_run(home, layout=ZERO_2)

@@ -29,14 +29,17 @@ from ultrascale.heartbeat import Beat, read
 from ultrascale.launch.events import stamp
 from ultrascale.launch.orphans import launcher_here
 from ultrascale.launch.restarts import Budget
+from ultrascale.launch.stopping import stop_signals_raise
 from ultrascale.launch.warm import entry, prepare
 from ultrascale.launch.watchdog import HANG_FILE, disagreement, meanwhile
 
 WORKER = "ultrascale.train.worker"
 STOP_SECONDS = "120"
 """Time the ranks get to save after SIGTERM or Ctrl-C before they are killed; torch's own is 30."""
-QUIET = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api")
+QUIET = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn")
 """Loggers of torch. The second has a level of its own, which the first one's does not reach."""
+LEFT_TO_TORCH = "SIGQUIT"
+"""The signal that its agent handles; the others are ours (`stopping`)."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,15 @@ def _launch_once(
     prepare(worker, warm=warm)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # we tell the same in one line
+    # Older releases take no choice and handle SIGTERM and Ctrl-C themselves, in nearly the same way.
+    ours: dict[str, Any] = (
+        {"signals_to_handle": LEFT_TO_TORCH} if "signals_to_handle" in LaunchConfig.__dataclass_fields__ else {}
+    )
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_processes, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1,
         start_method="forkserver",
         rdzv_backend="c10d", rdzv_endpoint=str(folder / "agent-store"), rdzv_configs={"store_type": "file"},
+        **ours,
     )  # fmt: skip
     run_file, failure, saved = folder / "run.toml", folder / "failure.json", folder / "saved"
     run_file.write_text(run_toml)
@@ -137,12 +145,14 @@ def _launch_once(
         stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        with launcher_here(folder):
+        with stop_signals_raise(), launcher_here(folder):
             elastic_launch(config, start)(*words)
     except ChildFailedError as error:
         return _failed(error, failure, folder)
-    except (SignalException, KeyboardInterrupt) as error:
-        return _stopped(f"stopped by {error or 'Ctrl-C'}", failure, saved)
+    except SignalException as error:
+        return _stopped(f"stopped by {signal.Signals(error.sigval).name}", failure, saved)
+    except KeyboardInterrupt:
+        return _stopped("stopped by SIGINT", failure, saved)
     finally:
         watchdog.terminate()
         watchdog.wait()

@@ -9,19 +9,36 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from importlib import import_module
-from multiprocessing import synchronize
+from multiprocessing import resource_tracker, synchronize
 
 LEAVING_SECONDS = 0.5
+FORK_SERVER = "ultrascale.launch.fork_server"
 
 
 def prepare(worker: str, *, warm: bool) -> None:
     """Let the fork server, which starts with the first rank, import `worker`."""
+    _start_tracker()
     if warm:
-        multiprocessing.set_forkserver_preload([worker, "torch._dynamo", "torch.distributed.fsdp"])
+        multiprocessing.set_forkserver_preload([FORK_SERVER, worker, "torch._dynamo", "torch.distributed.fsdp"])
+
+
+def _start_tracker() -> None:
+    """Python's process that counts semaphores: started so that it outlives what is sent to a whole group of processes (SIGINT
+    and SIGTERM it ignores by itself)."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGUSR1)}
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def entry(worker: str, arguments: tuple[str, ...], environment: dict[str, str], *, warm: bool) -> tuple:
@@ -34,6 +51,7 @@ def entry(worker: str, arguments: tuple[str, ...], environment: dict[str, str], 
 
 def run_worker(worker: str, arguments: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> None:
     """`python -m worker arguments...`, in this process."""
+    import_module(FORK_SERVER).as_before()
     os.environ.update(environment)
     sys.argv = [worker, *arguments]
     try:

@@ -205,7 +205,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parent", type=int, required=True)
     asked = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the run, which we outlast
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a terminal's or batch system's wish is for the run, which we outlast
     found = watch(asked.folder, asked.parent)
     if found is not None:
         print(f"ultrascale: hang: {found.reason}", file=sys.stderr, flush=True)

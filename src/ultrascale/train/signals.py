@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: finish the step, save, leave.
+"""SIGTERM, Ctrl-C, SIGHUP and SIGUSR1: finish the step, save, leave.
 
 A handler only takes a note. Python runs handlers between bytecodes, so one that arrives inside a collective waits for it; all
 ranks then learn of the note when they next count tokens together, and stop before the same step. A second signal some seconds
@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SAME_WISH_SECONDS = 3.0
+from ultrascale.launch.stopping import SAME_WISH_SECONDS, STOP_SIGNALS, is_ignored
 
 
 @contextmanager
 def on_stop_signal(take_note: Callable[[], None]) -> Iterator[None]:
-    """While inside, the first SIGTERM or SIGINT calls `take_note` instead of ending the process."""
+    """While inside, the first stop signal that is not ignored calls `take_note` instead of ending the process."""
 
     noted: list[float] = []
 
@@ -30,7 +29,7 @@ def on_stop_signal(take_note: Callable[[], None]) -> Iterator[None]:
             noted.append(time.monotonic())
             take_note()
 
-    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS if not is_ignored(number)}
     try:
         yield
     finally:
