@@ -103,8 +103,8 @@ def plan_memory(
     Raises SpecError if the batch cannot be cut into micro-batches, or the pipeline's schedule does not suit.
     """
     count = num_micro_batches(layout, sequences_per_batch)
-    shape = rank_shape(layout, sequence_length, documents=documents, device=device)
     ledger, at = Ledger(keeps_timeline=keeps_timeline), Coordinates.of(layout, rank)
+    shape = rank_shape(layout, sequence_length, documents=documents, device=device, at=at)
     tally, orders = Tally(layout, shape, at.cp), _orders(layout, count)
     parts = stage_parts(model, layout, sequence_length, at)
     splits = any(part.kind is Kind.INPUT_GRADIENT for row in orders.schedule for action in row for part in action.parts)
@@ -155,13 +155,17 @@ def plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPla
     return max(plans, key=lambda plan: plan.peak.total)
 
 
-def rank_shape(layout: Layout, sequence_length: int, *, documents: bool, device: Literal["cpu", "cuda"]) -> Shape:
-    """One micro-batch of our trainer on one rank."""
+def rank_shape(
+    layout: Layout, sequence_length: int, *, documents: bool, device: Literal["cpu", "cuda"], at: Coordinates | None = None
+) -> Shape:
+    """One micro-batch of our trainer on one rank: on that at `at`, or as `Shape.at` says without."""
+    if at is not None:  # what else it stands for changes no shape
+        at = at._replace(pp=0, dp=0, expert_dp=0)
     return Shape(
         layout.micro_batch_size, sequence_length, layout.precision, documents, device, tp=layout.tp,
         sequence_parallel=layout.sequence_parallel, cp=layout.cp, cp_method=layout.cp_method, cp_heads=layout.cp_heads,
         ep=layout.ep, expert_tp=layout.expert_tp, mlp_chunks=layout.mlp_chunks,
-        partition_checkpoints=layout.partition_checkpoints, fp8_scaling=layout.fp8_scaling,
+        partition_checkpoints=layout.partition_checkpoints, at=at, fp8_scaling=layout.fp8_scaling,
         kernels=with_attention(STACKS["ultrascale"], layout.attention).kernels,
     )  # fmt: skip
 

@@ -249,7 +249,7 @@ class StageReplay:
         if op.kind != "attention" or not shape.rings or shape.documents:
             return 0
         made = rows_made(shape.sequence_length, places, self.tally.cp_rank // heads, op.collectives[0].window)
-        merged = shape.sequence_length // places
+        merged = shape.swapped_length
         return sum(result.num_bytes for result in op.makes) * (made - merged) // merged
 
     def _save(self, op: Op, made: dict[str, Held]) -> list[Held]:

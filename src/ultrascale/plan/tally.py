@@ -134,7 +134,8 @@ class Tally:
         """Over cp: what leaves the rank, in messages to single ranks except where NCCL gathers."""
         group, (places, heads) = self.layout.group("cp"), self.layout.cp_grid
         if item.kind == "all_to_all":
-            return Message(Way("send", *group), item.num_messages * (heads - 1), item.num_bytes * (heads - 1) // heads)
+            leaving = item.num_bytes * (heads - 1) // heads if item.leaving_bytes is None else item.leaving_bytes
+            return Message(Way("send", *group), item.num_messages * (heads - 1), leaving)
         if not self.shape.rings or self.shape.documents:  # who needs keys of which documents is not known to a plan
             kind, count = (item.kind, 1) if self.shape.device == "cuda" and not self.shape.rings else ("send", places - 1)
             return Message(Way(kind, *group), count, round(item.num_bytes * (places - 1) / places * item.sent_share))

@@ -167,7 +167,9 @@ def _swap_heads(model: Model, shape: Shape, names: tuple[str, str, str]) -> tupl
     made = ("q_swapped", "k_swapped", "v_swapped")
     sizes = _bytes_of_swapped(model, shape)
     ops = tuple(  # keys and values travel with the queries
-        _all_to_all(f"self_attn.{make}", read, make, num_bytes, num_messages=int(make == made[0]))
+        _all_to_all(
+            shape, f"self_attn.{make}", read, make, (num_bytes, _swapped(shape, num_bytes)), num_messages=int(make == made[0])
+        )
         for read, make, num_bytes in zip(names, made, sizes, strict=True)
     )
     return ops, made, "attended_swapped"
@@ -176,13 +178,28 @@ def _swap_heads(model: Model, shape: Shape, names: tuple[str, str, str]) -> tupl
 def _swap_back(model: Model, shape: Shape, attended: str) -> tuple[Op, ...]:
     if attended == "attended":
         return ()
-    return (_all_to_all("self_attn.swap_back", attended, "attended", _attended_bytes(model, shape)),)
+    whole = _attended_bytes(model, shape)
+    return (_all_to_all(shape, "self_attn.swap_back", attended, "attended", (whole, _swapped(shape, whole)), to_heads=False),)
 
 
-def _all_to_all(name: str, read: str, make: str, num_bytes: int, *, num_messages: int = 1) -> Op:
-    passes: tuple[When, ...] = ("forward", "backward")
-    traffic = tuple(Collective("all_to_all", "cp", num_bytes, when, num_messages=num_messages) for when in passes)
-    return Op(name, "exchange", (read,), (Activation(make, num_bytes),), collectives=traffic)
+def _all_to_all(
+    shape: Shape, name: str, read: str, make: str, sizes: tuple[int, int], *, num_messages: int = 1, to_heads: bool = True
+) -> Op:
+    """`sizes`: bytes of this rank's tokens with all heads, and of its heads of all tokens at its place of the ring."""
+    whole, swapped = sizes
+    ways: tuple[When, When] = ("forward", "backward") if to_heads else ("backward", "forward")
+    stays = whole // shape.cp_grid[1]
+    traffic = tuple(
+        Collective("all_to_all", "cp", size, when, num_messages=num_messages,
+                   leaving_bytes=None if shape.at is None else size - stays)
+        for size, when in zip(sizes, ways, strict=True)
+    )  # fmt: skip
+    return Op(name, "exchange", (read,), (Activation(make, swapped if to_heads else whole),), collectives=traffic)
+
+
+def _swapped(shape: Shape, num_bytes: int) -> int:
+    """Bytes of a rank's heads of all tokens at its place of the ring, of `num_bytes` of its own tokens with all heads."""
+    return num_bytes * shape.swapped_tokens // max(1, shape.num_tokens * shape.cp_grid[1])
 
 
 def _bytes_of_heads(model: Model, shape: Shape) -> tuple[int, int, int]:
@@ -227,7 +244,7 @@ def _scores(model: Model, layer: int, shape: Shape) -> Scores:
         key_value_heads=_key_value_heads(model, shape),
         head_dim=model.head_dim,
         value_head_dim=model.value_head_dim,
-        queries=shape.local_length * swap,
+        queries=shape.swapped_length,
         keys=shape.sequence_length,
         share=1.0 if has_mask else attended_share(shape.sequence_length, model.window(layer)),
     )
@@ -236,7 +253,7 @@ def _scores(model: Model, layer: int, shape: Shape) -> Scores:
 def _flash(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], attended: str) -> tuple[Op, ...]:
     """The fused kernel: scores never exist, one fp32 number per row and head (`logsumexp`) is kept instead."""
     scores = _scores(model, layer, shape)
-    rows = shape.num_tokens * cut(model.num_attention_heads, shape.tp)
+    rows = shape.swapped_tokens * scores.heads
     logsumexp = Activation("logsumexp", rows * shape.wide_itemsize, False)
     has_mask = mask_elements(model.window(layer), shape) > 0
     saves = (*dict.fromkeys(names), attended, "logsumexp", *((mask_name(model.window(layer)),) if has_mask else ()))
@@ -244,7 +261,7 @@ def _flash(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], 
     traffic, scratch, backward_scratch = _key_value_traffic(model, model.window(layer), shape)
     core = Op(
         "self_attn.core", "attention", tuple(dict.fromkeys(names)),
-        (Activation(attended, _attended_bytes(model, shape)), logsumexp),
+        (Activation(attended, _swapped(shape, _attended_bytes(model, shape))), logsumexp),
         saves, ("self_attn.sinks",) if model.attention_sinks else (), flops=square * (e + v),
         backward_flops=square * (3 * e + 2 * v), scratch_bytes=scratch,
         backward_scratch_bytes=backward_scratch, scores=scores, collectives=traffic,
@@ -259,7 +276,8 @@ def _key_value_traffic(model: Model, window: int | None, shape: Shape) -> tuple[
         return (), 0, 0
     _, key, value = _bytes_of_swapped(model, shape)
     widened = shape.wide_itemsize // shape.itemsize if shape.kernels.widens_key_gradients else 1
-    whole = places * (key + value)
+    key, value = _swapped(shape, key), _swapped(shape, value)
+    whole = places * (key + value) if shape.at is None else (key + value) // shape.swapped_length * shape.sequence_length
     beside = "attention" if shape.rings else ""
     keys, gradients = _ring_shares(places, window, shape) if shape.rings else (1.0, 1.0)
     near = window if window is not None and window < shape.sequence_length else None

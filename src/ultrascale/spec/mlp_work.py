@@ -24,6 +24,7 @@ from ultrascale.spec.op_builders import (
     row_scales,
 )
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
+from ultrascale.spec.places import even_part
 
 ROW_BYTES = 8
 """Where a row of a permutation comes from, and which experts a token chose: int64."""
@@ -49,7 +50,7 @@ def mlp_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
 def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: str, *, prefix: str = "") -> tuple[Op, ...]:
     if shape.mlp_chunks > 1 and block == "mlp":
         return (_in_pieces(model, shape, width, read, make),)
-    d, f, bias = model.hidden_size, cut(width, shape.tp), model.mlp_bias
+    d, f, bias = model.hidden_size, shape.tp_part(width), model.mlp_bias
     names = ("gate", "up") if model.gated_mlp else ("up",)
     gather, source = column_source(shape, read, d, projections=len(names))
     ops = list(gather)
@@ -123,16 +124,24 @@ def _activate(
 def _experts(model: Model, shape: Shape, make: str) -> tuple[Op, ...]:
     """Routing, dispatch, the experts of this rank, and back: `make` [outer tokens, D]."""
     d, a, k = model.hidden_size, shape.itemsize, model.num_experts_per_tok
-    n = cut(shape.num_tokens, shape.tp)  # routed tokens of this rank
-    routed = round(n * k * max(1.0, shape.expert_imbalance)) if shape.ep > 1 else n * k
+    n = shape.outer_tokens if shape.cuts_sequence else shape.tp_part(shape.num_tokens)  # routed tokens of this rank
+    routed = _arriving(model, shape, n * k) if shape.ep > 1 else n * k
     arrived = routed * shape.expert_tp
-    local, f = cut(model.num_experts, shape.ep), cut(model.moe_intermediate_size, shape.expert_tp)
+    local, f = len(shape.own_experts(model.num_experts)), shape.expert_tp_part(model.moe_intermediate_size)
     return (
         *_route(model, shape, n),
         *_dispatch(shape, n * k * d * a, routed * d * a, arrived * d * a, arrived),
         *_grouped(model, shape, arrived, local, f),
         *_combine(model, shape, make, n, routed * d * a, arrived * d * a),
     )
+
+
+def _arriving(model: Model, shape: Shape, sent: int) -> int:
+    """Rows that come to this rank's experts where every rank of ep sends so many, to all experts alike."""
+    if shape.at is None:
+        return round(sent * max(1.0, shape.expert_imbalance))
+    experts = model.num_experts
+    return shape.ep * sum(even_part(sent, experts, expert)[1] for expert in shape.own_experts(experts))
 
 
 def _route(model: Model, shape: Shape, n: int) -> list[Op]:
@@ -161,7 +170,7 @@ def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) 
     """Copies of tokens to the ranks of their experts, and there, `rows` of them, into the order of experts."""
     ops, name = [], "permuted"
     if shape.ep > 1:
-        traffic = tuple(Collective("all_to_all", "ep", max(sent, received), when) for when in ("forward", "backward"))
+        traffic = _exchanged(shape, sent, received)
         ops.append(Op("mlp.dispatch", "exchange", (name,), (Activation("dispatched", received),), collectives=traffic))
         name = "dispatched"
     if shape.expert_tp > 1:
@@ -175,6 +184,12 @@ def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) 
     ops.append(Op("mlp.sort", "permute", (name,), (Activation("expert_in", gathered), *order), tuple(o.name for o in order),
                   moved_bytes=2 * gathered, backward_moved_bytes=2 * gathered))  # fmt: skip
     return ops
+
+
+def _exchanged(shape: Shape, sent: int, received: int) -> tuple[Collective, ...]:
+    """There and, of gradients, back; the slower way is priced where no rank is told."""
+    there, back = (max(sent, received),) * 2 if shape.at is None else (sent, received)
+    return Collective("all_to_all", "ep", there, "forward"), Collective("all_to_all", "ep", back, "backward")
 
 
 def _room_of_sum(shape: Shape, own: int, parts: int) -> int:
@@ -231,7 +246,7 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
                       scratch_bytes=_room_of_sum(shape, sent, gathered)))  # fmt: skip
         name = "expert_sum"
     if shape.ep > 1:
-        traffic = tuple(Collective("all_to_all", "ep", max(sent, returned), when) for when in ("forward", "backward"))
+        traffic = _exchanged(shape, sent, returned)
         ops.append(Op("mlp.combine", "exchange", (name,), (Activation("combined", returned),), collectives=traffic))
         name = "combined"
     summed = n * d * a

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ultrascale.spec.layout import DTYPE_BYTES, Fp8Scaling, Precision
+from ultrascale.spec.places import Coordinates, even_part
 from ultrascale.spec.stack import KERNELS, Kernels
 
 OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "gather", "exchange", "router", "permute"]
@@ -63,6 +64,8 @@ class Collective(NamedTuple):
     """Of attention: the sliding window, if it is shorter than the sequence. Keys out of reach of all do not travel."""
     num_messages: int = 1
     """To each other rank; 0: it travels in another one's."""
+    leaving_bytes: int | None = None
+    """Of an all_to_all over cp whose parts differ, what leaves the rank; None: all but one even part."""
 
 
 class Activation(NamedTuple):
@@ -169,6 +172,9 @@ class Shape:
     """Whether ranks of tp keep a part each of the input of a block that is computed again."""
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
+    at: Coordinates | None = None
+    """Whose share it is, to the token, where ranks do not divide sequence, vocabulary or widths; None: a mean share of the
+    sequence and the largest of the others, for whoever compares layouts."""
     fp8_scaling: Fp8Scaling = "row"
     kernels: Kernels = KERNELS
 
@@ -190,14 +196,33 @@ class Shape:
         return self.cp_grid[0] > 1 and self.cp_method != "all-gather"
 
     @property
+    def swapped_length(self) -> int:
+        """Tokens of each sequence at this rank's place of the ring, which attention works on: what ranks that swap heads have
+        together."""
+        places, heads = self.cp_grid
+        if self.at is None:
+            return self.sequence_length // self.cp * heads
+        return even_part(self.sequence_length, places, self.at.cp // heads)[1]
+
+    @property
+    def swapped_tokens(self) -> int:
+        """The same of all sequences: tokens of which this rank has some heads each."""
+        return self.num_tokens * self.cp_grid[1] if self.at is None else self.micro_batch_size * self.swapped_length
+
+    @property
     def local_length(self) -> int:
         """S/cp."""
-        return self.sequence_length // self.cp
+        if self.at is None:
+            return self.sequence_length // self.cp
+        heads = self.cp_grid[1]
+        return even_part(self.swapped_length, heads, self.at.cp % heads)[1]
 
     @property
     def num_tokens(self) -> int:
         """B*S/cp, N below: tokens of one rank inside tensor-parallel regions."""
-        return self.micro_batch_size * self.sequence_length // self.cp
+        if self.at is None:
+            return self.micro_batch_size * self.sequence_length // self.cp
+        return self.micro_batch_size * self.local_length
 
     @property
     def cuts_sequence(self) -> bool:
@@ -205,9 +230,29 @@ class Shape:
         return self.tp > 1 and self.sequence_parallel
 
     @property
+    def outer_length(self) -> int:
+        """Of `local_length`, what a rank has outside tensor-parallel regions."""
+        return self.tp_part(self.local_length) if self.cuts_sequence else self.local_length
+
+    @property
     def outer_tokens(self) -> int:
         """Tokens of one rank outside tensor-parallel regions, M below: N/tp with sequence parallelism, else N."""
-        return -(-self.num_tokens // self.tp) if self.cuts_sequence else self.num_tokens
+        if self.at is None:
+            return -(-self.num_tokens // self.tp) if self.cuts_sequence else self.num_tokens
+        return self.micro_batch_size * self.outer_length
+
+    def tp_part(self, size: int) -> int:
+        """This rank's part of `size`, cut over tp as evenly as can be; the largest where no rank is told."""
+        return even_part(size, self.tp, 0 if self.at is None else self.at.tp)[1]
+
+    def expert_tp_part(self, size: int) -> int:
+        """The same over expert_tp."""
+        return even_part(size, self.expert_tp, 0 if self.at is None else self.at.expert_tp)[1]
+
+    def own_experts(self, num_experts: int) -> range:
+        """The experts of this rank of ep, or of the first."""
+        first, count = even_part(num_experts, self.ep, 0 if self.at is None else self.at.ep)
+        return range(first, first + count)
 
     @property
     def itemsize(self) -> int:

@@ -87,7 +87,7 @@ def _positions(model: Model, shape: Shape, result: str) -> tuple[Op, ...]:
     """Learned positions, added to the tokens."""
     m, d, a = shape.outer_tokens, model.hidden_size, shape.itemsize
     given = shape.documents or shape.cp > 1
-    rows = m if given else shape.local_length // (shape.tp if shape.cuts_sequence else 1)
+    rows = m if given else shape.outer_length
     position = Activation("position", rows * d * a)
     # Positions are made in the forward pass unless the batch brings its own, and kept as the indices of the lookup.
     indices = () if given or shape.tp > 1 else (Activation("positions", rows * INDEX_BYTES, False),)
@@ -175,7 +175,7 @@ def _joining_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     joined = Activation("joined", m * 2 * d * shape.itemsize)
     gather, source = column_source(without_fp8(shape), joined.name, 2 * d)
     make = "predicted" if shape.tp == 1 else "columns"
-    project = linear(shape, "eh_proj", source, make, 2 * d, cut(d, shape.tp), collectives=source.collectives)
+    project = linear(shape, "eh_proj", source, make, 2 * d, shape.tp_part(d), collectives=source.collectives)
     return (
         norm(model, shape, "enorm", "coming", "coming_in", d, d, m),
         norm(model, shape, "hnorm", "hidden", "hidden_in", d, d, m),
@@ -210,7 +210,7 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     if shape.kernels.cross_entropy == "chunked":
         gather = tuple(replace(op, collectives=op.collectives[:1]) for op in gather if op.kind == "gather")
         return final, *gather, _chunked_loss(model, shape, head, source.read)
-    vocabulary = cut(model.vocab_size, shape.tp)
+    vocabulary = shape.tp_part(model.vocab_size)
     project = linear(shape, head, source, "logits", model.hidden_size, vocabulary, collectives=source.collectives)
     if shape.tp == 1 or not shape.kernels.gathers_logits:
         return final, *gather, project, _loss(shape, "logits", shape.num_tokens * vocabulary)
@@ -229,24 +229,27 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
     Slab by slab (`kernels.cross_entropy_columns`) logits are made twice, and two numbers of all rows are gathered at once.
     """
     n, d, a, w = shape.num_tokens, model.hidden_size, shape.itemsize, shape.wide_itemsize
-    v = cut(model.vocab_size, shape.tp)
+    v, largest = shape.tp_part(model.vocab_size), cut(model.vocab_size, shape.tp)  # ranks agree on chunks by the largest
     kept = (
         Activation("head_hidden_gradient", shape.outer_tokens * d * a, False),
         Activation("head_weight_gradient", v * d * a, False),
     )
-    by_slabs = slab_columns(n, v, a, shape.device) is not None
-    room = _slab_loss_room(shape, d, v) if by_slabs else (_loss_room if shape.tp == 1 else _cut_loss_room)(shape, d, v)
+    by_slabs = slab_columns(n, largest, a, shape.device) is not None
+    if by_slabs:
+        room = _slab_loss_room(shape, d, largest)
+    else:
+        room = _loss_room(shape, d, v) if shape.tp == 1 else _cut_loss_room(shape, d, v, chunk_rows(n, largest, shape.device))
     if by_slabs:
         # Per logit: written and copied twice, log-softmax and softmax, scaled into place, two products read it.
-        moved, sums, parts = n * v * (7 * a + 7 * w), n * d, -(-v // (slab_columns(n, v, a, shape.device) or v))
+        moved, sums, parts = n * v * (7 * a + 7 * w), n * d, -(-v // (slab_columns(n, largest, a, shape.device) or v))
     else:
         # Per logit: written, read into its wide copy, log-softmax, exponential, gradient, two products read it.
-        moved, sums, parts = n * v * (2 * a + 6 * w), v * d, -(-n // chunk_rows(n, v, shape.device))
+        moved, sums, parts = n * v * (2 * a + 6 * w), v * d, -(-n // chunk_rows(n, largest, shape.device))
     moved += parts * sums * 2 * (w + (a if a < w else 0))  # read, and written, with a narrow product between
     return Op(
         "loss", "loss", (read,), (Activation("loss", w), *kept), tuple(k.name for k in kept), (f"{head}.weight",),
         flops=(8 if by_slabs else 6) * n * v * d, hands_on_saved=True, scratch_bytes=room, product=Product(n, v, d),
-        forward_products=2 if by_slabs else 1, moved_bytes=moved, collectives=_chunked_traffic(shape, d, v),
+        forward_products=2 if by_slabs else 1, moved_bytes=moved, collectives=_chunked_traffic(shape, d, largest),
     )  # fmt: skip
 
 
@@ -273,10 +276,10 @@ def _loss_room(shape: Shape, d: int, v: int) -> int:
     return room + v * d * (w - a)
 
 
-def _cut_loss_room(shape: Shape, d: int, v: int) -> int:
+def _cut_loss_room(shape: Shape, d: int, v: int, rows: int) -> int:
     """The same over tp: exponentials take the logits' place, and the gradient of hidden is summed when chunks are gone."""
     a, w, n = shape.itemsize, shape.wide_itemsize, shape.num_tokens
-    rows, narrow = chunk_rows(n, v, shape.device), a < w
+    narrow = a < w
     chunk = rows * v * (a + (w if narrow else 0)) + rows * d * a + (v * d * a if narrow else 0)
     in_chunks = chunk + (n - shape.outer_tokens) * d * a + v * d * (w - a)
     summed = n * d * a + exchanged_bytes(shape, n * d * a) + v * d * (w - a)
