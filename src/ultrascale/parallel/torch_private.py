@@ -52,7 +52,7 @@ def missing() -> Iterator[str]:
         (state := FSDPState(), ("_state_ctx", "_root_post_backward_final_callback")),
         (getattr(state, "_state_ctx", None), ("all_states",)),
         (FSDPParamGroup, ("post_backward",)),
-        (FSDPParam, ("to_accumulated_grad_if_needed",)),
+        (FSDPParam, ("to_accumulated_grad_if_needed", "reset_sharded_param")),
     ]
     for owner, names in wanted:
         yield from (f"{type(owner).__name__} {name}" for name in names if not hasattr(owner, name))
@@ -87,9 +87,20 @@ def fsdp_buckets(module: nn.Module) -> list[Any]:
     before that it had one or none."""
     found: list[Any] = []
     for state in reversed(fsdp_state(module)._state_ctx.all_states):
-        several = hasattr(state, "_fsdp_param_groups")
-        found += reversed(state._fsdp_param_groups) if several else filter(None, [state._fsdp_param_group])
+        found += reversed(_buckets_of(state))
     return found
+
+
+def pad_shards(module: FSDPModule) -> None:
+    """Let FSDP2 pad the shards of one module, as it does before the first forward pass."""
+    for bucket in _buckets_of(fsdp_state(module)):
+        for parameter in bucket.fsdp_params:
+            parameter.reset_sharded_param()
+
+
+def _buckets_of(state: Any) -> list[Any]:
+    several = hasattr(state, "_fsdp_param_groups")
+    return list(state._fsdp_param_groups) if several else list(filter(None, [state._fsdp_param_group]))
 
 
 def end_backward(module: nn.Module) -> None:

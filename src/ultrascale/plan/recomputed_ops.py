@@ -40,5 +40,5 @@ def sent_again(layout: Layout, layer: int | None, ops: tuple[Op, ...]) -> list[O
     made_again = [op for op in run if op.again_kind in again.kinds]
     read = {name for op in made_again for name in op.reads}
     return [op for op in run if op in made_again or op.name == "mlp.expert_gather"
-            or any(item.axis == "cp" for item in op.collectives)
+            or op.kind == "router" or any(item.axis == "cp" for item in op.collectives)
             or ((op.kind == "gather" or op.makes_partial_sums) and op.makes[0].name in read)]  # fmt: skip

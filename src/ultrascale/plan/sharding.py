@@ -23,6 +23,8 @@ from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.tally import Tally
 from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import DTYPE_BYTES
+from ultrascale.spec.owners import chunk
+from ultrascale.spec.places import Coordinates
 from ultrascale.spec.stack import SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES
 from ultrascale.spec.weights import Weight, is_hidden_matrix
 
@@ -54,7 +56,14 @@ class Shards:
     """One rank's parameters and gradients as they come and go. One process's are whole."""
 
     def __init__(
-        self, ledger: Ledger, tally: Tally, buckets: list[Bucket], *, over_gloo: bool = False, has_experts: bool = False
+        self,
+        ledger: Ledger,
+        tally: Tally,
+        buckets: list[Bucket],
+        at: Coordinates,
+        *,
+        over_gloo: bool = False,
+        has_experts: bool = False,
     ):
         """`buckets` in the order in which they end in a forward pass, the one outside the blocks first.
 
@@ -65,7 +74,7 @@ class Shards:
         self.ledger, self.tally, self.layout, self.buckets = ledger, tally, layout, buckets
         experts_differ = has_experts and layout.tp * layout.ep * layout.expert_tp > 1
         self.sharded = layout.dp * layout.cp > 1 or (experts_differ and layout.expert_dp > 1)
-        self.ranks = layout.group("shard")[0]
+        self.ranks, self.at = layout.group("shard")[0], at
         self.casts_alone = not self.sharded and layout.precision != layout.master_dtype
         self.compute_itemsize = DTYPE_BYTES[layout.precision]
         self.master_itemsize = DTYPE_BYTES[layout.master_dtype]
@@ -91,20 +100,27 @@ class Shards:
         """Elements of a bucket once every weight's rows are padded to a multiple of the ranks."""
         return sum(_padded(weight, self.ranks_of(bucket)) for weight in bucket.weights)
 
-    def shard_elements(self, bucket: Bucket) -> int:
-        """Elements of the largest shard without padding: rank 0's."""
+    def own_elements(self, bucket: Bucket, weight: Weight) -> int:
+        """Elements of this rank's shard of a weight without padding: the last ranks may have fewer, or none."""
         ranks = self.ranks_of(bucket)
-        return sum(-(-w.shape[0] // ranks) * (w.numel // w.shape[0]) for w in bucket.weights)
+        own = self.at.dp * self.layout.cp + self.at.cp if bucket.ranks is None else self.at.expert_dp
+        return chunk(weight.shape[0], ranks, own % ranks).length * (weight.numel // weight.shape[0])
+
+    def shard_elements(self, bucket: Bucket) -> int:
+        """Elements of this rank's shard without padding."""
+        return sum(self.own_elements(bucket, weight) for weight in bucket.weights)
 
     def moment_bytes(self, bucket: Bucket, optimizer: str) -> int:
-        """Of the optimizer's state of the largest shard."""
-        ranks = self.ranks_of(bucket)
-        return sum(moment_bytes(weight, ranks, optimizer, self.master_itemsize) for weight in bucket.weights)
+        """Of the optimizer's state of this rank's shard."""
+        return sum(
+            moment_bytes(weight, self.own_elements(bucket, weight), optimizer, self.master_itemsize)
+            for weight in bucket.weights
+        )
 
     def update_bytes(self, optimizer: str, device: str) -> int:
         """What an update makes and drops, at most at once; of Muon's `plan.muon_update` tells."""
-        weights = [(weight, self.ranks_of(bucket)) for bucket in self.buckets for weight in bucket.weights]
-        largest = max((_rows(weight, ranks) for weight, ranks in weights if len(weight.shape) > 1), default=0)
+        matrices = [(bucket, weight) for bucket in self.buckets for weight in bucket.weights if len(weight.shape) > 1]
+        largest = max((self.own_elements(*one) for one in matrices), default=0)
         return WIDENED_BYTES.get(optimizer, 0) * min(largest, UPDATED_TOGETHER[device])
 
     def adds_in_place(self, bucket: Bucket, weight: Weight) -> bool:
@@ -316,9 +332,8 @@ class Shards:
             self.reduce_input = None
 
 
-def moment_bytes(weight: Weight, ranks: int, optimizer: str, master_itemsize: int) -> int:
-    """Of the optimizer's state of a weight cut over so many ranks, on the first: what our trainer keeps."""
-    elements = _rows(weight, ranks)
+def moment_bytes(weight: Weight, elements: int, optimizer: str, master_itemsize: int) -> int:
+    """Of the optimizer's state of so many elements, whole rows, of a weight: what our trainer keeps."""
     if optimizer == "muon" and is_hidden_matrix(weight):
         return elements * master_itemsize
     if len(weight.shape) == 1 or optimizer in ("adamw", "muon"):
@@ -327,11 +342,6 @@ def moment_bytes(weight: Weight, ranks: int, optimizer: str, master_itemsize: in
         return 2 * elements * 2
     blocks = elements // weight.shape[-1] * -(-weight.shape[-1] // SCALED_TOGETHER)
     return 2 * (elements + 4 * blocks)
-
-
-def _rows(weight: Weight, ranks: int) -> int:
-    """Elements of the rows that the first of so many ranks has."""
-    return -(-weight.shape[0] // ranks) * (weight.numel // weight.shape[0])
 
 
 def _padded(weight: Weight, ranks: int) -> int:

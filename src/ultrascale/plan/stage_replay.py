@@ -49,7 +49,9 @@ class StageReplay:
         self.ledger, self.tally, self.model, self.layout, self.shape, self.part = ledger, tally, model, layout, shape, part
         self.splits = splits
         work = self.work = StageWork(model, layout, shape, part, at)
-        self.shards = Shards(ledger, tally, work.buckets, over_gloo=shape.device == "cpu", has_experts=model.num_experts > 0)
+        self.shards = Shards(
+            ledger, tally, work.buckets, at, over_gloo=shape.device == "cpu", has_experts=model.num_experts > 0
+        )
         self.gradients = WeightGradients(ledger, work, self.shards, DTYPE_BYTES[layout.precision])
         self.under_way: dict[int, Under] = {}
         self.waiting: dict[int, list[Waits]] = {}

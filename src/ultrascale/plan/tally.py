@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ultrascale.spec.context_order import pairs_worked_on, ring_traffic
+from ultrascale.spec.context_order import gathered_traffic, pairs_worked_on, ring_traffic
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.ops import Collective, Op, Shape, When
 
@@ -96,7 +96,7 @@ class Tally:
     def _messages(self, op: Op, when: When) -> list[Message]:
         known = self._known.get((id(op), when))
         if known is None:
-            found = [self._message(item) for item in op.collectives if item.when == when]
+            found = [self._message(op, item) for item in op.collectives if item.when == when]
             known = self._known[id(op), when] = op, [one for one in found if one.way.size > 1 and one.num_bytes]
         return known[1]
 
@@ -123,8 +123,8 @@ class Tally:
         pairs = pairs_worked_on(length, places, self.cp_rank // heads, window)
         return flops * pairs // (scores.queries * scores.keys)
 
-    def _message(self, item: Collective) -> Message:
-        if item.axis == "cp":
+    def _message(self, op: Op, item: Collective) -> Message:
+        if item.axis == "cp" and op.kind != "router":
             return self._message_in_context(item)
         # Sums of experts' rows are an exchange and additions.
         kind = "all_to_all" if (item.axis, item.kind) == ("expert_tp", "reduce_scatter") else item.kind
@@ -136,10 +136,14 @@ class Tally:
         if item.kind == "all_to_all":
             leaving = item.num_bytes * (heads - 1) // heads if item.leaving_bytes is None else item.leaving_bytes
             return Message(Way("send", *group), item.num_messages * (heads - 1), leaving)
-        if not self.shape.rings or self.shape.documents:  # who needs keys of which documents is not known to a plan
+        uneven = not self.shape.rings and self.shape.at is not None and self.shape.sequence_length % places
+        if (
+            not self.shape.rings and not uneven
+        ) or self.shape.documents:  # who needs keys of which documents is not known to a plan
             kind, count = (item.kind, 1) if self.shape.device == "cuda" and not self.shape.rings else ("send", places - 1)
             return Message(Way(kind, *group), count, round(item.num_bytes * (places - 1) / places * item.sent_share))
-        sent = ring_traffic(self.shape.sequence_length, places, self.cp_rank // heads, item.window)
+        traffic = ring_traffic if self.shape.rings else gathered_traffic
+        sent = traffic(self.shape.sequence_length, places, self.cp_rank // heads, item.window)
         count, slots = sent.keys if item.kind == "all_gather" else sent.gradients
         return Message(Way("send", *group), count, item.num_bytes * slots // self.shape.sequence_length)
 

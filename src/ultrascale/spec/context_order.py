@@ -141,6 +141,15 @@ def ring_traffic(length: int, ring: int, place: int, window: int | None) -> Ring
 
 
 @lru_cache(maxsize=1024)
+def gathered_traffic(length: int, ring: int, place: int, window: int | None) -> RingTraffic:
+    """The same of places that are of different lengths and gather by messages (`parallel.context_gather`): all keys to each
+    other place, and back to each the gradients of those that this one worked on."""
+    needs, own = _needs(length, ring, window), num_slots(ring_order(length, ring)[place])
+    worked_on = [needs[(place + distance) % ring][distance] for distance in range(1, ring)]
+    return RingTraffic((ring - 1, (ring - 1) * own), _messages(worked_on))
+
+
+@lru_cache(maxsize=1024)
 def pairs_worked_on(length: int, ring: int, place: int, window: int | None) -> int:
     """Pairs of queries of `place` and keys that kernels are given, those included that a causal mask or a window hides."""
     order = ring_order(length, ring)

@@ -160,10 +160,22 @@ def _route(model: Model, shape: Shape, n: int) -> list[Op]:
         Op("mlp.router", "matmul", ("mlp_in",), (logits,), ("mlp_in",), weights, flops, 2 * flops, product=Product(m, x, d),
            scratch_bytes=wide, backward_scratch_bytes=wide),
         Op("mlp.choose", "router", ("router_logits",), (Activation("scores", m * k * shape.wide_itemsize), *kept),
-           tuple(one.name for one in kept), moved_bytes=4 * logits.num_bytes, backward_moved_bytes=4 * logits.num_bytes),
+           tuple(one.name for one in kept), moved_bytes=4 * logits.num_bytes, backward_moved_bytes=4 * logits.num_bytes,
+           collectives=_choices_gathered(model, shape)),
         Op("mlp.permute", "permute", ("mlp_in",), (permuted, rows), (rows.name,), moved_bytes=2 * permuted.num_bytes,
            backward_moved_bytes=2 * permuted.num_bytes),
     ]  # fmt: skip
+
+
+def _choices_gathered(model: Model, shape: Shape) -> tuple[Collective, ...]:
+    """With experts of limited capacity, who drops what is decided by whole sequences (`parallel.expert_sequences`): choices and
+    weights of their tokens go to all ranks that hold some."""
+    if model.expert_capacity_factor is None:
+        return ()
+    each = shape.micro_batch_size * 2 * model.num_experts_per_tok * shape.wide_itemsize
+    over_tp = [Collective("all_gather", "tp", each * shape.local_length, "forward")] if shape.cuts_sequence else []
+    over_cp = [Collective("all_gather", "cp", each * shape.sequence_length, "forward")] if shape.cp > 1 else []
+    return *over_tp, *over_cp
 
 
 def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) -> list[Op]:
@@ -207,12 +219,13 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
         scales: tuple[Collective, ...] = (),
     ) -> Op:  # fmt: skip
         flops = 2 * tokens * rows * columns
+        sums = 2 * local * tokens * rows if model.mlp_bias else 0  # of each expert's rows, for its bias: a product with ones
         suffixes = ("weight", "bias") if model.mlp_bias else ("weight",)
         names = tuple(f"mlp.experts.{one}_proj.{suffix}" for one in weights for suffix in suffixes)
         room, backward_room = fp8_room(shape, source, tokens, columns, rows, experts=local)
         return Op(
             f"mlp.experts.{name}_proj", "matmul", (source.read,), (Activation(make, tokens * rows * a),), source.saved, names,
-            flops, 2 * flops, scratch_bytes=room, backward_scratch_bytes=source.again_bytes + backward_room,
+            flops, 2 * flops + sums, scratch_bytes=room, backward_scratch_bytes=source.again_bytes + backward_room,
             product=Product(m, rows, columns, local),
             collectives=scales,
         )  # fmt: skip

@@ -121,20 +121,18 @@ def _once(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], in
     what delayed scales of fp8 follow from."""
     model, layout = run.model, run.layout
     itemsize, at = DTYPE_BYTES[layout.master_dtype], Coordinates.of(layout, rank)
-    shards = layout.group("shard")[0]
     shares: Counter[int] = Counter()
     for weight in _held(run, rank):
         held = place(weight, layout, at)
         if held.is_partial:
-            shares[held.copies] += -(-held.shape[0] // shards) * prod(held.shape[1:])
+            shares[held.copies] += prod(part_shape(weight, layout, rank))
     for copies, elements in shares.items():
         yield ("all_reduce", (copies, 1)), elements * itemsize
     yield ("all_reduce", (layout.world_size, 1)), NORM_BYTES
     yield ("all_reduce", (layout.world_size, 1)), num_slots(model, layout) * SLOT_BYTES
     if shares_embedding(model, layout) and at.pp in ends_of(layout):
         held = next(weight for weight in weights(model) if weight.name == TIED)
-        part = place(held, layout, at).shape
-        yield ("send", (layout.pp, layout.group("pp")[1])), -(-part[0] // shards) * part[1] * itemsize
+        yield ("send", (layout.pp, layout.group("pp")[1])), prod(part_shape(held, layout, rank)) * itemsize
 
 
 def _outside(model: Model, is_first: bool, is_last: bool) -> set[str]:

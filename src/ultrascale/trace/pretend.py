@@ -20,7 +20,13 @@ import torch.distributed as dist
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, HashStore
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group, _fsdp_state, _fully_shard
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
+    _fsdp_param,
+    _fsdp_param_group,
+    _fsdp_state,
+    _fully_shard,
+)
 from torch.distributed.tensor import debug
 from torch.nn import functional as F
 
@@ -78,11 +84,27 @@ def _replacements(kind: Kind, streams: Streams) -> Iterator[tuple[Any, str, Any]
     yield FakeWork, "is_completed", lambda work: True
     yield torch.accelerator, "current_stream", streams.current_stream
     yield _fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None
+    yield _fsdp_param.FSDPParam, "reset_sharded_param", _padding(_fsdp_param.FSDPParam.reset_sharded_param)
     yield torch_optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta", "cpu", "cuda"]
     yield apply, "initialise", lambda *given, **options: None
     yield F, "scaled_dot_product_attention", _attention_of[kind]
     if kind == "cuda":
         yield F, "rms_norm", _fused_rms_norm
+
+
+def _padding(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    """FSDP2's `reset_sharded_param`, which leaves shards on the meta device as long as they are: elsewhere it pads shorter ones
+    to the length of the first rank's."""
+
+    def padded(parameter: Any) -> None:
+        reset(parameter)
+        shard, size = parameter.sharded_param._local_tensor, parameter.padded_sharded_param_size
+        if shard.is_meta and shard.untyped_storage().nbytes() < size.numel() * shard.itemsize:
+            whole = shard.new_zeros(size)
+            parameter._sharded_param_data = whole.view(-1)
+            parameter.sharded_param._local_tensor = whole.narrow(0, 0, len(shard))
+
+    return padded
 
 
 def _join(rank: int, world: int) -> None:

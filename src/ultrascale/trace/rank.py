@@ -18,6 +18,8 @@ from torch import nn
 
 from ultrascale.data.loader import Sequences
 from ultrascale.kernels.device_kind import Kind
+from ultrascale.parallel.data import sharded_modules
+from ultrascale.parallel.torch_private import pad_shards
 from ultrascale.plan.memory import num_micro_batches
 from ultrascale.schedules.actions import Action
 from ultrascale.schedules.actions import Kind as ActionKind
@@ -105,6 +107,8 @@ def named_errors() -> Iterator[None]:
 def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
     """Let `recorder`, which is entered, see the next steps of `trainer`."""
     stages = nn.ModuleList(trainer.share.stages.values())
+    for module in sharded_modules(stages):  # now, not in the first forward pass: from then on they are the parameters' memory
+        pad_shards(module)
     recorder.watch(stages, trainer.optimizer, {one.parameter: one.name for one in trainer.share.held})
 
     def begin(phase: str, step: int) -> None:

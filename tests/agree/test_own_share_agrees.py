@@ -1,0 +1,83 @@
+"""What a plan says of a rank is that rank's share, where ranks divide neither sequence nor vocabulary nor widths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from agree.test_trace_agrees import EXPERTS, MODEL, Traced, compared
+from models.families import EXPERT_FAMILIES
+
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.model_presets import preset
+from ultrascale.spec.places import Coordinates
+from ultrascale.spec.run import Batch, Data, Run
+from ultrascale.spec.work import Shape
+
+SMALL = replace(MODEL, num_hidden_layers=1)
+CAPPED = replace(EXPERTS, num_hidden_layers=1, expert_capacity_factor=1.0)
+GPT2 = replace(preset("gpt2"), num_hidden_layers=1, dropout=0.0)
+GPT_OSS = replace(
+    EXPERT_FAMILIES["gpt-oss"], vocab_size=32_000, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+    max_position_embeddings=1024, moe_intermediate_size=1408,
+)  # fmt: skip
+
+
+def expect_agreement(model: Model, rank: int, length: int, **layout: object) -> None:
+    own = Layout(precision="bf16", **layout)  # pyright: ignore[reportArgumentType]
+    run = Run(model, layout=own, batch=Batch(length, 2 * own.dp), data=Data(document_mask=False))
+    _, wrong = compared(Traced(run, rank))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("method", ["ring", "all-gather", "all-to-all"])
+def test_an_odd_sequence_over_cp_gives_each_rank_its_own_work_and_messages(method, rank) -> None:
+    expect_agreement(SMALL, rank, 1023, cp=2, cp_method=method)
+
+
+def test_an_odd_sequence_is_cut_over_a_ring_then_heads_then_tp() -> None:
+    for rank in (0, 3, 5):
+        expect_agreement(SMALL, rank, 1021, tp=2, cp=4, cp_method="ring+all-to-all", cp_heads=2)
+
+
+def test_shares_of_one_sequence_add_up_to_it() -> None:
+    for method in ("ring", "all-to-all", "ring+all-to-all"):
+        layout = Layout(tp=2, cp=4, cp_method=method, cp_heads=2 if "+" in method else 1)
+        shapes = [
+            Shape(3, 1021, tp=2, cp=4, cp_method=method, cp_heads=layout.cp_heads, at=Coordinates.of(layout, rank))
+            for rank in range(8)
+        ]
+        assert sum(shape.outer_tokens for shape in shapes) == 3 * 1021
+        assert max(shape.local_length for shape in shapes) == 256
+        assert min(shape.local_length for shape in shapes) == 255
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_vocabulary_and_a_width_that_tp_does_not_divide(rank) -> None:
+    expect_agreement(replace(SMALL, vocab_size=32_001, intermediate_size=2817), rank, 1024, tp=2)
+
+
+def test_the_last_shards_of_a_copy_are_shorter_and_padded_alike() -> None:
+    for rank in (1, 7):
+        expect_agreement(GPT2, rank, 1023, tp=3, dp=3, zero_stage=2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_experts_of_either_rank_get_of_an_odd_number_of_tokens(rank) -> None:
+    expect_agreement(replace(CAPPED, expert_capacity_factor=None), rank, 1023, tp=2, ep=2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_choices_that_ranks_show_each_other_where_experts_have_a_capacity(recompute) -> None:
+    expect_agreement(CAPPED, 1, 1024, tp=2, cp=2, ep=2, recompute=recompute)
+
+
+def test_a_share_of_a_sequence_with_capacity_that_nothing_divides() -> None:
+    expect_agreement(CAPPED, 3, 1021, tp=2, cp=2, ep=4)
+
+
+def test_biases_of_experts_are_sums_that_a_product_makes() -> None:
+    expect_agreement(GPT_OSS, 1, 1024, tp=2, ep=2)
+    expect_agreement(GPT_OSS, 5, 1024, dp=16, ep=2, zero_stage=3)
