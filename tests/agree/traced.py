@@ -31,7 +31,7 @@ def really(rank: int, run: Run, steps: int) -> RankTrace:
     ranks = Ranks(rank, world, torch.device("cpu"), dist.group.WORLD if world > 1 else None)
     recorder = Recorder(trace, is_real=True)
     with recorder:
-        trainer = Trainer(run, ranks, EmptySequences(run.batch.sequence_length))  # pyright: ignore[reportArgumentType]
+        trainer = Trainer(run, ranks, EmptySequences(run.batch.sequence_length, cp=run.layout.cp))  # pyright: ignore[reportArgumentType]
         record_steps(trainer, recorder, steps)
     return trace
 

@@ -162,7 +162,7 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
         micro_batch_size=int(table.micro_batch_size[row]),
         sequence_length=workload.sequence_length,
         precision=PRECISIONS[table.precision[row]],
-        documents=workload.documents,
+        documents=workload.documents and not (workload.stack.kernels.own_fp8 and table.cp[row] > 1),  # `plan.memory.rank_shape`
         device="cuda",
         tp=int(table.tp[row]),
         sequence_parallel=bool(table.sequence_parallel[row]) and int(table.tp[row]) > 1,

@@ -109,7 +109,7 @@ def plan_memory(
     parts = stage_parts(model, layout, sequence_length, at)
     splits = any(part.kind is Kind.INPUT_GRADIENT for row in orders.schedule for action in row for part in action.parts)
     stages = {number: StageReplay(ledger, tally, model, part, at, splits=splits) for number, part in parts.items()}
-    ledger.take("other", "batch", count * _batch_bytes(model, layout, shape))
+    ledger.take("other", "batch", count * _batch_bytes(model, layout, shape, documents=documents))
     ledger.take(
         "other", "history of fp8", fp8_history_bytes(model, layout, [n for part in parts.values() for n in part.layers])
     )
@@ -158,11 +158,14 @@ def plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPla
 def rank_shape(
     layout: Layout, sequence_length: int, *, documents: bool, device: Literal["cpu", "cuda"], at: Coordinates | None = None
 ) -> Shape:
-    """One micro-batch of our trainer on one rank: on that at `at`, or as `Shape.at` says without."""
+    """One micro-batch of our trainer on one rank: on that at `at`, or as `Shape.at` says without.
+
+    Over cp a sequence is taken for one document, whatever `documents`: the most that attention can have to do and to send.
+    """
     if at is not None:  # what else it stands for changes no shape
         at = at._replace(pp=0, dp=0, expert_dp=0)
     return Shape(
-        layout.micro_batch_size, sequence_length, layout.precision, documents, device, tp=layout.tp,
+        layout.micro_batch_size, sequence_length, layout.precision, documents and layout.cp == 1, device, tp=layout.tp,
         sequence_parallel=layout.sequence_parallel, cp=layout.cp, cp_method=layout.cp_method, cp_heads=layout.cp_heads,
         ep=layout.ep, expert_tp=layout.expert_tp, mlp_chunks=layout.mlp_chunks,
         partition_checkpoints=layout.partition_checkpoints, at=at, fp8_scaling=layout.fp8_scaling,
@@ -223,14 +226,14 @@ def muon_matrices(model: Model, parts: Mapping[int, Part]) -> list[Weight]:
     return [weight for weight in weights(model) if weight.layer in layers and is_hidden_matrix(weight)]
 
 
-def _batch_bytes(model: Model, layout: Layout, shape: Shape) -> int:
+def _batch_bytes(model: Model, layout: Layout, shape: Shape, *, documents: bool) -> int:
     """Of one micro-batch: tokens, targets, positions wherever the trainer gives them, documents of the whole sequences, keys of
     dropout."""
     token = shape.micro_batch_size * INDEX_BYTES
     local, whole = token * shape.local_length, token * shape.sequence_length
-    given = shape.documents or layout.cp > 1
+    given = documents or layout.cp > 1
     alike = 0 if given or layout.world_size == layout.dp else shape.local_length * INDEX_BYTES  # one row for all sequences
-    return (3 if model.dropout else 2) * local + (local if given else alike) + (whole if shape.documents else 0)
+    return (3 if model.dropout else 2) * local + (local if given else alike) + (whole if documents else 0)
 
 
 class _Orders(NamedTuple):

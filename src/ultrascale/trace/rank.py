@@ -41,23 +41,30 @@ ALLOCATION = {"cpu": 1, "cuda": 512}
 
 
 class EmptySequences:
-    """A loader of token 0. With documents there are two in each sequence, of the same length."""
+    """A loader of token 0. With documents there are two in each sequence, of the same length; where cp cuts sequences one, which
+    is the most that attention can have to do and to send, and what a plan takes."""
 
-    def __init__(self, sequence_length: int):
-        self.length = sequence_length
+    def __init__(self, sequence_length: int, *, cp: int = 1):
+        self.length, self.documents = sequence_length, documents_of(cp)
 
     def read(self, numbers: range) -> Sequences:
         """As many sequences as there are numbers."""
         shape = (len(numbers), self.length)
-        half = max(1, self.length // 2)
-        ids = np.broadcast_to(np.minimum(np.arange(self.length) // half, 1), shape).astype(np.int64)
-        positions = np.broadcast_to(np.arange(self.length) - np.minimum(np.arange(self.length) // half, 1) * half, shape)
+        each, places = max(1, self.length // self.documents), np.arange(self.length)
+        numbers_in = np.minimum(places // each, self.documents - 1)
+        ids = np.broadcast_to(numbers_in, shape).astype(np.int64)
+        positions = np.broadcast_to(places - numbers_in * each, shape)
         return Sequences(
             np.zeros(shape, np.int64), np.zeros(shape, np.int64), positions.astype(np.int64), ids, np.asarray(numbers)
         )
 
     def fingerprint(self) -> str:
         return "empty"
+
+
+def documents_of(cp: int) -> int:
+    """In each sequence, if documents are told apart."""
+    return 1 if cp > 1 else 2
 
 
 def trace_rank(
@@ -75,10 +82,12 @@ def trace_rank(
     run = replace(run, compile=False, log=replace(run.log, gradient_noise_scale=False))
     trace = RankTrace(run.model, run.layout, rank, device, round_to=round_to or ALLOCATION[device])
     trace.micro_batches = (traced, count)
+    if run.data.document_mask:
+        trace.documents = "one document" if documents_of(run.layout.cp) == 1 else "two documents"
     with pretended_rank(rank, run.layout.world_size, device) as (ranks, streams), balanced_routing():
         recorder = Recorder(trace, stream_name=lambda: streams.current.name)
         with recorder, named_errors():
-            trainer = Trainer(run, ranks, EmptySequences(run.batch.sequence_length))  # pyright: ignore[reportArgumentType]
+            trainer = Trainer(run, ranks, EmptySequences(run.batch.sequence_length, cp=run.layout.cp))  # pyright: ignore[reportArgumentType]
             record_steps(trainer, recorder, steps)
     return trace
 

@@ -91,6 +91,8 @@ class RankTrace:
     """Bytes of which a storage takes a multiple: 512 in CUDA's allocator."""
     micro_batches: tuple[int, int] = (0, 0)
     """Of a step: traced, and in truth."""
+    documents: str = ""
+    """How many are taken to be in each sequence, in words; empty where they are not told apart."""
 
     def totals(self) -> list[int]:
         """Live bytes after each change."""

@@ -27,7 +27,8 @@ def show_trace(
         f"[bold]{trace.model.name or trace.model.model_type}[/bold], rank {trace.rank} of {layout.world_size} as on "
         f"{trace.device}: step {step}, {count} micro-batches"
         + ("" if seen == count else f", of which {seen} are traced (those between are alike)")
-        + ("; experts are chosen equally often" if trace.model.num_experts else ""),
+        + ("; experts are chosen equally often" if trace.model.num_experts else "")
+        + (f"; {trace.documents} in each sequence" if trace.documents else ""),
         soft_wrap=True,
     )
     mark = next((m for m in reversed(trace.marks) if m.tick <= trace.changes[trace.peak_at(step)][0]), None)
