@@ -41,8 +41,8 @@ ALLOCATION = {"cpu": 1, "cuda": 512}
 
 
 class EmptySequences:
-    """A loader of token 0. With documents there are two in each sequence, of the same length; where cp cuts sequences one, which
-    is the most that attention can have to do and to send, and what a plan takes."""
+    """A loader of token 0. With documents there are two in each sequence, of the same length; where cp cuts sequences one,
+    which is the most that attention can have to do and to send, and what a plan takes."""
 
     def __init__(self, sequence_length: int, *, cp: int = 1):
         self.length, self.documents = sequence_length, documents_of(cp)
