@@ -11,7 +11,6 @@ import torch
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError
-from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Batch, Data, Run
 from ultrascale.train.fit import _stage_plans, expect_fits, stage_peaks
 from ultrascale.train.out_of_memory import Measured, out_of_memory
@@ -51,7 +50,6 @@ def test_of_compiled_blocks_what_no_compiler_makes_smaller_is_refused() -> None:
 @pytest.mark.catalogue(15)
 def test_an_out_of_memory_compares_what_was_measured_planned_and_traced(tmp_path: Path) -> None:
     run = Run(preset("tiny-llama"), layout=Layout(dp=2, precision="bf16"), batch=Batch(128, 4), data=Data(document_mask=False))
-    (tmp_path / "run.toml").write_text(to_toml(run))
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nand more")
     told = str(out_of_memory(run, 1, Measured(3 * GIB, 4 * GIB), tmp_path / "run.toml", error)).splitlines()
     assert told[0] == "rank 1 ran out of memory (CUDA out of memory. Tried to allocate 2 GiB.)"

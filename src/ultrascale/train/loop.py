@@ -42,7 +42,7 @@ from ultrascale.train.evaluate import evaluate
 from ultrascale.train.export import export_checkpoint, keep_tokenizer
 from ultrascale.train.fit import expect_fits
 from ultrascale.train.metrics import Metrics, Row, console_line, expect_trackers
-from ultrascale.train.out_of_memory import measured_here, out_of_memory
+from ultrascale.train.out_of_memory import explained_out_of_memory
 from ultrascale.train.performance import Performance
 from ultrascale.train.resume import changes_since, facts_of, restore_newest, tensors_of
 from ultrascale.train.run_folder import RunFolder, environment
@@ -102,7 +102,8 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
         if ranks.is_first:
             check_writable(folder.checkpoints)
         ranks.barrier()
-        session = Session.start(run, ranks, allow_changes=allow_changes, kernels=chosen.forms)
+        with explained_out_of_memory(run, ranks.rank, folder.path / "run.toml"):
+            session = Session.start(run, ranks, allow_changes=allow_changes, kernels=chosen.forms)
         for line in (*deterministic_line(run), *chosen.lines, *([] if fits is None else [fits])):
             session.metrics.line(line)
         leaving.callback(session.saves.saver.close)
@@ -112,10 +113,8 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
             session.metrics.line(f"already has {done} steps, steps = {run.steps}: nothing to do")
             return Outcome(done, False, None)
         with on_stop_signal(session.trainer.request_stop):
-            try:
+            with explained_out_of_memory(run, ranks.rank, folder.path / "run.toml"):
                 outcome = session.steps()
-            except torch.OutOfMemoryError as error:
-                raise out_of_memory(run, ranks.rank, measured_here(), folder.path / "run.toml", error) from error
             session.finish(outcome)
     if run.checkpoint.export and session.ranks.is_first and not outcome.stopped:
         # After the ranks have parted: writing a large model takes longer than the others would wait for.

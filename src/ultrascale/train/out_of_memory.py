@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ultrascale import heartbeat
 from ultrascale.plan.memory import is_replayed, plan_memory
+from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_bytes
 
 TRACE_SECONDS = 180.0
 """A trace takes some ten seconds; nobody should wait longer for an error."""
+PATIENCE_SHARE = 2 / 3
+"""Of the time after which ranks that wait for this one take it for hanging; the rest is for the error to be told."""
 
 
 class OutOfDeviceMemory(RuntimeError):
@@ -29,13 +36,22 @@ class Measured(NamedTuple):
     reserved: int
 
 
+@contextmanager
+def explained_out_of_memory(run: Run, rank: int, run_file: Path) -> Iterator[None]:
+    """While inside, torch's error becomes one that compares. `run_file`: where the run is written as it was resolved."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(run, rank, measured_here(), run_file, error) from error
+
+
 def measured_here() -> Measured:
     """On this rank's CUDA device."""
     return Measured(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
 def out_of_memory(run: Run, rank: int, measured: Measured, run_file: Path, error: BaseException) -> OutOfDeviceMemory:
-    """The error to raise in place of torch's. `run_file`: the run as it was resolved."""
+    """The error to raise in place of torch's. `run_file`: where the run is written as it was resolved."""
     planned = "not planned"
     if is_replayed(run.model, run.layout):
         peak = plan_memory(
@@ -49,16 +65,22 @@ def out_of_memory(run: Run, rank: int, measured: Measured, run_file: Path, error
         f"rank {rank} ran out of memory ({str(error).strip().splitlines()[0]})\n"
         f"  measured  {allocated} allocated, {reserved} reserved, until it failed\n"
         f"  planned   {planned}\n"
-        f"  traced    {_traced(run_file, rank)}\n"
+        f"  traced    {_traced(run, rank)}\n"
         f"`ultrascale trace {run_file} --rank {rank} --explain-oom` says what fills it and what to change."
     )
 
 
-def _traced(run_file: Path, rank: int) -> str:
+def _traced(run: Run, rank: int) -> str:
     """In a process of its own: this one is a rank of a run."""
-    words = [sys.executable, "-m", "ultrascale", "trace", str(run_file), "--rank", str(rank), "--device", "cuda", "--json"]
+    patience = run.faults.hang_seconds
+    seconds = TRACE_SECONDS if patience is None else min(TRACE_SECONDS, PATIENCE_SHARE * patience)
+    heartbeat.beat("tracing, after it ran out of memory", extra_seconds=seconds)
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TRACE_SECONDS, check=True)
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as described:  # the run's folder may not have it yet
+            described.write(to_toml(run))
+            described.flush()
+            words = [sys.executable, "-m", "ultrascale", "trace", described.name, "--rank", str(rank), "--device", "cuda"]
+            done = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=seconds, check=True)
         found = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as failure:
         return f"no: {type(failure).__name__}"

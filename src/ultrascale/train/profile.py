@@ -51,7 +51,7 @@ from ultrascale.train.chosen_recompute import choose_recomputation
 from ultrascale.train.corpora import build_loader, with_absolute_paths
 from ultrascale.train.deterministic import deterministic
 from ultrascale.train.loop import cluster_of, memory_bytes
-from ultrascale.train.out_of_memory import measured_here, out_of_memory
+from ultrascale.train.out_of_memory import explained_out_of_memory
 from ultrascale.train.run_folder import RunFolder, environment
 from ultrascale.train.trainer import Trainer
 
@@ -82,10 +82,8 @@ def profile_run(
         run = chosen.run
         run = choose_recomputation(run, ranks, RunFolder(folder), cluster, memory_bytes(run, ranks.device))
         trace = folder / f"rank-{ranks.rank}.json.gz"
-        try:
+        with explained_out_of_memory(run, ranks.rank, folder / "run.toml"):
             unprofiled = _steps(run, ranks, first, last, trace, chosen.forms)
-        except torch.OutOfMemoryError as error:
-            raise out_of_memory(run, ranks.rank, measured_here(), folder / "run.toml", error) from error
         report = _report(run, ranks, trace, list(range(first, last + 1)), unprofiled)
         if report is not None:
             write_report(report, folder, pictures=pictures)
