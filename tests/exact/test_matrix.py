@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ultrascale.check import matrix
 from ultrascale.check.compare import Difference, Verdict
 from ultrascale.check.matrix import Cell, Outcome, cells, prove_cells
-from ultrascale.check.support import to_markdown
+from ultrascale.check.small import MOST_PROCESSES
+from ultrascale.check.support import command, to_markdown
 
+DOCS = Path(__file__).parents[2] / "docs"
 WHOLE = ("Axes, two by two", "Odd numbers")
 EVERY = 4
 """Of the other tables one combination in so many, row by row another one."""
@@ -67,7 +70,19 @@ def test_the_page_says_what_each_combination_is_and_why_some_are_refused():
             Outcome(replace(cell, row="b", column="y"), None),
         ],
         2,
+        6,
     )
+    assert f"Written by `{command(2, 6)}`; do not edit. 4" in page
     assert "4 combinations: 1 proven, 1 refused, 1 untried, 1 DIFFERS." in page
     assert "| a | proven | **DIFFERS** |\n| b | refused (1) | untried |" in page
     assert "1. refused: layout.pp is odd" in page
+
+
+def test_the_committed_page_is_of_the_command_that_the_documentation_gives_and_of_the_programs_own_reasons():
+    page, proving = ((DOCS / name).read_text() for name in ("support.md", "proving.md"))
+    written = command(5, MOST_PROCESSES)
+    assert f"Written by `{written}`" in page and "5 steps, documents" in page and f"\n{written}\n" in proving
+    found = cells()
+    reasons = {cell.refused for cell in found if cell.refused}
+    assert f" {len(found)} combinations: " in page
+    assert {line.partition(". refused: ")[2] for line in page.splitlines() if ". refused: " in line} == reasons

@@ -45,7 +45,7 @@ CUT_MOST = Layout(tp=2, pp=2, schedule="zb-v", virtual_stages=2, ep=2)
 MODELS = {sparse: made_small(PRESETS["tiny-mixtral" if sparse else "tiny-llama"], CUT_MOST) for sparse in (False, True)}
 
 
-def case_of(axes: str, precision: str, fault: str | None = None) -> Case:
+def case_of(axes: str, precision: Any, fault: str | None = None) -> Case:
     """Two steps of two micro-batches or more, of packed documents, with clipping that bites and large updates."""
     layout = Layout(precision=precision, micro_batch_size=2, **AXES[axes])
     run = Run(

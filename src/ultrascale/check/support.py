@@ -7,17 +7,22 @@ from collections import Counter
 from ultrascale.check.matrix import Outcome
 from ultrascale.check.prove import TOLERANCE
 
+PAGE = "docs/support.md"
 MARKS = {"proven": "proven", "refused": "refused", "untried": "untried", "DIFFERS": "**DIFFERS**"}
 
 
-def to_markdown(outcomes: list[Outcome], steps: int) -> str:
-    """The page `docs/support.md`."""
+def command(steps: int, processes: int) -> str:
+    """What writes the page: with fewer steps or processes it would say less."""
+    return f"ultrascale check --matrix --processes {processes} --steps {steps} --markdown {PAGE}"
+
+
+def to_markdown(outcomes: list[Outcome], steps: int, processes: int) -> str:
+    """The page `docs/support.md`, of combinations of at most `processes` processes."""
     counts = Counter(outcome.state for outcome in outcomes)
     told = ", ".join(f"{counts[state]} {state}" for state in MARKS if counts[state])
     parts = [
         "# What is supported, and proven",
-        "Written by `ultrascale check --matrix --markdown docs/support.md`; do not edit. "
-        f"{len(outcomes)} combinations: {told}.",
+        f"Written by `{command(steps, processes)}`; do not edit. {len(outcomes)} combinations: {told}.",
         f"*Proven*: N processes compute what one does, in float64 to {TOLERANCE:.0e}: loss, gradient norm, every gradient, "
         "updated weights and both moments, loads and biases of experts; and what several ranks hold is the same bits. "
         f"{steps} steps, documents of uneven length, no sequence length that ranks divide. See [how](proving.md).",

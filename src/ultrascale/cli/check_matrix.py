@@ -26,7 +26,7 @@ def prove_matrix(processes: int | None, steps: int, *, markdown: str | None, as_
     count = sum(not cell.refused and cell.run.layout.world_size <= most for cell in todo)
     outcomes = prove_cells(todo, processes=most, steps=steps, on_verdict=_bar(count))
     if markdown is not None:
-        Path(markdown).write_text(to_markdown(outcomes, steps))
+        Path(markdown).write_text(to_markdown(outcomes, steps, most))
     wrong = [outcome for outcome in outcomes if outcome.state == "DIFFERS"]
     if as_json:
         rows = [

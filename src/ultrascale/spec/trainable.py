@@ -27,7 +27,7 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
         rule = "the trainer cuts a block's input over tp or sends it to the host so far, not both"
         found.append(Problem("layout.partition_checkpoints", rule, _remedy("offload_activations alone")))
     if layout.pp > 1 and layout.schedule == _TWO_COPIES:
-        rule = "the trainer keeps one copy of every stage so far, and dualpipe needs two"
+        rule = "is dualpipe, with every block on two ranks of a pipeline: copies are dp's, a pipeline holds each once"
         found.append(Problem("layout.schedule", rule, _remedy("dualpipe-v, the same order of passes with one copy")))
     if layout.precision == "fp8":
         found += _unready_for_fp8(layout)
