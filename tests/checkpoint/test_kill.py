@@ -1,6 +1,7 @@
 """SIGKILL at every named point of saving, publishing, pruning and loading: what is found afterwards is whole.
 
-`survives` is the claim; the last tests plant bugs into publishing and pruning and require it to fail.
+`survives`, `prunes_safely` and `loads_a_whole_one` are the claims; the last tests plant bugs into publishing, pruning and
+loading, and require them to fail.
 """
 
 import re
@@ -12,7 +13,7 @@ import torch
 from ranks import run_ranks
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import folders, saving
+from ultrascale.checkpoint import folders, loading, saver, saving
 from ultrascale.failpoints import VARIABLE, failpoint
 
 SAVING = ["save.start", "save.folder", "save.block", "save.shard", "save.shards", "save.manifest"]
@@ -67,6 +68,45 @@ def save_and_prune(rank: int, root: Path) -> None:
             saver.save(step, state(step), {"version": step})
 
 
+def prune_the_newest_first(rank: int, root: Path) -> None:
+    """The planted bug: what goes is the wrong end of the list."""
+
+    def prune(self: saver.Saver, step: int, newest: Path) -> None:
+        found = self._ranks.on_rank_0("listing checkpoints", lambda: self._listed(up_to=step))
+        if len(found) > self.keep:
+            self._ranks.on_rank_0("removing old checkpoints", lambda: saver.discard(self.root / found[0][1]))
+
+    saver.Saver._prune = prune
+    save_and_prune(rank, root)
+
+
+def prune_in_place(rank: int, root: Path) -> None:
+    """The planted bug: a checkpoint that is being removed keeps its name."""
+
+    def careless_discard(folder: Path) -> None:
+        for path in sorted(folder.iterdir(), key=lambda path: path.suffix != ".safetensors"):
+            path.unlink()
+            failpoint("discard.renamed")
+        folder.rmdir()
+
+    saver.discard = careless_discard
+    save_and_prune(rank, root)
+
+
+def load_newest(rank: int, root: Path) -> list[float]:
+    """All numbers that the newest checkpoint has, after the search has read it."""
+    targets, folder = state(0), checkpoint.newest_valid(root)
+    assert folder is not None
+    checkpoint.load(folder, targets, verified=True)
+    return sorted({number for tensor in targets.values() for number in tensor.flatten().tolist()})
+
+
+def load_without_checksums(rank: int, root: Path) -> list[float]:
+    """The planted bug: whatever is as long as it should be is loaded."""
+    loading.verify_shard = lambda folder, file, shard, save_id: None
+    return load_newest(rank, root)
+
+
 def load_version(rank: int, folder: Path) -> float:
     targets = state(0)
     checkpoint.load(folder, targets)
@@ -89,6 +129,25 @@ def survives(point: str, rank: int, root: Path, save_over, *, step: int) -> bool
         return version_of(checkpoint.newest_valid(root)) in (1, 2)
     except AssertionError:
         return False
+
+
+def prunes_safely(point: str, hit: int, root: Path, work) -> bool:
+    """Whether the newest whole checkpoint is found after a kill in the `hit`-th removal, and nothing half removed."""
+    kill_at(point, 0, hit, work, root)
+    found = checkpoint.search(root)
+    return found.folder is not None and version_of(found.folder) == hit + 1 and found.rejected == ()
+
+
+def loads_a_whole_one(point: str, root: Path, work) -> bool:
+    """Whether version 1 is what is loaded where a bit of version 2 is flipped, after a kill while loading."""
+    for version in (1, 2):
+        run_ranks(2, save_version, root, version, version)
+    shard = sorted((root / "step-00000002").glob("*.safetensors"))[0]
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    kill_at(point, 0, 1, work, root)
+    return run_ranks(2, work, root) == [[1.0]] * 2
 
 
 def test_every_named_point_is_killed_at_here():
@@ -131,10 +190,7 @@ def test_after_a_kill_the_next_run_goes_on_and_leaves_no_litter(tmp_path, point)
 @pytest.mark.parametrize("hit", [1, 2])
 @pytest.mark.parametrize("point", ["discard.before", "discard.renamed", "discard.removed"])
 def test_a_kill_while_pruning_leaves_the_newest_and_nothing_half_removed_is_found(tmp_path, point, hit):
-    kill_at(point, 0, hit, save_and_prune, tmp_path)
-    found = checkpoint.search(tmp_path)
-    assert version_of(found.folder) == hit + 1
-    assert found.rejected == ()
+    assert prunes_safely(point, hit, tmp_path, save_and_prune)
     run_ranks(2, save_and_prune, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
@@ -152,6 +208,22 @@ def test_a_kill_while_loading_leaves_the_checkpoint_as_it_was(tmp_path, point, r
     other = outcomes[1 - rank]
     assert other.kind == "LostContactError" if kill_before_other_ends else other == 1.0
     assert run_ranks(2, load_version, tmp_path / "step-00000001") == [1.0, 1.0]
+
+
+@pytest.mark.catalogue(5, 27)
+def test_after_a_kill_while_loading_damage_is_still_passed_over(tmp_path):
+    assert loads_a_whole_one("load.verified", tmp_path, load_newest)
+
+
+@pytest.mark.catalogue(38)
+@pytest.mark.parametrize("bug", [prune_the_newest_first, prune_in_place])
+def test_control_a_planted_bug_in_pruning_is_caught(tmp_path, bug):
+    assert not prunes_safely("discard.renamed", 1, tmp_path, bug)
+
+
+@pytest.mark.catalogue(27)
+def test_control_a_planted_bug_in_loading_is_caught(tmp_path):
+    assert not loads_a_whole_one("load.verified", tmp_path, load_without_checksums)
 
 
 @pytest.mark.catalogue(1)
