@@ -14,10 +14,10 @@ from train.small_runs import make_corpus, small_run, state, train_here
 
 from ultrascale.checkpoint import Slice, save
 from ultrascale.cli.main import main
-from ultrascale.cli.soak import to_json
+from ultrascale.cli.soak import table, to_json
 from ultrascale.launch.restarts import Account
 from ultrascale.soak.storm import KINDS, ON_RANK_0, Planted, draw, fire, fired
-from ultrascale.soak.story import Outcome, same_state, soak, strikes_of
+from ultrascale.soak.story import Outcome, same_bits, same_state, soak, strikes_of
 from ultrascale.spec.run import Run
 
 
@@ -87,6 +87,34 @@ def test_control_one_bit_of_one_moment_is_seen_in_the_comparison_with_the_calm(t
     assert same_state(*runs)
     spoil(runs[0])
     assert not same_state(*runs)
+
+
+def test_bits_are_compared_and_not_values():
+    zero, nan = torch.zeros(3), torch.full((3,), float("nan"))
+    assert torch.equal(zero, -zero) and not same_bits(zero, -zero)
+    assert same_bits(nan, nan.clone()) and same_bits(zero, zero.clone()) and not same_bits(zero, zero.to(torch.int32))
+    assert same_bits(torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(1.5, dtype=torch.bfloat16))
+
+
+def test_a_fault_without_effect_does_not_count_as_survived_by_the_restart_after_the_next():
+    events = [
+        event(0.0, "start", 0),
+        event(1.0, "stepped", 1),
+        event(9.0, "failure", 17, cause="rank 1 was ended by SIGKILL"),
+        event(12.0, "start", 10),
+        event(13.0, "stepped", 11),
+    ]
+    idle, kill = Planted(0, "stop", 12, 1, "forward"), Planted(1, "kill", 17, 1, "forward")
+    first, second = strikes_of([(idle, 5.0), (kill, 8.0)], events)
+    assert (first.had_effect, first.is_survived, first.recover_seconds) == (False, False, None)
+    assert (second.is_survived, second.recover_seconds) == (True, 5.0)
+    outcome = Outcome([first, second], 20, True, True, Account(), 20.0)
+    assert outcome.holds
+    assert {kind: (one["survived"], one["without_effect"]) for kind, one in to_json(outcome)["kinds"].items()} == {
+        "kill": (1, 0),
+        "stop": (0, 1),
+    }
+    assert "1 of 2 faults survived, 1 without effect, in 20 s and 20 steps" in table(outcome)
 
 
 def spoil(run: Run) -> None:

@@ -73,8 +73,11 @@ def table(outcome: Outcome) -> list[str]:
     rows = [head, *(_row(kind, some) for kind, some in sorted(_by_kind(outcome).items()))]
     widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    account, survived = outcome.account, sum(one.recover_seconds is not None for one in outcome.strikes)
-    lines.append(f"{survived} of {len(outcome.strikes)} faults survived in {outcome.seconds:.0f} s and {outcome.steps} steps")
+    account, survived = outcome.account, sum(one.is_survived for one in outcome.strikes)
+    idle = sum(not one.had_effect for one in outcome.strikes)
+    none = f", {idle} without effect," if idle else ""
+    struck = len(outcome.strikes)
+    lines.append(f"{survived} of {struck} faults survived{none} in {outcome.seconds:.0f} s and {outcome.steps} steps")
     lines.append(f"steps done again {account.steps_lost}, goodput {told_goodput(account)}")
     same = ("the same bits", "DIFFERENT")
     lines.append(f"losses, norms: {same[not outcome.equal_losses]}; weights, moments: {same[not outcome.equal_state]}")
@@ -85,7 +88,8 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
     """The same for machines."""
     kinds = {
         kind: {
-            "row": row, "struck": len(some), "survived": sum(one.recover_seconds is not None for one in some),
+            "row": row, "struck": len(some), "survived": sum(one.is_survived for one in some),
+            "without_effect": sum(not one.had_effect for one in some),
             "detect_seconds": _spread([one.detect_seconds for one in some]),
             "recover_seconds": _spread([one.recover_seconds for one in some]),
             "steps_lost": _spread([float(one.steps_lost) for one in some]),
@@ -115,7 +119,7 @@ def _by_kind(outcome: Outcome) -> dict[str, list[Strike]]:
 
 
 def _row(kind: str, strikes: list[Strike]) -> tuple[str, ...]:
-    survived = sum(one.recover_seconds is not None for one in strikes)
+    survived = sum(one.is_survived for one in strikes)
     seconds = [_words(_spread([getattr(one, name) for one in strikes])) for name in ("detect_seconds", "recover_seconds")]
     lost = _spread([float(one.steps_lost) for one in strikes])
     by = ", ".join(sorted({one.detected_by for one in strikes}))

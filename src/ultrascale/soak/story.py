@@ -42,6 +42,7 @@ HANG_SECONDS = 4.0
 DIGEST_STEPS = 5
 STOP_SECONDS = 180.0
 MARK = ".soak"
+WITHOUT_EFFECT = "nobody: without effect"
 
 
 class SoakError(RuntimeError):
@@ -59,6 +60,13 @@ class Strike:
     recover_seconds: float | None
     """To the end of the next step."""
     steps_lost: int
+    had_effect: bool = True
+    """False: the run went on to the next fault as if nothing had been, and there was nothing to survive."""
+
+    @property
+    def is_survived(self) -> bool:
+        """Whether it did something, and the run came back from it."""
+        return self.had_effect and self.recover_seconds is not None
 
 
 @dataclass(frozen=True)
@@ -74,8 +82,8 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether every fault was survived and nothing differs."""
-        return self.equal_losses and self.equal_state and all(one.recover_seconds is not None for one in self.strikes)
+        """Whether every fault that had an effect was survived, and nothing differs."""
+        return self.equal_losses and self.equal_state and all(one.is_survived or not one.had_effect for one in self.strikes)
 
 
 def soak(
@@ -226,6 +234,10 @@ def strikes_of(struck: list[tuple[Planted, float]], events: list[dict[str, Any]]
     found = []
     for (fault, when), end in zip(struck, ends, strict=True):
         after = [event for event in events if event["time"] >= when]
+        answers = [e for e in after if e["event"] in ("failure", "stop", "rewind", "start") and e["time"] < end]
+        if not answers and end < float("inf"):
+            found.append(Strike(fault, when, WITHOUT_EFFECT, None, None, 0, had_effect=False))
+            continue
         failure = next((e for e in after if e["event"] in ("failure", "stop", "rewind") and e["time"] < end), None)
         start = next((e for e in after if e["event"] in ("start", "rewind")), None)
         resumed = 0 if start is None else start.get("to", start["step"])
@@ -265,7 +277,15 @@ def same_state(one: Run, other: Run) -> bool:
     found = [newest_valid(RunFolder.of(run).checkpoints) for run in (one, other)]
     assert found[0] is not None and found[1] is not None
     left, right = (load_full(folder)[0] for folder in found if folder is not None)
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(same_bits(left[name], right[name]) for name in left)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits. To `torch.equal` -0.0 is 0.0, and no NaN is itself."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    left, right = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other))
+    return torch.equal(left, right)
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
