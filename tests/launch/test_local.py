@@ -290,3 +290,30 @@ def test_a_rank_that_ended_by_a_signal_is_told_before_those_that_missed_it(tmp_p
     told = {"rank": 0, "lost_contact": False, "text": "ValueError: no"}
     (tmp_path / "0.cause").write_text(json.dumps(told))
     assert local._failed(Error(), tmp_path / "failure.json", tmp_path).reason == "rank 0 failed: ValueError: no"
+
+
+@pytest.mark.catalogue(8, 9)
+@pytest.mark.parametrize(
+    "max_restarts, words",
+    [
+        (1, "1 restarts since the last new checkpoint: no more are allowed (--max-restarts)"),
+        (5, "Step 6 has now failed 3 times in a row: once more would be no better"),
+    ],
+    ids=["budget", "poison step"],
+)
+def test_a_run_that_cannot_get_on_ends_with_the_reason_and_the_same_command_goes_on_once_it_can(endless, max_restarts, words):
+    run = replace(endless, steps=12, checkpoint=replace(endless.checkpoint, every_steps=6))
+    file = Path(run.folder) / "run.toml"
+    file.write_text(to_toml(run))
+    command = [sys.executable, "-m", "ultrascale", "train", str(file), "--processes", "2", "--max-restarts", str(max_restarts)]
+    calm = os.environ | {"OMP_NUM_THREADS": "1"}
+    faulty = calm | {"ULTRASCALE_FAILPOINT": "save.start:0:1"}
+    ended = subprocess.run(command, env=faulty, text=True, capture_output=True, timeout=200)
+    assert ended.returncode == 1 and words in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+    attempts = min(max_restarts + 1, 3)
+    failures = [(row["rank"], row["step"], row["again"]) for row in event_rows(run) if row["event"] == "failure"]
+    assert failures == [(0, 6, number < attempts) for number in range(1, attempts + 1)]
+    assert subprocess.run(command, env=calm, capture_output=True, timeout=200).returncode == 0
+    whole = replace(run, name="undisturbed")
+    train_ranks(whole)
+    assert curve(run) == curve(whole) and same(state(run), state(whole))
