@@ -14,6 +14,7 @@ from ultrascale.spec.model_presets import preset
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.run import Batch, Data, Run
 from ultrascale.spec.work import Shape
+from ultrascale.trace.rank import trace_rank
 
 SMALL = replace(MODEL, num_hidden_layers=1)
 CAPPED = replace(EXPERTS, num_hidden_layers=1, expert_capacity_factor=1.0)
@@ -72,6 +73,20 @@ def test_what_experts_of_either_rank_get_of_an_odd_number_of_tokens(rank) -> Non
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_choices_that_ranks_show_each_other_where_experts_have_a_capacity(recompute) -> None:
     expect_agreement(CAPPED, 1, 1024, tp=2, cp=2, ep=2, recompute=recompute)
+
+
+def test_experts_of_limited_capacity_that_are_all_on_one_rank() -> None:
+    expect_agreement(CAPPED, 1, 1023, dp=2, zero_stage=3, recompute="full")
+
+
+@pytest.mark.parametrize("method", ["ring", "all-gather", "all-to-all"])
+def test_documents_that_cp_cuts_are_one_in_a_sequence_and_the_trace_says_so(method) -> None:
+    layout = Layout(cp=2, cp_method=method, precision="bf16", micro_batch_size=2)
+    run = Run(SMALL, layout=layout, batch=Batch(1023, 4), data=Data(document_mask=True))
+    _, wrong = compared(Traced(run, 1))
+    assert not wrong, "\n".join(wrong)
+    assert trace_rank(run, 1).documents == "one document"
+    assert trace_rank(replace(run, layout=Layout(micro_batch_size=2)), 0).documents == "two documents"
 
 
 def test_a_share_of_a_sequence_with_capacity_that_nothing_divides() -> None:

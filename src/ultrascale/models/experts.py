@@ -29,6 +29,11 @@ from ultrascale.models.router import Router, Routing, count_choices
 from ultrascale.spec.model import Model
 
 
+def num_kept(counts: Tensor, pairs: Tensor) -> int:
+    """How many of `pairs` were not dropped, which the host asks of `counts`. A trace, without values, knows better."""
+    return int(counts.sum())
+
+
 class Dispatch(Protocol):
     """Takes tokens to experts and results home, in two halves."""
 
@@ -55,7 +60,7 @@ class LocalDispatch:
         counts = count_choices(routing.experts[None], self.num_experts + 1)[0, : self.num_experts]
         pairs = flat.argsort(stable=True)
         if self.drops:
-            pairs = pairs[: int(counts.sum())]
+            pairs = pairs[: num_kept(counts, pairs)]
         return spread(tokens, pairs, routing.experts.shape[1]), pairs, counts, routing.weights
 
     def finish(self, under_way: tuple[Tensor, Tensor, Tensor, Tensor], experts: Experts) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ultrascale.models import experts
 from ultrascale.parallel import expert_dispatch
 from ultrascale.parallel.expert_dispatch import Dispatch, UnderWay
 from ultrascale.spec.places import even_part
@@ -33,7 +34,15 @@ def balanced_routing() -> Iterator[None]:
         here = sum(to_expert[dispatch.bounds[own] : dispatch.bounds[own + 1]])
         return to_expert, [[here] * from_rank.shape[1] for _ in range(from_rank.shape[0])]
 
-    with replaced(Dispatch, "start", start_knowing), replaced(expert_dispatch, "_to_host", to_host):
+    def all_kept(counts: Tensor, pairs: Tensor) -> int:
+        counts.sum()
+        return len(pairs)
+
+    with (
+        replaced(Dispatch, "start", start_knowing),
+        replaced(expert_dispatch, "_to_host", to_host),
+        replaced(experts, "num_kept", all_kept),
+    ):
         yield
 
 
