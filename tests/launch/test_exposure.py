@@ -20,6 +20,8 @@ from ultrascale.spec.resolve import to_toml
 LISTENS = "0A"
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 """127.0.0.1, ::1 and ::ffff:127.0.0.1, as the kernel prints them."""
+EVERYWHERE = {"00000000", "0" * 32}
+"""0.0.0.0 and ::."""
 CANARIES = {
     "WANDB_API_KEY": "canary-wandb-4f1b", "HF_TOKEN": "canary-hf-93ac", "AWS_SECRET_ACCESS_KEY": "canary-aws-77d0",
     "DATABASE_URL": "postgres://user:canary-url-c0de@host/db", "MY_PASSWORD": "canary-pass-12ef",
@@ -89,6 +91,15 @@ def test_two_processes_on_one_machine_listen_on_loopback_only_and_write_no_secre
     assert code == 0, said
     assert seen and {address.partition(":")[0] for address in seen} <= LOOPBACK
     assert leaks(tmp_path / "out", said) == []
+
+
+@pytest.mark.nightly
+def test_under_torchrun_the_stores_listen_on_every_interface_as_the_documentation_says(description):
+    """Nothing of ours can bind them. If a newer torch does, docs/security.md is to be changed."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, said, seen = watch([*words, "-m", "ultrascale", "train", str(description)])
+    assert code == 0, said
+    assert EVERYWHERE & {address.partition(":")[0] for address in seen}
 
 
 @pytest.mark.nightly
