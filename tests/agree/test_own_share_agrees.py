@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from agree.test_trace_agrees import EXPERTS, MODEL, Traced, compared
+from agree.test_trace_agrees import EXPERTS, MODEL, Traced, compared, problems_of
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from models.families import EXPERT_FAMILIES
 
 from ultrascale.spec.layout import Layout
@@ -16,6 +18,7 @@ from ultrascale.spec.run import Batch, Data, Run
 from ultrascale.spec.work import Shape
 from ultrascale.trace.rank import trace_rank
 
+DRAWN = 12
 SMALL = replace(MODEL, num_hidden_layers=1)
 CAPPED = replace(EXPERTS, num_hidden_layers=1, expert_capacity_factor=1.0)
 GPT2 = replace(preset("gpt2"), num_hidden_layers=1, dropout=0.0)
@@ -96,3 +99,35 @@ def test_a_share_of_a_sequence_with_capacity_that_nothing_divides() -> None:
 def test_biases_of_experts_are_sums_that_a_product_makes() -> None:
     expect_agreement(GPT_OSS, 1, 1024, tp=2, ep=2)
     expect_agreement(GPT_OSS, 5, 1024, dp=16, ep=2, zero_stage=3)
+
+
+@st.composite
+def odd(draw: st.DrawFn) -> Traced:
+    """Any rank of a layout without a pipeline or with one of two stages, of lengths and vocabularies that little divides."""
+    model = draw(st.sampled_from([SMALL, CAPPED, GPT_OSS]))
+    model = replace(model, num_hidden_layers=2, vocab_size=draw(st.sampled_from([32_000, 32_001])))
+    tp, cp, dp, pp = (draw(st.sampled_from([1, 2])) for _ in range(4))
+    layout = Layout(
+        tp=tp, cp=cp, dp=dp, pp=pp, ep=2 if model.num_experts and tp * cp * dp > 1 else 1, precision="bf16",
+        sequence_parallel=draw(st.booleans()), cp_method=draw(st.sampled_from(["ring", "all-gather", "all-to-all"])),
+        recompute=draw(st.sampled_from(["none", "full"])), zero_stage=draw(st.sampled_from([0, 1, 3])),
+    )  # fmt: skip
+    run = Run(
+        model, layout=layout, batch=Batch(draw(st.sampled_from([1021, 1023])), 2 * dp),
+        data=Data(document_mask=cp > 1 and draw(st.booleans())),
+    )  # fmt: skip
+    return Traced(run, draw(st.integers(0, layout.world_size - 1)))
+
+
+def test_any_rank_of_odd_layouts_is_planned_as_it_is_traced() -> None:
+    @settings(
+        max_examples=DRAWN, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )  # fmt: skip
+    @given(one=odd())
+    def agree(one: Traced) -> None:
+        if not list(problems_of(one.run)):
+            _, wrong = compared(one)
+            assert not wrong, "\n".join([str(one), *wrong])
+
+    agree()
