@@ -12,7 +12,7 @@ from train.small_runs import STEPS, BeforeStep, at_step, curve, rows, same, smal
 
 from ultrascale.parallel.share import local
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Checkpoint, Faults, Run
+from ultrascale.spec.run import Batch, Checkpoint, Faults, Optimizer, Run
 from ultrascale.train.anomalies import FEWEST, MOST_IN_A_ROW, AnomalousStepError, Norms
 from ultrascale.train.digests import digest, judge
 from ultrascale.train.trainer import Trainer
@@ -21,13 +21,13 @@ ZERO_2 = Layout(dp=2, zero_stage=2, micro_batch_size=2)
 COPIES = Layout(dp=2, zero_stage=0, micro_batch_size=2)
 
 
-def spoil_next_loss(trainer: Trainer) -> None:
+def spoil_next_loss(trainer: Trainer, factor: float = float("nan")) -> None:
     """Of one micro-batch, once."""
     forward = trainer.passes.forward
 
     def spoilt(*arguments, **at):
         trainer.passes.forward = forward  # type: ignore[method-assign]
-        return forward(*arguments, **at) * float("nan")
+        return forward(*arguments, **at) * factor
 
     trainer.passes.forward = spoilt  # type: ignore[method-assign]
 
@@ -193,6 +193,39 @@ def test_a_spike_is_measured_by_the_median_of_the_norms_before_it():
     resumed.load_state(json.loads(json.dumps(norms.state())))
     assert resumed.judge(2.0, 107.5) == norms.judge(2.0, 107.5)
     assert Norms(Faults()).judge(2.0, 1e30) == ""
+
+
+@pytest.mark.catalogue(53)
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+def test_a_spike_on_one_rank_is_told_and_decided_alike_on_all(home, policy):
+    """`skip` leaves the step out on both ranks; `rewind` does it again, to the bits of a run without it."""
+    long = {"steps": FEWEST + 4, "batch": Batch(11, 8), "optimizer": Optimizer(learning_rate=5e-3)}
+    calm = replace(run_of(home, "calm", COPIES), **long)
+    run = replace(run_of(home, policy, COPIES, on_anomaly=policy, spike_factor=20.0, digest_every_steps=1), **long)
+    done: list[int] = []
+
+    def once(trainer: Trainer) -> None:
+        if trainer.steps_done == FEWEST + 1 and trainer.ranks.rank == 1 and not done:
+            done.append(trainer.steps_done)
+            spoil_next_loss(trainer, 1e4)
+
+    outcomes = train_ranks(run, before_step=once)
+    assert [outcome.get("steps_done", outcome) for outcome in outcomes] == [FEWEST + 4] * 2
+    (event,) = events(run, policy)
+    assert event["step"] == FEWEST + 1 and "times the usual" in event["cause"]
+    assert "times the usual" in (home / policy / "log.txt").read_text()
+    train_ranks(calm)
+    assert same(state(run), state(calm)) == (policy == "rewind")  # and copies were compared after every step
+
+
+@pytest.mark.catalogue(51)
+def test_of_three_copies_the_two_that_agree_name_the_third(home):
+    run = run_of(home, "three", Layout(dp=3, zero_stage=0, micro_batch_size=2), digest_every_steps=1)
+    run = replace(run, batch=Batch(11, 6))
+    outcomes = train_ranks(run, before_step=at_step(2, flip_a_bit, rank=1))
+    assert {outcome["error"] for outcome in outcomes} == {"CorruptStateError"}
+    told = {outcome["text"].partition(": memory")[0] for outcome in outcomes}
+    assert len(told) == 1 and told.pop().startswith("after step 3: rank 1 does not hold the bits of its copies in ")
 
 
 @pytest.mark.catalogue(51)
