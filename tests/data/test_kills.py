@@ -78,6 +78,7 @@ def _child(point: str, bug: str | None, source: Path, output: Path, tokenizer: P
 
 def killed(work: Callable[..., None], *arguments: object, method: str = "forkserver") -> None:
     """Run `work` in a process of its own, which must die of its kill point."""
+    multiprocessing.set_forkserver_preload([__name__])  # torch is imported once, and not for each kill
     process = multiprocessing.get_context(method).Process(target=work, args=arguments)  # pyright: ignore
     process.start()
     process.join(120)
