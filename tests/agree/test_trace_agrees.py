@@ -167,9 +167,9 @@ def state_of(found: RankTrace, planned: Planned) -> Iterator[tuple[str, int, int
     """Weights, gradients and optimizer state as the update finds them: (category, traced, planned)."""
     index = found.last_before(1, "optimizer")
     held, told = found.by_category(index), planned.before_update.by_category
-    # One a parameter: a moment of a single element is as small.
-    counted = {b.what for b, size in found.alive_at(index) if b.category == "optimizer" and size == COUNT_BYTES}
-    counts = COUNT_BYTES * len(counted)
+    # One a parameter, two of a tied weight of which a rank has both copies; three where its moments have one element.
+    counted = Counter(b.what for b, size in found.alive_at(index) if b.category == "optimizer" and size == COUNT_BYTES)
+    counts = COUNT_BYTES * sum(number if number < 3 else number // 3 for number in counted.values())
     yield "parameters", held["parameters"], told["parameters"]
     yield "gradients", held["gradients"], told["gradients"]
     yield "optimizer", held["optimizer"] - counts, told["optimizer"]

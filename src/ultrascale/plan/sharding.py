@@ -171,7 +171,7 @@ class Shards:
             bucket.whole_gradients[weight.name] = self.ledger.move(gradient, "gradients", bucket.label)
         elif there.num_bytes == gradient.num_bytes:
             self.ledger.drop(gradient)
-        else:  # summed in the wider dtype of the reduction, when the bucket is done
+        else:  # summed in the dtype of the reduction, when the bucket is done
             bucket.whole_gradients[f"{weight.name} new"] = self.ledger.move(gradient, "gradients", bucket.label)
 
     def after_backward(self, bucket: Bucket, action: Action) -> None:
@@ -187,7 +187,7 @@ class Shards:
         if action.reduce_gradients:
             self._reduce(bucket, action)
         else:
-            self._widen(bucket)
+            self._cast_to_sums(bucket)
 
     def complete_gradients(self, bucket: Bucket) -> None:
         """A gradient of every weight in the dtype of sums, zeros where there was none (`parallel.pipeline_data`): reductions
@@ -196,12 +196,12 @@ class Shards:
             if weight.name not in bucket.whole_gradients:
                 size = weight.numel * self.compute_itemsize
                 bucket.whole_gradients[weight.name] = self.ledger.take("gradients", bucket.label, size)
-            self._widen_one(bucket, weight)
+            self._cast_one(bucket, weight)
 
     def complete_some(self) -> None:
         """The same before a backward pass that reduces, of buckets that have gradients in that dtype already."""
         for bucket in self.buckets if self.sharded else ():
-            if any(self._is_wide(bucket, weight) for weight in bucket.weights):
+            if any(self._is_cast(bucket, weight) for weight in bucket.weights):
                 self.complete_gradients(bucket)
 
     def end_backward(self) -> None:
@@ -257,22 +257,22 @@ class Shards:
             else:
                 bucket.whole_gradients[weight.name] = self.ledger.move(wide, "gradients", bucket.label)
 
-    def _widen(self, bucket: Bucket) -> None:
-        """Cast gradients to the dtype of the reduction, one at a time."""
-        for weight in bucket.weights if self.reduce_itemsize > self.compute_itemsize else ():
+    def _cast_to_sums(self, bucket: Bucket) -> None:
+        """Cast gradients to the dtype of the reduction, wider or narrower, one at a time."""
+        for weight in bucket.weights:
             if weight.name in bucket.whole_gradients:
-                self._widen_one(bucket, weight)
+                self._cast_one(bucket, weight)
 
-    def _widen_one(self, bucket: Bucket, weight: Weight) -> None:
-        if self.reduce_itemsize > self.compute_itemsize and not self._is_wide(bucket, weight):
-            wide = self.ledger.take("gradients", bucket.label, weight.numel * self.reduce_itemsize)
+    def _cast_one(self, bucket: Bucket, weight: Weight) -> None:
+        if self.reduce_itemsize != self.compute_itemsize and not self._is_cast(bucket, weight):
+            cast = self.ledger.take("gradients", bucket.label, weight.numel * self.reduce_itemsize)
             self.ledger.drop(bucket.whole_gradients[weight.name])
-            bucket.whole_gradients[weight.name] = wide
+            bucket.whole_gradients[weight.name] = cast
 
-    def _is_wide(self, bucket: Bucket, weight: Weight) -> bool:
+    def _is_cast(self, bucket: Bucket, weight: Weight) -> bool:
         """Whether there is a gradient in the dtype of sums over micro-batches, which autograd did not make."""
         there = bucket.whole_gradients.get(weight.name)
-        return there is not None and there.num_bytes > weight.numel * self.compute_itemsize
+        return there is not None and there.num_bytes != weight.numel * self.compute_itemsize
 
     def _reduce(self, bucket: Bucket, action: Action) -> None:
         self._drop_reduce_input()
