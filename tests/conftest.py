@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -13,6 +14,9 @@ from catalogue.table import find_tests, write_results
 
 # Ranks are forked, and a child has the compiler's pool of processes without the thread that reads from it: it would hang.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# Under nohup it is ignored, and so by every process that tests start, which are to save and leave when it comes.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 RECORDED: dict[str, dict[str, Any]] = {}
 

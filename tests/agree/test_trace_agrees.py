@@ -46,8 +46,10 @@ PREDICTS = replace(
     num_attention_heads=16, num_key_value_heads=16,
     max_position_embeddings=LENGTH, name="predicts a token more",
 )  # fmt: skip
+CAPPED = replace(EXPERTS, expert_capacity_factor=1.0, name="experts of limited capacity")
 TIED = replace(MODEL, model_type="qwen3", qk_norm=True, tie_word_embeddings=True, sliding_window=None, name="tied")
-MODELS = (MODEL, MODEL, EXPERTS, EXPERTS, PREDICTS, TIED)
+MODELS = (MODEL, MODEL, EXPERTS, EXPERTS, CAPPED, PREDICTS, TIED)
+LENGTHS, ODD_VOCABULARY = (LENGTH, LENGTH, 1023, 1021), 32_001
 SCHEDULES = (
     ("1f1b", 1), ("afab", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2), ("breadth-first", 2),
 )  # fmt: skip
@@ -68,13 +70,16 @@ class Traced(NamedTuple):
             + ["dropout"] * (self.run.model.dropout > 0)
             + [name] * (name != "adamw")
         )
-        return f"{self.run.model.name}, rank {self.rank}: {', '.join(told)}, {self.run.batch.sequences_per_batch}"
+        batch = f"{self.run.batch.sequences_per_batch} x {self.run.batch.sequence_length}"
+        return f"{self.run.model.name}, rank {self.rank}: {', '.join(told)}, {batch}, vocabulary {self.run.model.vocab_size}"
 
 
 @st.composite
 def traced(draw: st.DrawFn) -> Traced:
     """A layout that the trainer runs, with some options, and one of its ranks."""
-    model = draw(st.sampled_from(MODELS))
+    model, length = draw(st.sampled_from(MODELS)), draw(st.sampled_from(LENGTHS))
+    if draw(st.booleans()):
+        model = replace(model, vocab_size=ODD_VOCABULARY)
     axis = st.sampled_from([1, 1, 2, 4])
     tp, cp, dp, pp = draw(axis), draw(axis), draw(axis), draw(st.sampled_from([1, 1, 2, 4]))
     schedule, virtual_stages = draw(st.sampled_from(SCHEDULES)) if pp > 1 else ("1f1b", 1)
@@ -97,11 +102,10 @@ def traced(draw: st.DrawFn) -> Traced:
     )  # fmt: skip
     count = draw(st.sampled_from([2, 3, 8])) * (pp if schedule in ("interleaved", "dualpipe-v", "breadth-first") else 1)
     sequences = dp * layout.micro_batch_size * count
-    data = Data(document_mask=cp == 1 and draw(st.booleans()))
-    run = Run(model, layout=layout, batch=Batch(LENGTH, sequences), data=data, checkpoint=Checkpoint(export=False))
+    data = Data(document_mask=draw(st.booleans()))
+    run = Run(model, layout=layout, batch=Batch(length, sequences), data=data, checkpoint=Checkpoint(export=False))
     run = draw(with_options(run))
-    # The first of a stage, whose shards are the largest: that is the rank that is planned.
-    return Traced(run, draw(st.integers(0, pp - 1)) * plane)
+    return Traced(run, draw(st.integers(0, run.layout.world_size - 1)))
 
 
 def test_plan_and_trace_agree_on_any_layout(capsys: pytest.CaptureFixture[str]) -> None:

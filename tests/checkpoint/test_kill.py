@@ -21,6 +21,7 @@ PUBLISHING = ["publish.before", "publish.renamed", "publish.synced"]
 REPLACING = ["publish.aside", "discard.before", "discard.renamed", "discard.removed"]
 ON_RANK_1 = ["save.block", "save.shard"]
 SOURCES = Path(checkpoint.__file__).parent
+STEP = re.compile(r"step-\d+")
 
 
 def state(version: int) -> dict[str, torch.Tensor]:
@@ -135,7 +136,15 @@ def prunes_safely(point: str, hit: int, root: Path, work) -> bool:
     """Whether the newest whole checkpoint is found after a kill in the `hit`-th removal, and nothing half removed."""
     kill_at(point, 0, hit, work, root)
     found = checkpoint.search(root)
-    return found.folder is not None and version_of(found.folder) == hit + 1 and found.rejected == ()
+    named = [folder for folder in root.iterdir() if STEP.fullmatch(folder.name)]
+    return found.folder is not None and version_of(found.folder) == hit + 1 and all(map(is_whole, named))
+
+
+def is_whole(folder: Path) -> bool:
+    try:
+        return version_of(folder) is not None
+    except checkpoint.CheckpointError:
+        return False
 
 
 def loads_a_whole_one(point: str, root: Path, work) -> bool:

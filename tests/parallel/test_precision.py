@@ -17,7 +17,7 @@ from ultrascale.parallel.precision import computing_copies
 from ultrascale.parallel.share import Share, local, local_gradient
 from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.run import Batch, Optimizer, Run
-from ultrascale.train.optimizer import build_optimizer
+from ultrascale.train.optimizer import build_optimizer, create_state
 from ultrascale.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -88,7 +88,9 @@ def test_the_copies_follow_every_change_of_the_parameters():
             parameter.detach().copy_(value)  # as a checkpoint is loaded
         assert before != decoder(tokens, targets=tokens) == other(tokens, targets=tokens)
     decoder(tokens, targets=tokens).backward()
-    build_optimizer(share, Optimizer(learning_rate=0.1)).step()
+    optimizer = build_optimizer(share, Optimizer(learning_rate=0.1))
+    create_state(optimizer, 0)
+    optimizer.step()
     decoder(tokens, targets=tokens)
     copies = computing_copies(decoder)
     assert all(torch.equal(p.bfloat16(), copy) for p, copy in zip(decoder.parameters(), copies, strict=True))

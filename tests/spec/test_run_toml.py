@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import PRESETS
 from ultrascale.spec.resolve import resolve, run_from_toml, to_toml
+from ultrascale.spec.rules import LONGEST_WAIT
 from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer, RampStage, Run, Source
 
 positive = st.floats(1e-12, 1e12)
@@ -40,7 +41,7 @@ def runs(draw):
         name=draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)), folder=draw(text),
         seed=draw(st.integers(0, 2**63 - 1)), device=draw(st.sampled_from(["auto", "cpu", "cuda"])),
         cluster=draw(st.sampled_from(["auto", "64xh100", "8xcpu"])), compile=draw(st.booleans()),
-        collective_timeout_seconds=draw(positive),
+        collective_timeout_seconds=min(draw(positive), LONGEST_WAIT),
         batch=Batch(length, draw(size), tuple(RampStage(end, draw(size)) for end in ends)),
         data=Data(draw(sources), (Source("held-out"),) if evaluate else (), draw(st.booleans()), draw(st.none() | text)),
         optimizer=Optimizer(

@@ -340,7 +340,7 @@ def moment_bytes(weight: Weight, elements: int, optimizer: str, master_itemsize:
         return 2 * elements * master_itemsize
     if optimizer == "adamw-bf16":
         return 2 * elements * 2
-    blocks = elements // weight.shape[-1] * -(-weight.shape[-1] // SCALED_TOGETHER)
+    blocks = elements // weight.shape[-1] * -(-(weight.first_column % SCALED_TOGETHER + weight.shape[-1]) // SCALED_TOGETHER)
     return 2 * (elements + 4 * blocks)
 
 

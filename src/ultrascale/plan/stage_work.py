@@ -11,7 +11,7 @@ from ultrascale.plan.sharding import Bucket
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import without_fp8
-from ultrascale.spec.places import Coordinates, place
+from ultrascale.spec.places import Coordinates, Place, place
 from ultrascale.spec.weights import Weight, layer_weights, weights_outside_layers
 from ultrascale.spec.work import (
     Op,
@@ -51,7 +51,7 @@ class StageWork:
         self.per_bucket = layout.layers_per_bucket if layout.dp * layout.cp > 1 else 1
         self.hidden_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
         """Of the residual stream."""
-        self._local = {w.name: replace(w, shape=place(w, layout, at).shape) for w in self._weights()}
+        self._local = {w.name: _part(w, place(w, layout, at)) for w in self._weights()}
         self.buckets = self._buckets()
         self.by_name = {weight.name: (bucket, weight) for bucket in self.buckets for weight in bucket.weights}
         self.uses = Counter(name for ops in self.outside() for op in ops for name in op.weights)
@@ -124,9 +124,14 @@ class StageWork:
 
     def cuts_input(self, layer: int) -> bool:
         """Whether a rank of tp keeps its positions alone of a block's input (`parallel.cut_checkpoints`)."""
-        held_anyway = layer in self.part.layers[:1] and not self.part.is_first
+        held_anyway = layer in self.part.blocks[:1] and not self.part.is_first
         return self.layout.partition_checkpoints and not held_anyway
 
     def names(self, weights: Sequence[str], layer: int | None) -> list[str]:
         """Of the whole model; a prediction's head is the model's own."""
         return [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
+
+
+def _part(weight: Weight, held: Place) -> Weight:
+    """What a rank has of `weight`."""
+    return replace(weight, shape=held.shape, first_column=held.offsets[-1])

@@ -91,6 +91,8 @@ def run_problems(run: Run, *, require_data: bool = False, without: frozenset[str
             found += rule(run)
     if require_data:
         found += [*_trainable(run, without)]
+        if not {bad.partition(".")[0] for bad in without} & {"batch", "layout"}:
+            found += [*_most_micro_batches(run)]
     if require_data and not run.data.sources and "data.sources" not in without:
         remedy = 'Prepare text with `ultrascale data prepare` and name its folder: [data] sources = [{path = "..."}].'
         found.append(Problem("data.sources", "names no corpus to train on", remedy))
@@ -158,7 +160,15 @@ def _global_batch(run: Run) -> Iterator[Problem]:
             legal = [n for n in (size - size % share, size - size % share + share) if n]
             rule = f"must be a multiple of layout.dp x layout.micro_batch_size = {share}, is {size}"
             yield Problem(key, rule, f"Nearest: {' or '.join(map(str, legal))}; or change dp or micro_batch_size.")
-        elif size // share > MOST_MICRO_BATCHES:
+
+
+def _most_micro_batches(run: Run) -> Iterator[Problem]:
+    """A plan counts what is alike; a trainer goes through it."""
+    share = run.layout.dp * run.layout.micro_batch_size
+    sizes = [("batch.sequences_per_batch", run.batch.sequences_per_batch)]
+    sizes += [(f"batch.ramp[{i}].sequences_per_batch", stage.sequences_per_batch) for i, stage in enumerate(run.batch.ramp)]
+    for key, size in sizes:
+        if share > 0 and size // share > MOST_MICRO_BATCHES:
             rule = f"must be at most {MOST_MICRO_BATCHES} micro-batches on each rank, is {size // share} ({size} sequences)"
             yield Problem(key, rule, f"Give at most {MOST_MICRO_BATCHES * share}, or raise dp or micro_batch_size.")
 

@@ -44,6 +44,8 @@ class Weight:
     """At most so many ranks cut it, further ones hold copies: heads of keys and values."""
     is_expert: bool = False
     """Whether dim 0 counts experts, which `ep` cuts, and gradients are reduced over expert data parallelism only."""
+    first_column: int = 0
+    """Of a rank's part: where its last dimension begins in the whole weight's."""
 
     @property
     def numel(self) -> int:

@@ -16,10 +16,12 @@ NUMBER = (int, float)
 _REQUIRED: dict[str, tuple[type, ...]] = {"steps_done": (int,), "run": (str,), "decides": (dict,), "data": (str,)}
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     "noise_scale": (dict,), "optimizer": (str,), "skipped_steps": (int,), "norms": (list,), "loss_scale": (dict,),
+    "fp8_amax_history": (dict,),
 }  # fmt: skip
 """Null, or not written by older releases."""
 _PARTS: dict[str, dict[str, tuple[type, ...]]] = {
     "noise_scale": {"signal": NUMBER, "noise": NUMBER}, "loss_scale": {"value": NUMBER, "steps_since_change": (int,)},
+    "fp8_amax_history": {"updates": (int,), "length": (int,), "layers": (list,)},
 }  # fmt: skip
 
 
@@ -39,6 +41,9 @@ def expect_facts(facts: dict[str, Any], folder: Path) -> dict[str, Any]:
                 _expect(facts[key], part, part_kinds, folder, inside=f"{key}.")
     if not all(_is_a(number, NUMBER) for number in facts.get("norms") or []):
         raise _wrong(folder, "norms", "holds something else than numbers")
+    layers = (facts.get("fp8_amax_history") or {"layers": [0, 0]})["layers"]
+    if len(layers) != 2 or not all(_is_a(number, (int,)) for number in layers):
+        raise _wrong(folder, "fp8_amax_history.layers", f"is {layers!r:.100}, expected the first and the last block")
     if facts["steps_done"] < 0:
         raise _wrong(folder, "steps_done", f"is {facts['steps_done']}, expected 0 or more")
     try:
