@@ -6,6 +6,7 @@
 import os
 import signal
 import time
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -33,13 +34,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _counted(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _counted(item))
+
+
+def _counted(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Count the time of processors, with that of processes that were started and waited for: it depends less than a duration on
+    what else the machine does."""
+    before = sum(os.times()[:4])
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("processor", sum(os.times()[:4]) - before))
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when != "call" and report.passed:
         return
-    name = report.nodeid.removeprefix("tests/").partition("[")[0]
-    one = RECORDED.setdefault(name, {"result": "passed", "cases": 0, "seconds": 0.0, "on": time.strftime("%Y-%m-%d")})
+    name, today = report.nodeid.removeprefix("tests/").partition("[")[0], time.strftime("%Y-%m-%d")
+    one = RECORDED.setdefault(name, {"result": "passed", "cases": 0, "seconds": 0.0, "processor": 0.0, "on": today})
     one["cases"] += 1
     one["seconds"] = round(one["seconds"] + report.duration, 1)
+    used = sum(float(str(value)) for key, value in report.user_properties if key == "processor")
+    one["processor"] = round(one["processor"] + used, 2)
     if not report.passed:
         one["result"] = report.outcome
 

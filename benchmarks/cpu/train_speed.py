@@ -1,12 +1,12 @@
 """Training speed on CPU beside a plain PyTorch loop, Hugging Face's Trainer and torch DDP.
 
-    python benchmarks/cpu/train_speed.py [--only 'fp32' ...] [--rounds 5] [--steps 5] [--json FILE]
+    python benchmarks/cpu/train_speed.py [--only 'fp32' ...] [--rounds 5] [--steps 5] [--json FILE] [--picotron CHECKOUT]
 
 A small Llama (hidden 256, ffn 768, 4 layers, 4 heads, sequence 256, vocabulary 8,192), 8 sequences a step, random tokens. All
 contestants are alive at once, one thread a process, and take turns: a round is one untimed and `--steps` timed steps of each.
 Reported are tokens/s; tokens per CPU-second, user + system over all processes of the contestant (steadier on a noisy machine);
 the median of the rounds' ratios to the named peer; and the peak resident memory of all its processes. The spread is given as
-lowest to highest.
+lowest to highest. With a checkout of picotron its axes compete too, and ours are compared with them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ PEER = {
     **{f"ours {axis} {kind}": "plain eager" for axis in AXES for kind in ("eager", "compiled")},
 }  # fmt: skip
 """Whom each contestant is compared with, at the same precision."""
+PICOTRON = {f"picotron {axis} fp32" for axis in AXES}
+"""Contestants of `peer_picotron.py`, two processes each."""
 PATIENCE_SECONDS = 300.0
 
 
@@ -87,9 +89,9 @@ class Runner:
 
 def start(name: str, folder: Path, *, warmup: int, steps: int) -> Runner:
     """Start the processes of a contestant, each with one thread."""
-    world = CONTESTANTS[name][0]
+    world, script = (2, "peer_picotron.py") if name in PICOTRON else (CONTESTANTS[name][0], "contestants.py")
     log = folder / f"{name}.log"
-    command = [sys.executable, str(HERE / "contestants.py"), name, str(folder), str(warmup), str(steps)]
+    command = [sys.executable, str(HERE / script), name, str(folder), str(warmup), str(steps)]
     fixed = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     port = str(free_port())
     processes = []
@@ -153,7 +155,8 @@ def summarise(runners: list[Runner]) -> list[dict[str, Any]]:
                 values = [figures[key] for figures in runner.rounds]
                 row[key] = {"median": median(values), "min": min(values), "max": max(values)}
             kind, precision = runner.name.rsplit(" ", 1)
-            peer = by_name.get(f"{PEER.get(kind)} {precision}")
+            picotron = f"picotron {kind.split()[1]} {precision}" if kind.startswith("ours ") else ""
+            peer = by_name.get(picotron) or by_name.get(f"{PEER.get(kind)} {precision}")
             if peer and peer.rounds and not peer.failure:
                 row["peer"] = peer.name
                 for key in ("tokens_per_second", "tokens_per_cpu_second"):
@@ -210,10 +213,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="timed steps a round")
     parser.add_argument("--warmup", type=int, default=4, help="steps before the first round")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
+    parser.add_argument("--picotron", type=Path, metavar="CHECKOUT", help="let its axes compete too, from this folder")
     arguments = parser.parse_args()
-    names = [name for name in CONTESTANTS if any(text in name for text in arguments.only)]
+    all_names = [*CONTESTANTS, *(sorted(PICOTRON) if arguments.picotron else [])]
+    if arguments.picotron:
+        if not (arguments.picotron / "picotron" / "model.py").is_file():
+            parser.error(f"{arguments.picotron} is no checkout of picotron: it has no picotron/model.py")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(arguments.picotron), os.environ.get("PYTHONPATH"))))
+    names = [name for name in all_names if any(text in name for text in arguments.only)]
     if not names:
-        parser.error(f"no contestant's name contains {arguments.only}; they are: {', '.join(CONTESTANTS)}")
+        parser.error(f"no contestant's name contains {arguments.only}; they are: {', '.join(all_names)}")
     rows = summarise(compete(names, rounds=arguments.rounds, warmup=arguments.warmup, steps=arguments.steps))
     born = certificate(arguments)
     print_table(rows)

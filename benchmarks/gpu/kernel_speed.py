@@ -128,7 +128,8 @@ def elementwise() -> Iterator[Kernel]:
     theirs = {name: lambda x, w, f=form: f(x, w, 1e-5) for name, form in liger("liger_rms_norm").items()}
     yield Kernel("norm", [x, weight], {"torch": norm, **compiled(norm), **ours, **theirs}, 5.0 * x.numel() * size)
     ours = {name: lambda *a, f=form: f(*a, 1e-5) for name, form in triton_form("triton_norm", "add_rms_norm").items()}
-    forms = {"torch": norm_of_a_sum, **compiled(norm_of_a_sum), **ours}
+    theirs = {name: lambda x, a, w, f=form: f(x, a, w, 1e-5) for name, form in liger("liger_fused_add_rms_norm").items()}
+    forms = {"torch": norm_of_a_sum, **compiled(norm_of_a_sum), **ours, **theirs}
     yield Kernel("norm of a sum", [x, added, weight], forms, 8.0 * x.numel() * size)
     gate, up = random(ROWS, FFN), random(ROWS, FFN, seed=1)
     plain: Form = lambda g, u: F.silu(g) * u  # noqa: E731

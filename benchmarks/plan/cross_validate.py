@@ -31,7 +31,6 @@ from ultrascale.plan.measured_rows import MeasuredRow, read_rows
 from ultrascale.plan.measured_stacks import TUNING, Tuning
 from ultrascale.plan.scores import SCAN, Case, Verdicts, score, summarise
 from ultrascale.plan.validate import RowPrediction, predict_rows
-from ultrascale.spec.stack import Overheads
 
 Floats = NDArray[np.float64]
 HUBER = 0.15
@@ -39,7 +38,9 @@ HUBER = 0.15
 TURN = 0.1
 """How far a knob is turned for a derivative, in its own scale."""
 ROUNDS = 2
-SCAN_STACK, SCAN_KIND, OLDER_SCAN = "nanotron", "scan", "hf-bench-cluster"
+SCAN_KIND, OLDER_SCAN = "scan", "hf-bench-cluster"
+WITHOUT_SCAN = {"stop_seconds": 0.0, "scan_hops": 1.0, "scan_hop_growth": 0.0}
+"""What is known of the scan without its own runs: nothing stops, and a hop is a hop."""
 MARGINS = (0.0, 0.04, 0.07, 0.10, 0.13, 0.16, 0.20)
 """Tried for the table: `footprint.MARGIN` is the one in the code."""
 
@@ -174,7 +175,7 @@ def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPredi
     for source, at in folds.items():
         tuning = tuning_at(at)
         if source == SCAN:
-            tuning = replace(tuning, overheads={SCAN_STACK: Overheads()})
+            tuning = replace(tuning, vintage=replace(tuning.vintage, **WITHOUT_SCAN))
         index = np.flatnonzero(data.sources == source).tolist()
         found |= dict(zip(index, predict_rows([data.rows[i].asked for i in index], tuning), strict=True))
     return x, folds, [found[i] for i in range(len(data.rows))]

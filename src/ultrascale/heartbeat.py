@@ -12,11 +12,13 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -32,11 +34,16 @@ _SLOT_BYTES = 320
 _ENTRY = struct.Struct("<QH")
 _ENTRY_BYTES = 256
 _BAR = " | "
+_PACKAGE = f"{Path(__file__).parent}/"
+PASSED_OVER = ("parallel/lost.py", "parallel/time_limits.py", "parallel/mesh.py", "heartbeat.py", "launch/orphans.py")
+"""Files of ours whose lines say less than their callers'."""
 RING = 64
 """Collectives remembered."""
 _RING_AT = 2 * _SLOT_BYTES
 FILE_BYTES = _RING_AT + RING * _ENTRY_BYTES
 SUFFIX = ".beat"
+DONE = "done"
+"""What a rank does that has stopped giving signs."""
 
 
 class Collective(NamedTuple):
@@ -46,6 +53,8 @@ class Collective(NamedTuple):
     number: int
     """In its group, from zero: all ranks of the group must come to the same one."""
     what: str
+    line: str = ""
+    """Of the source, where this rank came to it; not part of what all must agree on."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Heart:
         self._beats = self._waits = 0
         self._numbers: Counter[str] = Counter()
         self._last = time.monotonic()
-        self._extra = 0.0
+        self._extra = self.patience = 0.0
         path = folder / f"{rank}{SUFFIX}"
         with open(path, "w+b") as file:
             file.truncate(FILE_BYTES)
@@ -98,7 +107,7 @@ class Heart:
         if self._extra == 0.0 and self.steps_done > self.started_at >= 0:
             self.longest = max(self.longest, now - self._last)
         is_starting = self.started_at < 0 or self.steps_done == self.started_at
-        self._last, self._extra = now, max(extra_seconds or 0.0, START_SECONDS if is_starting else 0.0)
+        self._last, self._extra = now, max(extra_seconds or 0.0, START_SECONDS if is_starting else 0.0, self.patience)
         self._beats += 1
         text = doing.encode()[:_TEXT]
         allowance = max(self.hang_seconds, MOST_TIMES_LONGEST * self.longest) + self._extra
@@ -112,7 +121,7 @@ class Heart:
 
     def note_collective(self, group: str, what: str) -> None:
         """Remember a collective of the ranks `group` that this rank has come to."""
-        text = f"{group}{_BAR}{self._numbers[group]}{_BAR}{what}".encode()[: _ENTRY_BYTES - _ENTRY.size]
+        text = f"{group}{_BAR}{self._numbers[group]}{_BAR}{_caller()}{_BAR}{what}".encode()[: _ENTRY_BYTES - _ENTRY.size]
         self._numbers[group] += 1
         at = _RING_AT + self._waits % RING * _ENTRY_BYTES
         _ENTRY.pack_into(self._memory, at, self._waits, len(text))
@@ -139,7 +148,7 @@ def stop() -> None:
     """Give no more signs, as when the run is over and what follows takes its own time."""
     global _heart
     if _heart is not None:
-        _heart.beat("done", extra_seconds=float("inf"))
+        _heart.beat(DONE, extra_seconds=float("inf"))
     _heart = None
 
 
@@ -147,6 +156,20 @@ def beat(doing: str, *, extra_seconds: float | None = None) -> None:
     """Say what this rank does from now on."""
     if _heart is not None:
         _heart.beat(doing, extra_seconds=extra_seconds)
+
+
+@contextmanager
+def patient(doing: str, seconds: float) -> Iterator[None]:
+    """While inside, this rank does something that may take so much longer than a part of a step, waits for others included."""
+    if _heart is not None:
+        _heart.patience = seconds
+    beat(doing)
+    try:
+        yield
+    finally:
+        if _heart is not None:
+            _heart.patience = 0.0
+        beat(f"after {doing}")
 
 
 def steps_done(steps: int) -> None:
@@ -217,6 +240,23 @@ def _collectives(data: bytes, count: int) -> Iterator[Collective]:
     for number in range(max(0, count - RING), count):
         at = _RING_AT + number % RING * _ENTRY_BYTES
         found, length = _ENTRY.unpack_from(data, at)
-        parts = data[at + _ENTRY.size : at + _ENTRY.size + length].decode(errors="replace").split(_BAR, 2)
-        if found == number and len(parts) == 3 and parts[1].isdigit():  # else it is just being written over
-            yield Collective(parts[0], int(parts[1]), parts[2])
+        parts = data[at + _ENTRY.size : at + _ENTRY.size + length].decode(errors="replace").split(_BAR, 3)
+        if found == number and len(parts) == 4 and parts[1].isdigit():  # else it is just being written over
+            yield Collective(parts[0], int(parts[1]), parts[3], parts[2])
+
+
+def _caller() -> str:
+    """The innermost line of ours that asked for the collective: `train/trainer.py:270 in _agree_on_targets`."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if (file := _own_file(frame.f_code.co_filename)) is not None:
+            return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+@cache
+def _own_file(path: str) -> str | None:
+    """A source file's name in the package; None for what is not of it, or says less than its caller."""
+    own = path.removeprefix(_PACKAGE)
+    return None if own == path or own in PASSED_OVER else own

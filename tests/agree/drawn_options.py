@@ -44,7 +44,7 @@ def _values(run: Run) -> dict[str, dict[str, st.SearchStrategy[Any]]]:
     blocks = run.model.num_hidden_layers + run.model.num_nextn_predict_layers
     scaling, kept = st.sampled_from(["row", "tensor", "delayed"]), st.sampled_from([0, 0, 1])
     return {
-        "fp8": {"precision": st.just("fp8"), "fp8_scaling": scaling, "fp8_keep_blocks": kept},
+        "fp8": {"precision": st.just("fp8"), "fp8_scaling": scaling, "fp8_keep_blocks": kept, "fp8_all_gather": st.booleans()},
         "offload_activations": {"offload_activations": st.just(True)},
         "offload_optimizer": {"offload_optimizer": st.just(True)},
         "partition_checkpoints": {"partition_checkpoints": st.just(True), "recompute": st.just("full")},

@@ -49,6 +49,7 @@ def test_every_rank_of_a_pipeline_peaks_where_its_schedule_says(schedule: str, v
         (Layout(dp=2, pp=2, schedule="zb-h1", zero_stage=3, micro_batch_size=4, precision="bf16", recompute="full"), False),
         (Layout(tp=2, micro_batch_size=4, precision="fp8"), False),
         (Layout(pp=2, schedule="zb-h1", micro_batch_size=4, precision="fp8"), False),
+        (Layout(dp=2, zero_stage=2, micro_batch_size=4, precision="fp8", fp8_all_gather=True), False),
         (Layout(tp=2, pp=2, schedule="zb-v", virtual_stages=2, micro_batch_size=4, recompute="full"), False),
     ],
     ids=str,

@@ -24,7 +24,7 @@ from ultrascale.plan.pipeline import compile_schedule, duration_table
 from ultrascale.plan.pipelined import stage_seconds
 from ultrascale.plan.price import predict, price
 from ultrascale.plan.stage_replay import StageReplay
-from ultrascale.plan.tally import Tally, Way
+from ultrascale.plan.tally import Pass, Tally, Way
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule
@@ -32,7 +32,6 @@ from ultrascale.schedules.custom import to_csv
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
-from ultrascale.spec.ops import Op, When
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.stack import STACKS, Overheads
 
@@ -55,8 +54,8 @@ class Listed(Tally):
         if group[0] > 1 and num_bytes:
             self.listed += [(Way(kind, *group), num_bytes // count)] * count
 
-    def send_all(self, op: Op, when: When) -> None:
-        self.listed += [(way, size // count) for way, count, size in self._messages(op, when)]
+    def send_all(self, known: Pass) -> None:
+        self.listed += [(way, size // count) for way, count, size in known.messages]
 
     def seconds(self) -> float:
         """Of all since the last call."""
@@ -86,7 +85,8 @@ def halves_of(model: Model, layout: Layout, stage: int) -> tuple[float, float, f
     def forward() -> None:
         held = None if part.is_first else ledger.take("other", "given", replay.work.hidden_bytes)
         made = replay.forward(0, held)
-        drop(held), drop(made)
+        drop(held)
+        drop(made)
         tally.seconds()
 
     def backward(kind: Kind) -> float:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from agree.test_trace_agrees import EXPERTS, MODEL, Traced, compared, problems_of
+from agree.test_trace_agrees import EXPERTS, GPT_OSS, MODEL, Traced, compared, problems_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from models.families import EXPERT_FAMILIES
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
@@ -22,10 +21,6 @@ DRAWN = 12
 SMALL = replace(MODEL, num_hidden_layers=1)
 CAPPED = replace(EXPERTS, num_hidden_layers=1, expert_capacity_factor=1.0)
 GPT2 = replace(preset("gpt2"), num_hidden_layers=1, dropout=0.0)
-GPT_OSS = replace(
-    EXPERT_FAMILIES["gpt-oss"], vocab_size=32_000, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
-    max_position_embeddings=1024, moe_intermediate_size=1408,
-)  # fmt: skip
 
 
 def expect_agreement(model: Model, rank: int, length: int, **layout: object) -> None:

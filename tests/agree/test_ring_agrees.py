@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ultrascale.parallel.context_masks import NOTHING, Slots, context_mask
-from ultrascale.spec.context_order import ring_order
+from ultrascale.spec.context_order import ring_order, windowed_masks
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.ops import Shape
 from ultrascale.spec.work import block_work
@@ -31,3 +31,17 @@ def test_a_causal_ring_sends_the_share_of_keys_and_of_gradients_that_is_planned(
         ("all_gather", "forward", keys / whole), ("all_gather", "backward", keys / whole),
         ("reduce_scatter", "backward", gradients / whole),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("places, length", [(1, 512), (2, 512), (3, 511), (4, 509)])
+@pytest.mark.parametrize("window", [7, 100, 400])
+def test_masks_of_a_window_take_what_is_planned_of_every_place(places: int, length: int, window: int) -> None:
+    order = ring_order(length, places)
+    elements = []
+    for place in range(places):
+        mask = context_mask(
+            (order,), place, document_ids=None, window=window, dtype=torch.float32, device=torch.device("cpu")
+        )  # fmt: skip
+        elements.append(sum(block.mask.numel() for hop in mask.hops for block in hop if block.mask is not None))
+        assert windowed_masks(length, places, place, window, 1, 4).elements == elements[-1] > 0
+    assert windowed_masks(length, places, None, window, 1, 4).elements == max(elements)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agree.test_trace_agrees import LENGTH, MODEL, Traced, compared
+from agree.test_trace_agrees import LENGTH, LIMIT_PERCENT, MODEL, Traced, compared
 from torch import Tensor
 
 from ultrascale.models.decoder import Block
@@ -88,3 +88,11 @@ def test_a_change_that_the_planner_does_not_know_is_named(
     assert wrong
     for word in named:
         assert any(word in one for one in wrong), wrong
+
+
+def test_a_saved_tensor_that_the_peak_does_not_show_is_seen_in_the_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Block, "forward", before(Block, "forward", saves_more))
+    apart, wrong = compared(ONE._replace(run=replace(ONE.run, batch=Batch(64, 8))))
+    assert abs(apart.peak) < LIMIT_PERCENT  # of weights and gradients
+    (told,) = wrong
+    assert told.startswith(f"activations: {apart.activations:+.2f} %") and "repeat at models/decoder.py" in told

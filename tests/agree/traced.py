@@ -11,7 +11,7 @@ from ultrascale.parallel.mesh import Ranks
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.run import Batch, Data, Run
-from ultrascale.trace.rank import EmptySequences, record_steps
+from ultrascale.trace.rank import EmptySequences, documents_of, record_steps
 from ultrascale.trace.record import RankTrace
 from ultrascale.trace.recorder import Recorder
 from ultrascale.train.trainer import Trainer
@@ -23,7 +23,7 @@ def run_of(model: Model, layout: Layout, *, length: int = 64, num_micro_batches:
     return Run(model, layout=layout, batch=Batch(length, sequences), data=Data(document_mask=documents))
 
 
-def really(rank: int, run: Run, steps: int) -> RankTrace:
+def really(rank: int, run: Run, steps: int, *, documents: int | None = None) -> RankTrace:
     """What `trace_rank` tells, of steps that happen. Experts are chosen in turn, so that their loads are even."""
     router.choose = _in_turn
     world = run.layout.world_size
@@ -31,7 +31,8 @@ def really(rank: int, run: Run, steps: int) -> RankTrace:
     ranks = Ranks(rank, world, torch.device("cpu"), dist.group.WORLD if world > 1 else None)
     recorder = Recorder(trace, is_real=True)
     with recorder:
-        trainer = Trainer(run, ranks, EmptySequences(run.batch.sequence_length, cp=run.layout.cp))  # pyright: ignore[reportArgumentType]
+        sequences = EmptySequences(run.batch.sequence_length, documents=documents or documents_of(run.layout.cp))
+        trainer = Trainer(run, ranks, sequences)  # pyright: ignore[reportArgumentType]
         record_steps(trainer, recorder, steps)
     return trace
 

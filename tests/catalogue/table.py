@@ -28,7 +28,13 @@ TITLES = {
 HEAD = """# The catalogue of faults
 
 Written by `python tests/catalogue/table.py` from marks of the tests and what `pytest -m catalogue --record-catalogue`
-noted; a test holds this page to them. Nightly tests run with `ULTRASCALE_NIGHTLY=1`. [Reliability](reliability.md) explains."""
+noted; a test holds this page to them. Nightly tests run with `ULTRASCALE_NIGHTLY=1`. [Reliability](reliability.md) explains.
+
+A control plants a bug where the product guards against the row's fault, and requires the row's own check to fail: a test that
+passes with the guard taken out tests nothing. Every row that injects a fault has one, which another test sees to. Rows of bad
+input need none, because what is damaged there is the input itself; some have one all the same."""
+INJECTED = ("processes", "hangs", "storage", "resume", "numerics")
+"""Groups of rows whose faults are injected, each of which must have a control."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,11 @@ class Cover:
     """`checkpoint/test_kill.py::test_...`, from the folder of tests."""
     rows: tuple[int, ...]
     nightly: bool
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it plants a bug, with which the rows' own checks must fail."""
+        return self.name.partition("::")[2].startswith("test_control_")
 
 
 def read_rows() -> list[Row]:
@@ -75,22 +86,54 @@ def write_results(new: dict[str, dict[str, Any]]) -> None:
     RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def without_control(rows: list[Row], tests: list[Cover]) -> list[int]:
+    """Numbers of rows that inject a fault and have no control in every run of CI."""
+    controlled = {number for test in tests if test.is_control and not test.nightly for number in test.rows}
+    return [row.number for row in rows if row.group in INJECTED and row.number not in controlled]
+
+
 def page(rows: list[Row], tests: list[Cover], results: dict[str, dict[str, Any]]) -> str:
     """The text of docs/faults.md."""
-    covered = [row for row in rows if any(row.number in test.rows for test in tests)]
-    in_ci = [row for row in rows if any(row.number in test.rows and not test.nightly for test in tests)]
-    lines = [HEAD, "", f"{len(covered)} of {len(rows)} rows have a test, {len(in_ci)} in every run of CI, the others at night."]
+    lines = [HEAD, "", *_totals(rows, tests, results)]
+    head = ["| # | fault | promised | tests | controls | run | last result |", "|---|---|---|---|---|---|---|"]
     for group, title in TITLES.items():
-        lines += ["", f"## {title}", "", "| # | fault | promised | tests | run | last result |", "|---|---|---|---|---|---|"]
+        lines += ["", f"## {title}", "", *head]
         lines += [_line(row, tests, results) for row in rows if row.group == group]
     return "\n".join(lines) + "\n"
 
 
+def _totals(rows: list[Row], tests: list[Cover], results: dict[str, dict[str, Any]]) -> list[str]:
+    """How many rows are covered, and what that takes."""
+    claims = [test for test in tests if not test.is_control]
+    covered = [row for row in rows if any(row.number in test.rows for test in claims)]
+    in_ci = [row for row in rows if any(row.number in test.rows and not test.nightly for test in claims)]
+    injected = [row for row in rows if row.group in INJECTED]
+    controlled = len(injected) - len(without_control(rows, tests))
+    ran = [results[test.name] for test in tests if not test.nightly and test.name in results]
+    seconds, cases = sum(one["seconds"] for one in ran), sum(one["cases"] for one in ran)
+    metered = [one for one in ran if "processor" in one]
+    processor, num_metered = sum(one["processor"] for one in metered), sum(one["cases"] for one in metered)
+    return [
+        f"{len(covered)} of {len(rows)} rows have a test, {len(in_ci)} in every run of CI, the others at night;",
+        f"{controlled} of the {len(injected)} that inject a fault have a control.",
+        "",
+        f"What runs in CI, `python -m pytest -m catalogue`, took {seconds / 60:.1f} minutes: the sum of the durations that",
+        f"pytest reported of its {cases} cases when each was last recorded, on two cores that other work shared.",
+        f"Of {num_metered} the time of processors is recorded too, with that of processes they waited for:",
+        f"{processor / 60:.1f} minutes in all.",
+    ]
+
+
 def _line(row: Row, tests: list[Cover], results: dict[str, dict[str, Any]]) -> str:
     own = [test for test in tests if row.number in test.rows]
-    names = "<br>".join(f"`{test.name}`" for test in own) or "none"
-    times = " and ".join(["CI"] * any(not test.nightly for test in own) + ["nightly"] * any(test.nightly for test in own))
-    return f"| {row.number} | {row.fault} | {row.promise} | {names} | {times} | {_last(own, results)} |"
+    claims = [test for test in own if not test.is_control]
+    times = " and ".join(["CI"] * any(not test.nightly for test in claims) + ["nightly"] * any(test.nightly for test in claims))
+    cells = [row.number, row.fault, row.promise, _names(claims) or "none", _names([test for test in own if test.is_control])]
+    return f"| {' | '.join(map(str, cells))} | {times} | {_last(own, results)} |"
+
+
+def _names(tests: list[Cover]) -> str:
+    return "<br>".join(f"`{test.name}`" for test in tests)
 
 
 def _last(tests: list[Cover], results: dict[str, dict[str, Any]]) -> str:

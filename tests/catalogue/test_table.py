@@ -1,6 +1,6 @@
 """The table of faults says what is tested, and no more."""
 
-from catalogue.table import PAGE, Cover, Row, find_tests, page, read_results, read_rows
+from catalogue.table import PAGE, Cover, Row, find_tests, page, read_results, read_rows, without_control
 
 
 def test_the_table_in_the_documentation_is_current():
@@ -15,13 +15,26 @@ def test_there_are_62_rows_and_every_mark_is_one_of_them():
 
 def test_a_row_tells_its_tests_when_they_run_and_what_they_came_to():
     rows = [Row(1, "storage", "a fault", "a promise"), Row(2, "storage", "another", "nothing")]
-    tests = [Cover("a.py::test_x", (1,), nightly=False), Cover("a.py::test_y", (1,), nightly=True)]
-    passed, failed = ({"result": result, "cases": 3, "on": "2026-01-02"} for result in ("passed", "failed"))
-    text = page(rows, tests, {"a.py::test_x": passed})
-    told = "CI and nightly | passed, 3 cases, 2026-01-02; 1 not recorded |"
+    control = Cover("a.py::test_control_z", (1,), nightly=False)
+    tests = [Cover("a.py::test_x", (1,), nightly=False), Cover("a.py::test_y", (1,), nightly=True), control]
+    passed, failed = ({"result": result, "cases": 3, "seconds": 45.0, "on": "2026-01-02"} for result in ("passed", "failed"))
+    passed["processor"] = 30.0
+    text = page(rows, tests, {"a.py::test_x": passed, control.name: passed})
+    told = "`a.py::test_control_z` | CI and nightly | passed, 6 cases, 2026-01-02; 1 not recorded |"
     assert f"| 1 | a fault | a promise | `a.py::test_x`<br>`a.py::test_y` | {told}" in text
-    assert "1 of 2 rows have a test, 1 in every run of CI" in text and "| 2 | another | nothing | none |  |  |" in text
+    assert "1 of 2 rows have a test, 1 in every run of CI" in text and "| 2 | another | nothing | none |  |  |  |" in text
+    assert "1 of the 2 that inject a fault have a control" in text
+    assert "took 1.5 minutes: the sum" in text and "reported of its 6 cases" in text
+    assert "Of 6 the time of processors" in text and "they waited for:\n1.0 minutes in all" in text
     assert "1 of 2 failed, 2026-01-02" in page(rows, tests, {"a.py::test_x": passed, "a.py::test_y": failed})
+
+
+def test_every_row_that_injects_a_fault_has_a_control_in_ci():
+    rows = read_rows()
+    assert without_control(rows, find_tests()) == []
+    nightly = [Cover(f"a.py::test_control_{row.number}", (row.number,), nightly=row.number == 7) for row in rows]
+    assert without_control(rows, nightly) == [7]
+    assert without_control(rows, [Cover("a.py::test_x", (1, 55), nightly=False)]) == list(range(1, 55))
 
 
 def test_a_test_is_found_by_its_mark_or_that_of_its_module(tmp_path, monkeypatch):

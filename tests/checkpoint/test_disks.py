@@ -8,14 +8,15 @@ import resource
 import shutil
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from planted import fails
 from ranks import run_ranks
 
 from ultrascale import checkpoint
@@ -226,21 +227,19 @@ def test_a_rename_that_was_carried_out_although_it_failed_is_done_once(tmp_path,
 def train_over_a_slow_disk(rank: int, root: Path) -> list[bool]:
     """Three saves over a disk that takes 0.4 s a save, beside collectives of training; whether each checkpoint was there when
     `save` returned."""
-    write, saving_now = saver.write_and_publish, threading.Semaphore(1)
+    write, written = saver.write_and_publish, []
 
     def slowly(plan, *, ranks):
-        assert saving_now.acquire(blocking=False), "two saves at once"
         time.sleep(0.4)
-        try:
-            return write(plan, ranks=ranks)
-        finally:
-            saving_now.release()
+        written.append(write(plan, ranks=ranks))
+        return written[-1]
 
     saver.write_and_publish = slowly
     there, total = [], torch.zeros(1)
     with Saver(root, keep=0, asynchronous=True) as saving:
         for step in (1, 2, 3):
             there.append(saving.save(step, state(step), {}).exists())
+            assert len(written) >= step - 1, "two saves are pending, and what they hold fills the host's memory"
             for _ in range(20):
                 dist.all_reduce(total)
     return there
@@ -250,6 +249,29 @@ def train_over_a_slow_disk(rank: int, root: Path) -> list[bool]:
 def test_over_a_slow_disk_training_goes_on_and_one_save_is_written_at_a_time(tmp_path):
     assert run_ranks(2, train_over_a_slow_disk, tmp_path) == [[False] * 3] * 2
     assert [value_of(tmp_path / f"step-0000000{step}") for step in (1, 2, 3)] == [1.0, 2.0, 3.0]
+
+
+class AtOnce(ThreadPoolExecutor):
+    """The bug: what is to be done in the background is done before training goes on."""
+
+    def submit(self, fn, /, *arguments, **options):
+        done = super().submit(fn, *arguments, **options)
+        wait([done])
+        return done
+
+
+@pytest.mark.catalogue(32)
+@pytest.mark.parametrize(
+    "name, bug, told",
+    [
+        ("ThreadPoolExecutor", AtOnce, r"\[True, True, True\]"),
+        ("Saver.wait", lambda saving: None, "two saves are pending"),
+    ],
+    ids=["waits for the disk", "queues saves"],
+)
+def test_control_a_save_that_training_waits_for_and_saves_that_pile_up_are_seen(tmp_path, monkeypatch, name, bug, told):
+    monkeypatch.setattr(f"ultrascale.checkpoint.saver.{name}", bug)
+    fails(test_over_a_slow_disk_training_goes_on_and_one_save_is_written_at_a_time, tmp_path, told=told)
 
 
 # --- killed, or told to end, while a save is pending ------------------------------------------------------------------------
@@ -275,6 +297,12 @@ def test_a_kill_while_a_save_is_pending_leaves_the_old_or_the_new_one(tmp_path, 
     outcomes = run_ranks(2, save_in_background, tmp_path, environment={VARIABLE: f"{point}:{rank}:1"}, failures="return")
     assert outcomes[rank].kind == "died"
     assert value_of(checkpoint.newest_valid(tmp_path)) == found
+
+
+@pytest.mark.catalogue(36)
+def test_control_an_end_that_does_not_wait_loses_the_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(Saver, "close", lambda saving: saving._resources.close())
+    fails(test_the_end_waits_for_a_save_in_the_background, tmp_path)
 
 
 # --- what must not be saved -------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from planted import fails
 from ranks import run_ranks
 
 from ultrascale import checkpoint
@@ -112,6 +114,22 @@ def load_version(rank: int, folder: Path) -> float:
     targets = state(0)
     checkpoint.load(folder, targets)
     return targets["w3"][5, 4].item()
+
+
+def load_by_taking_the_name_away(patch: pytest.MonkeyPatch) -> None:
+    """The planted bug: whoever loads a checkpoint keeps others from it, and gives it back afterwards."""
+    load = checkpoint.load
+
+    def load_aside(folder: Path, targets: dict[str, torch.Tensor]) -> None:
+        if dist.get_rank() == 0:
+            folder.rename(folder.with_name("loading"))
+        dist.barrier()
+        load(folder.with_name("loading"), targets)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            folder.with_name("loading").rename(folder)
+
+    patch.setattr(checkpoint, "load", load_aside)
 
 
 def kill_at(point: str, rank: int, hit: int, fn, *arguments) -> None:
@@ -219,6 +237,12 @@ def test_a_kill_while_loading_leaves_the_checkpoint_as_it_was(tmp_path, point, r
     assert run_ranks(2, load_version, tmp_path / "step-00000001") == [1.0, 1.0]
 
 
+@pytest.mark.catalogue(5)
+def test_control_a_checkpoint_that_is_moved_while_it_is_loaded_is_lost_by_a_kill(tmp_path, monkeypatch):
+    load_by_taking_the_name_away(monkeypatch)
+    fails(test_a_kill_while_loading_leaves_the_checkpoint_as_it_was, tmp_path, "load.verified", 1)
+
+
 @pytest.mark.catalogue(5, 27)
 def test_after_a_kill_while_loading_damage_is_still_passed_over(tmp_path):
     assert loads_a_whole_one("load.verified", tmp_path, load_newest)
@@ -230,12 +254,12 @@ def test_control_a_planted_bug_in_pruning_is_caught(tmp_path, bug):
     assert not prunes_safely("discard.renamed", 1, tmp_path, bug)
 
 
-@pytest.mark.catalogue(27)
+@pytest.mark.catalogue(5, 27)
 def test_control_a_planted_bug_in_loading_is_caught(tmp_path):
     assert not loads_a_whole_one("load.verified", tmp_path, load_without_checksums)
 
 
-@pytest.mark.catalogue(1)
+@pytest.mark.catalogue(1, 30)
 @pytest.mark.parametrize(("bug", "point"), [(save_non_atomically, "discard.renamed"), (save_in_place, "save.shard")])
 def test_control_a_planted_bug_in_publishing_is_caught(tmp_path, bug, point):
     assert not survives(point, 0, tmp_path, bug, step=1)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from planted import fails
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import CheckpointError
+from ultrascale.checkpoint import CheckpointError, loading
+from ultrascale.checkpoint.files import read_box
 
 LAYOUTS = {
     "one": (1, None),
@@ -84,6 +86,17 @@ def test_every_layout_loads_every_other_layout_bitwise(saved, layout):
     for found in run_ranks(LAYOUTS[layout][0], load_layouts, layout, root):
         for source in LAYOUTS:
             assert_equal(found[source], expected[source])
+
+
+@pytest.mark.catalogue(46, 47)
+def test_control_ranks_that_all_read_the_first_rows_of_what_is_stored_are_seen(saved, monkeypatch):
+    """Of weights of 53 rows down to 2 on four ranks: some have nothing of one, some the last rows."""
+
+    def read_first(fd, entry, chunk, starts, target, *, path):
+        read_box(fd, entry, chunk, (0,) * len(starts), target, path=path)
+
+    monkeypatch.setattr(loading, "read_box", read_first)
+    fails(test_every_layout_loads_every_other_layout_bitwise, saved, "zero-4")
 
 
 def test_one_process_without_torch_distributed_loads_every_layout_whole(saved):

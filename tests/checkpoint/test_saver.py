@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from planted import fails
 from ranks import run_ranks
 
 from ultrascale import checkpoint
@@ -95,6 +96,12 @@ def test_a_place_that_cannot_be_written_is_told_before_the_first_save(tmp_path, 
         Saver(root)
 
 
+@pytest.mark.catalogue(34)
+def test_control_a_place_that_nobody_tries_at_the_start_is_told_of_at_the_first_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "check_writable", lambda root: None)
+    fails(test_a_place_that_cannot_be_written_is_told_before_the_first_save, tmp_path, "{file}/below", told="DID NOT RAISE")
+
+
 def test_the_write_test_leaves_nothing(tmp_path):
     checkpoint.check_writable(tmp_path / "new" / "folder")
     assert names(tmp_path / "new" / "folder") == []
@@ -129,6 +136,12 @@ def test_a_save_in_the_background_keeps_the_numbers_of_its_step(tmp_path):
     assert [value_at(tmp_path, step) for step in (1, 2)] == [1.0, 2.0]
 
 
+@pytest.mark.catalogue(37)
+def test_control_without_a_copy_a_save_in_the_background_has_later_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "copy_to_host", lambda plan: plan)
+    fails(test_a_save_in_the_background_keeps_the_numbers_of_its_step, tmp_path)
+
+
 def fail_in_background(rank: int, root: Path, then: str) -> str:
     saving = Saver(root, asynchronous=True)
     write = saver.write_and_publish
@@ -161,6 +174,19 @@ def test_what_fails_in_the_background_is_raised_on_every_rank(tmp_path, then):
     for text in run_ranks(2, fail_in_background, tmp_path, then):
         assert text == "saving: rank 1 of 2: OSError: [Errno 5] Input/output error."
     assert steps(tmp_path) == ([] if then == "close" else [3])
+
+
+@pytest.mark.catalogue(36)
+@pytest.mark.parametrize("then", ["save", "close"])
+def test_control_a_failure_that_stays_in_its_thread_is_missed(tmp_path, monkeypatch, then):
+    """As torch.distributed.checkpoint has it (pytorch#191391)."""
+
+    def wait_only(saving: Saver) -> None:
+        if saving._pending is not None:
+            saving._pending.exception()
+
+    monkeypatch.setattr(Saver, "wait", wait_only)
+    fails(test_what_fails_in_the_background_is_raised_on_every_rank, tmp_path, then, told="DID NOT RAISE")
 
 
 # --- keeping some ----------------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_the_cores_that_take_part_run_and_agree(documents, window):
     assert {name for name, one in outcomes.items() if isinstance(one, float)} >= expected, outcomes
 
 
-@pytest.mark.parametrize("kernel", ["norm", "rotary", "swiglu", "loss"])
+@pytest.mark.parametrize("kernel", ["norm", "norm_of_sum", "rotary", "swiglu", "loss"])
 def test_the_forms_of_a_fused_kernel_run_and_agree(kernel):
     model = preset("llama-3.2-1b")
     shape = fused_shape(model, Layout(), 1024, torch.bfloat16)

@@ -22,7 +22,7 @@ def measured(run: Run) -> tuple[int, int]:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()
     before, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    trainer = Trainer(run, Ranks(0, 1, device), EmptySequences(run.batch.sequence_length), draw_on_device=True)  # pyright: ignore[reportArgumentType]
+    trainer = Trainer(run, Ranks(0, 1, device), EmptySequences(run.batch.sequence_length, documents=2), draw_on_device=True)  # pyright: ignore[reportArgumentType]
     trainer.train_step()
     torch.cuda.reset_peak_memory_stats()
     trainer.train_step()

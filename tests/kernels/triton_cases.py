@@ -96,8 +96,8 @@ def loss(dtype: torch.dtype, columns: int) -> None:
 
 
 def step_of_a_model() -> None:
-    """Where a run asks for Triton: every kernel inside a model, in place of torch's."""
-    from ultrascale.kernels import implementation
+    """Where a run asks for Triton: every kernel inside a model, in place of torch's; the sum after attention with its norm."""
+    from ultrascale.kernels import implementation, triton_norm
     from ultrascale.models.decoder import Decoder
     from ultrascale.models.initialise import initialise
     from ultrascale.spec.model import Model
@@ -107,8 +107,10 @@ def step_of_a_model() -> None:
         head_dim=8, max_position_embeddings=64, initializer_range=0.1,
     )  # fmt: skip
     tokens = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(0))
-    found = []
+    found, fused = [], []
     implementation.is_cuda = lambda x: True
+    kernel = triton_norm.add_rms_norm
+    triton_norm.add_rms_norm = lambda *given: fused.append(given) or kernel(*given)
     for form in ("torch", "triton"):
         implementation._CHOSEN = dict.fromkeys(implementation.FORMS, form)
         decoder = Decoder(model)
@@ -116,6 +118,8 @@ def step_of_a_model() -> None:
         loss = decoder(tokens, targets=tokens)
         loss.backward()
         found.append([loss.detach(), *(parameter.grad for parameter in decoder.parameters())])
+    triton_norm.add_rms_norm = kernel
+    assert len(fused) == model.num_hidden_layers
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

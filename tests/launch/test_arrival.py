@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from planted import fails
 from torch._C._distributed_c10d import TCPStore
 from train.small_runs import BeforeStep, at_step, curve, make_corpus, same, small_run, state, train_here, train_ranks
 
@@ -23,6 +26,8 @@ from ultrascale.parallel import arrival
 from ultrascale.parallel.torch_private import PrefixStore
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Run
+from ultrascale.train import loop
+from ultrascale.train.trainer import Gradients, Trainer
 
 COPIES = Layout(dp=2, zero_stage=2, micro_batch_size=2)
 
@@ -45,7 +50,7 @@ def outcome(train: Any) -> dict[str, Any]:
 
 def start_late(rendezvous: str, run: Run, late_seconds: float, patience: float) -> dict[str, Any]:
     """Rank 1 starts so much later than rank 0."""
-    arrival.ARRIVAL_SECONDS = patience
+    arrival.ARRIVAL_SECONDS = loop.START_SECONDS = patience  # a group's limit counts too, if it is more
     if os.environ["RANK"] == "1":
         time.sleep(late_seconds)
     return outcome(lambda: train_here(run, rendezvous=rendezvous))
@@ -63,6 +68,36 @@ def test_control_a_rank_that_is_later_than_is_waited_for_is_named(run):
     first = run_forked(2, start_late, run, 4.0, 2.0)[0]
     assert first["error"] == "LostRankError"
     assert "rank 0 waited 2 s for rank 1 of 2, which did not start" in first["text"]
+
+
+# --- one store for all attempts, as torchrun has it ------------------------------------------------------------------------
+
+
+def names_agreed(store: TCPStore, world: int, *, first_last: bool) -> set[str]:
+    """What ranks call their attempt, rank 0 coming first or last."""
+
+    def agree(rank: int) -> str:
+        if (rank == 0) is first_last:
+            time.sleep(0.5)
+        own = TCPStore("127.0.0.1", store.port, is_master=False)
+        return arrival.agree_on_attempt(own, rank, world, timedelta(seconds=60))
+
+    with ThreadPoolExecutor(world) as pool:
+        return set(pool.map(agree, range(world)))
+
+
+@pytest.mark.catalogue(4)
+def test_in_a_store_that_outlives_attempts_each_has_a_name_of_its_own_on_all_ranks():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names = [names_agreed(store, 3, first_last=last) for last in (True, False, True, True)]
+    assert [len(of_one) for of_one in names] == [1] * 4 and len(set().union(*names)) == 4
+
+
+@pytest.mark.catalogue(4)
+def test_control_ranks_that_take_the_name_they_find_take_that_of_an_earlier_attempt(monkeypatch):
+    monkeypatch.setattr(arrival, "_follow", lambda store, rank, world, deadline: store.get(arrival._NAME).decode())
+    monkeypatch.setattr(arrival, "_word", lambda store, rank, name: "")
+    fails(test_in_a_store_that_outlives_attempts_each_has_a_name_of_its_own_on_all_ranks)
 
 
 # --- the store ---------------------------------------------------------------------------------------------------------------
@@ -115,6 +150,12 @@ def test_a_store_that_goes_away_before_the_ranks_have_met_ends_all_of_them_at_on
 
 
 @pytest.mark.catalogue(22)
+def test_control_ranks_that_are_blamed_for_the_store_are_seen(run, monkeypatch):
+    monkeypatch.setattr(arrival, "_missed", lambda store, world, timeout: "waited for rank 1 of 2, which did not start")
+    fails(test_a_store_that_goes_away_before_the_ranks_have_met_ends_all_of_them_at_once_and_is_named, run)
+
+
+@pytest.mark.catalogue(22)
 def test_ranks_that_have_met_need_the_store_no_more(run):
     calm = replace(run, name="calm")
     train_ranks(calm)
@@ -123,3 +164,17 @@ def test_ranks_that_have_met_need_the_store_no_more(run):
         assert run_forked(2, train_with_store, run, port, kill) == [{"steps_done": 4}] * 2
     assert curve(run) == curve(calm) and same(state(run), state(calm))
     assert Path(run.folder, run.name, "checkpoints").exists()
+
+
+@pytest.mark.catalogue(22)
+def test_control_ranks_that_first_meet_in_a_step_need_the_store_in_it(run, monkeypatch):
+    """As groups do that are made, or connected, at first use."""
+    compute = Trainer.compute_gradients
+
+    def meet_again(trainer: Trainer) -> Gradients:
+        if trainer.steps_done == 2:
+            dist.new_group(backend="gloo")
+        return compute(trainer)
+
+    monkeypatch.setattr(Trainer, "compute_gradients", meet_again)
+    fails(test_ranks_that_have_met_need_the_store_no_more, run, told="error")

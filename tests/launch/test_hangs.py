@@ -6,21 +6,29 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO
 
 import pytest
 import torch
+from planted import fails
 from train.small_runs import BeforeStep, at_step, make_corpus, small_run, train_ranks
 
 from ultrascale import heartbeat
+from ultrascale.checkpoint import newest_valid
 from ultrascale.heartbeat import Beat, Collective
 from ultrascale.launch.forked import RankFailed
 from ultrascale.launch.watchdog import Hang, disagreement, judge, line_of, watch
+from ultrascale.parallel import lost
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Faults
@@ -46,13 +54,21 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def hang(folder: Path, before_step: BeforeStep, *, hang_seconds: float = 1.5, timeout_seconds: float = 60.0) -> Hang | None:
+def hang(
+    folder: Path,
+    before_step: BeforeStep,
+    *,
+    hang_seconds: float | None = 1.5,
+    timeout_seconds: float = 60.0,
+    every_steps: int | None = None,
+) -> Hang | None:
     """What the watchdog says of a run on two ranks in which something happens; None if it says nothing until the run ends."""
     found: list[Hang | None] = []
     looking = threading.Thread(target=lambda: found.append(watch(folder / "signs", os.getppid())), daemon=True)
     looking.start()
     faults = Faults(hang_seconds=hang_seconds)
     run = replace(small_run(folder, layout=ZERO_3), faults=faults, collective_timeout_seconds=timeout_seconds)
+    run = replace(run, checkpoint=replace(run.checkpoint, every_steps=every_steps))
     with suppress(RankFailed):
         train_ranks(run, before_step=before_step)
     looking.join(2.0)
@@ -88,10 +104,35 @@ def test_a_stopped_rank_is_named_with_the_collective_that_the_other_waits_in(fol
     found = hang(folder, at_step(3, stop_this_process, rank=1))
     assert found is not None
     assert found.culprits == (1,) and found.steps_done == 3
-    assert found.reason == "no sign of life in step 3: rank 1 is stopped by a signal (SIGSTOP, or a debugger)"
-    assert "waited in a sum over all ranks (train/trainer.py:" in found.ranks[0]
+    why, told = found.reason.split(" debugger): ")
+    own, other = told.split("; ")
+    assert why == "no sign of life in step 3: rank 1 is stopped by a signal (SIGSTOP, or a"
+    assert own.startswith("rank 1 was at between steps (train/loop.py:")
+    assert other.startswith("rank 0 waited in a sum over all ranks (train/trainer.py:")
     trace = json.loads((folder / "signs" / "0.trace.json").read_text())
     assert any(entry["profiling_name"] == "gloo:all_reduce" for entry in trace["entries"])
+
+
+@pytest.mark.catalogue(11)
+def test_a_stop_while_a_collective_hangs_ends_and_leaves_the_checkpoint_before(folder, leave=stop_this_process, timeout=60.0):
+    """The handler of the rank that waits does not run before its collective ends."""
+
+    def ask_and_leave(trainer: Trainer) -> None:
+        (other,) = (beat.pid for beat in heartbeat.read(folder / "signs") if beat.rank == 0)
+        time.sleep(0.3)  # until it waits
+        os.kill(other, signal.SIGTERM)
+        leave(trainer)
+
+    found = hang(folder, at_step(3, ask_and_leave, rank=1), timeout_seconds=timeout, every_steps=2)
+    assert newest_valid(folder / "small" / "checkpoints") == folder / "small" / "checkpoints" / "step-00000002"
+    assert found is not None and found.culprits == (1,)
+
+
+@pytest.mark.catalogue(11)
+def test_control_without_a_watchdog_a_stop_waits_for_the_collective(folder, monkeypatch):
+    monkeypatch.setitem(hang.__kwdefaults__, "hang_seconds", None)
+    test = test_a_stop_while_a_collective_hangs_ends_and_leaves_the_checkpoint_before
+    fails(test, folder, leave=sleep_a_while, timeout=4.0, told="None is not None")
 
 
 @pytest.mark.catalogue(19)
@@ -101,6 +142,17 @@ def test_a_rank_whose_interpreter_is_locked_is_named_although_none_of_its_thread
     assert found.culprits == (1,)
     assert "rank 1: was at between steps (train/loop.py:" in found.reason
     assert "did not come to where rank 0 waited in a sum over all ranks (train/trainer.py:" in found.reason
+
+
+@pytest.mark.catalogue(19)
+def test_control_a_stack_that_python_writes_is_not_written_where_the_interpreter_is_locked(folder, monkeypatch):
+    def register(number: int, *, file: TextIO, all_threads: bool) -> None:
+        signal.signal(number, lambda number, frame: traceback.print_stack(frame, file=file))
+
+    in_python = SimpleNamespace(register=register, unregister=lambda number: None)
+    monkeypatch.setattr("ultrascale.train.signs_of_life.faulthandler", in_python)
+    test = test_a_rank_whose_interpreter_is_locked_is_named_although_none_of_its_threads_runs
+    fails(test, folder, told=r"train/loop\.py")
 
 
 @pytest.mark.catalogue(18)
@@ -120,7 +172,16 @@ def test_a_collective_of_another_shape_is_told_although_gloo_aborts_the_process(
     hang(folder, at_step(3, sum_too_much, rank=1))
     found = disagreement(heartbeat.read(folder / "signs"))
     assert found is not None
-    assert "rank 0 came to a sum over all ranks of int64[2], rank 1 came to a sum over all ranks of int64[3]" in found[1]
+    first, second = found[1].split(" differs: ")[1].split(", rank 1 came to ")
+    assert first.startswith("rank 0 came to a sum over all ranks of int64[2] (train/trainer.py:")
+    assert second.startswith("a sum over all ranks of int64[3] (train/loop.py:")
+
+
+@pytest.mark.catalogue(18)
+def test_control_collectives_noted_without_their_shape_are_all_alike(folder, monkeypatch):
+    named = lost._named
+    monkeypatch.setattr(lost, "_named", lambda what, group, tensor: named(what, group, None))
+    fails(test_a_collective_of_another_shape_is_told_although_gloo_aborts_the_process, folder)
 
 
 @pytest.mark.catalogue(17)
@@ -190,6 +251,37 @@ def test_the_line_told_is_the_caller_of_what_waits():
     assert line_of("") == ""
 
 
+def test_a_checkout_that_is_called_as_the_package_is_does_not_make_tests_its_lines():
+    frames = ("tests/launch/test_hangs.py", "src/ultrascale/train/loop.py")
+    stack = "".join(f'  File "/srv/ultrascale/{file}", line 8 in step\n' for file in frames)
+    assert line_of(stack) == "train/loop.py:8 in step"
+
+
+def test_of_a_rank_that_cannot_write_its_stack_the_last_collective_tells_the_line():
+    came = (Collective("all", 3, "a sum of int64[2]", "train/trainer.py:8 in agree"),)
+    found = judge([beat(0, waiting=False, doing="forward"), beat(1, collectives=came)], [0], {})
+    assert found.reason.endswith(": rank 0 was at forward; rank 1 waited in a sum (train/trainer.py:8 in agree)")
+
+
+def test_the_watchdog_kills_the_culprit_also_where_it_can_write_nothing_and_nobody_reads_what_it_says(tmp_path, monkeypatch):
+    ignoring = "import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    culprit = subprocess.Popen([sys.executable, "-c", ignoring], stdout=subprocess.PIPE)
+    assert culprit.stdout is not None and culprit.stdout.readline()
+    monkeypatch.setattr(heartbeat.os, "getpid", lambda: culprit.pid)
+    heart = heartbeat.Heart(tmp_path, 0, hang_seconds=0.1)
+    heart.started_at, heart.steps_done = 0, 1
+    heart.beat("forward")
+    monkeypatch.undo()
+    (tmp_path / "hang.json").mkdir()  # what is written cannot take its place
+    try:
+        command = [sys.executable, "-m", "ultrascale.launch.watchdog", str(tmp_path), "--parent", str(os.getpid())]
+        with open("/dev/full", "w") as full:
+            assert subprocess.run(command, stderr=full, timeout=200).returncode == 0
+        assert culprit.wait(60) == -signal.SIGKILL
+    finally:
+        culprit.kill()
+
+
 def test_a_slow_part_of_a_step_is_no_hang_once_it_has_been_as_slow_before(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(heartbeat.time, "monotonic", clock)
@@ -238,4 +330,4 @@ def test_only_the_last_collectives_are_kept_each_with_its_number(tmp_path):
     heart.beat("x")
     (found,) = heartbeat.read(tmp_path)
     assert found.rank == 3 and len(found.collectives) == heartbeat.RING
-    assert found.collectives[0] == ("all", 5, "sum 5") and found.collectives[-1] == ("all", 68, "sum 68")
+    assert found.collectives[0][:3] == ("all", 5, "sum 5") and found.collectives[-1][:3] == ("all", 68, "sum 68")

@@ -15,6 +15,7 @@ from ultrascale.spec.model_presets import preset
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.insert(0, str(FOLDER))
+import everything  # noqa: E402  # pyright: ignore[reportMissingImports]
 import step_speed  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
@@ -50,6 +51,27 @@ def test_contestants_take_turns_and_one_that_fails_is_a_row(tmp_path, bare):
     assert rows["ours"]["planned_peak_bytes"] > 0
     assert "failed" in rows["liger"] or rows["liger"]["tokens_per_second"] > 0
     assert told.count("\n| 1b |") == 3
+
+
+def test_all_that_waits_for_a_gpu_is_one_command_and_a_part_that_fails_costs_the_others_nothing(tmp_path, monkeypatch, capsys):
+    words = ["--name", "toy", "--results", str(tmp_path), "--toy"]
+    failing = everything.Part(("-c", "import time; print('begun', flush=True); time.sleep(60)"), 1.0, ())
+    monkeypatch.setitem(everything.PARTS, "primer", failing)
+    assert everything.main([*words, "--only", "primer", "primitives"]) == 1
+    told = capsys.readouterr().out
+    assert "primer: was stopped after 1 s" in told and "begun" in told and "primitives: done" in told
+    assert json.loads((tmp_path / "toy" / "primitives.json").read_text())["rows"]
+
+
+def test_the_command_for_all_runs_every_script_and_every_test_that_needs_a_gpu():
+    words = [one for part in everything.PARTS.values() for one in part.words]
+    scripts = {path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text()} - {"everything.py"}
+    assert scripts - {Path(one).name for one in words} == {"step_contestants.py"}, "which step_speed.py starts"
+    tests, word = FOLDER.parents[1] / "tests", "gpu"
+    marked = {
+        path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py") if f"pytest.mark.{word}" in path.read_text()
+    }
+    assert {f"tests/{folder}" for folder in marked} == {one for one in words if one.startswith("tests/")}
 
 
 def test_the_primitives_run(tmp_path, bare):

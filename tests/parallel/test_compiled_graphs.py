@@ -1,9 +1,11 @@
-"""One graph a block: compiled in whole, forward and backward, for every family without experts, and every way to recompute."""
+"""One graph a block: compiled in whole, forward and backward, for every family without experts, and every way to recompute; and
+for every precision."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ from ultrascale.kernels.attention import attention_mask
 from ultrascale.kernels.attention_spans import packed_ids
 from ultrascale.kernels.device_kind import meta_stands_for
 from ultrascale.models.decoder import Decoder
+from ultrascale.parallel import apply
+from ultrascale.parallel.fp8 import apply_fp8
+from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.recompute import apply_recompute
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import Fp8Scaling, Layout
 
 SINKS = replace(FAMILIES["llama"], model_type="gpt_oss", attention_sinks=True, sliding_window=7)
 CHOSEN = [name for name, model in FAMILIES.items() if "-" not in name]
@@ -58,3 +63,21 @@ def test_so_it_is_on_cuda_in_16_bits_where_attention_is_told_where_documents_end
     with meta_stands_for("cuda"):
         run_compiled(decoder, recompute, "meta", torch.bfloat16)
     assert {type(mask).__name__ for mask in calls} == {"Spans"}
+
+
+@pytest.mark.parametrize(("layout", "limit"), [
+    (Layout(precision="bf16"), 0.02), (Layout(precision="fp16"), 0.005),
+    *((Layout(precision="fp8", fp8_scaling=scaling), 1e-12) for scaling in get_args(Fp8Scaling)),
+])  # fmt: skip
+def test_so_it_is_in_every_precision_with_the_gradients_of_eager_blocks(layout: Layout, limit: float, monkeypatch):
+    """fp8 in float64 between products, where rounding tips no number over to the next of 8 bits."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    between = replace(layout, precision="fp64") if layout.precision == "fp8" else layout
+    monkeypatch.setattr(apply, "apply_fp8", lambda stage, _, mesh: apply_fp8(stage, layout, mesh))
+    tokens, found = torch.arange(16)[None], []
+    for compiled in (False, True):
+        share = apply.build_share(FAMILIES["llama"], between, Ranks(0, 1, torch.device("cpu")), seed=0, compile_blocks=compiled)
+        share.decoder(tokens, targets=tokens).backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in share.parameters() if parameter.grad is not None]))
+    assert float((found[1] - found[0]).norm() / found[0].norm()) < limit

@@ -81,7 +81,7 @@ def errors(rank: int, case: Case) -> float:
     expected = gradients(made_decoder(case), whole)
     layout = Layout(cp=dist.get_world_size(), cp_method=case.method, cp_heads=case.cp_heads, recompute=case.recompute)
     decoder = made_decoder(case)
-    apply_context_parallel(decoder, layout, OneGroup())  # pyright: ignore[reportArgumentType]
+    apply_context_parallel(decoder, layout, OneGroup(), compiled=case.compiled)  # pyright: ignore[reportArgumentType]
     apply_recompute(decoder, layout)
     if case.compiled:
         _, block = next(decoder.blocks())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
+from agree import axes
 from agree.axes import Case, RankStep
 from agree.layouts import EXPERTS, MODEL
 from agree.traffic import Key, watched
@@ -34,10 +36,14 @@ class Found(NamedTuple):
     history: Tables
 
 
-def steps(rank: int, case: Case, given: Tables, count: int) -> Found:
+def steps(rank: int, case: Case, given: Tables, count: int, compiled: bool = False) -> Found:
     """So many steps in float64 whose blocks multiply in fp8, from the history `given`; nothing is updated but that."""
     words = {name: getattr(DELAYED, name) for name in ("precision", "fp8_scaling", "fp8_amax_history_len")}
-    with patch.object(apply, "apply_fp8", lambda stage, layout, mesh: apply_fp8(stage, replace(layout, **words), mesh)):
+    with (
+        patch.object(apply, "apply_fp8", lambda stage, layout, mesh: apply_fp8(stage, replace(layout, **words), mesh)),
+        patch.object(axes, "build_share", partial(apply.build_share, compile_blocks=compiled)),
+        patch.object(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True)),
+    ):
         step = RankStep(case, rank)
     history = step.share.amax_history
     assert history is not None
@@ -81,6 +87,19 @@ def test_ranks_of_every_axis_are_one_process_to_the_last_digit_and_have_its_hist
     assert tables.keys() == expected.history.keys()
     for name, table in tables.items():
         torch.testing.assert_close(table, expected.history[name], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2, recompute="full")], ids=str)
+def test_compiled_blocks_of_several_ranks_are_one_graph_each_and_have_the_scales_of_one_process(layout: Layout) -> None:
+    layout = replace(layout, precision="fp64", micro_batch_size=2)
+    one = Case(MODEL, Layout(precision="fp64", micro_batch_size=2), num_micro_batches=2)
+    (first,) = run_ranks(1, steps, one, {}, 1)
+    (expected,) = run_ranks(1, steps, one, first.history, 2)
+    found = run_ranks(2, steps, Case(MODEL, layout, num_micro_batches=2), first.history, 2, True)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found[0].gradients[name], gradient, rtol=LIMIT, atol=LIMIT * float(gradient.norm()))
+    for name, table in expected.history.items():
+        torch.testing.assert_close(found[1].history[name], table, rtol=1e-6, atol=0)
 
 
 def sent(rank: int, case: Case) -> dict[Key, tuple[int, int]]:

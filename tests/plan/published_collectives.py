@@ -117,3 +117,8 @@ PLAYBOOK_ALL_REDUCE = {
     16: (84.7, 31.3, 188.4), 32: (64.9, 25.0, 194.2), 64: (32.9, 12.5, 177.4),
 }  # fmt: skip
 PLAYBOOK_ALL_GATHER_95 = {1: 264.9, 2: 226.3, 4: 229.4, 8: 178.5, 16: 126.7, 32: 77.0, 64: 44.4}
+PLAYBOOK_MEDIANS = {
+    "all_gather": {2: 184.6, 4: 119.0, 8: 69.0, 16: 55.0, 32: 28.0},
+    "reduce_scatter": {2: 181.6, 4: 115.8, 8: 68.6, 16: 54.5, 32: 27.9},
+}
+"""The same figure's, over all ranks, 256 MB. On 64 nodes 11.0 and 11.1, which is less than a hop explains."""

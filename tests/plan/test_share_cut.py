@@ -7,14 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ultrascale.plan.measured_rows import Asked
-from ultrascale.plan.price import predict
 from ultrascale.plan.share_cut import cannot_run, layers_by_share, ranks_by_share
 from ultrascale.plan.validate import predict_rows
-from ultrascale.plan.workload import Workload
-from ultrascale.spec.cluster import parse_cluster
-from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
-from ultrascale.spec.stack import STACKS
 
 ONE_B = Model(131072, 2048, 8192, 16, 32, 32, 64, 4096, name="1B")
 """The playbook's: its head costs four blocks."""
@@ -54,14 +49,3 @@ def test_rows_of_such_pipelines_are_predicted_not_to_run() -> None:
     assert runs.fits and runs.step_seconds
     assert (empty.fits, short.fits) == (False, False)
     assert "without a part of the model" in empty.reason and "pp - 1 micro-batches at least" in short.reason
-
-
-def test_receives_from_another_node_are_in_the_way_of_collectives_and_others_are_not() -> None:
-    def seconds_per_sequence(nodes: int, pp: int) -> float:
-        workload = Workload(ONE_B, parse_cluster(f"{nodes}xdgx-h100"), 4096, 256, STACKS["nanotron"])
-        layout = Layout(dp=8 * nodes // (4 * pp), tp=4, pp=pp, zero_stage=1, precision="bf16")
-        return predict(workload, layout).step_seconds * nodes
-
-    alone, piped = seconds_per_sequence(2, 1), seconds_per_sequence(2, 2)
-    assert piped > 2 * alone
-    assert seconds_per_sequence(1, 2) < 1.6 * seconds_per_sequence(1, 1)

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from train.small_runs import make_corpus, small_run, state, train_here
+from train.small_runs import at_step, make_corpus, small_run, state, train_here
 
 from ultrascale.checkpoint import Slice, save
 from ultrascale.cli.main import main
 from ultrascale.cli.soak import table, to_json
 from ultrascale.launch.restarts import Account
+from ultrascale.soak import story
 from ultrascale.soak.storm import KINDS, ON_RANK_0, Planted, draw, fire, fired
 from ultrascale.soak.story import Outcome, same_bits, same_state, soak, strikes_of
 from ultrascale.spec.run import Run
+from ultrascale.train.trainer import Trainer
 
 
 def drawn(seed: int = 0, count: int = 200, **options) -> list[Planted]:
@@ -35,9 +37,10 @@ def test_a_seed_decides_the_storm_and_every_kind_comes_as_often_as_every_other()
 def test_faults_come_one_after_the_other_and_kills_in_a_save_in_steps_that_save():
     faults = drawn()
     assert all(before.step < after.step for before, after in pairwise(faults))
-    in_save = [one for one in faults if one.kind == "kill-in-save"]
-    assert {(one.step + 1) % 10 for one in in_save} == {0}
-    assert {one.rank for one in in_save if one.moment in ON_RANK_0} == {0}
+    in_save = [one for one in faults if KINDS[one.kind].strikes_save]
+    assert len({one.kind for one in in_save}) == 4 and {(one.step + 1) % 10 for one in in_save} == {0}
+    assert {one.rank for one in in_save if one.moment in ON_RANK_0 and one.kind == "kill-in-save"} == {0}
+    assert all(after.step > before.step + KINDS[before.kind].steps for before, after in pairwise(faults))
     assert {one.rank for one in faults} == {0, 1, 2, 3}
 
 
@@ -71,6 +74,8 @@ def test_what_became_of_a_fault_is_read_from_the_events_of_the_run():
     fault = Planted(0, "stop", 17, 1, "forward")
     (strike,) = strikes_of([(fault, 5.0)], events)
     assert (strike.detected_by, strike.detect_seconds, strike.recover_seconds, strike.steps_lost) == ("watchdog", 5.5, 8.0, 7)
+    (cut,) = strikes_of([(fault, 5.0)], [*events[:2], *events[3:], event(99.0, "stop", 50)])
+    assert (cut.detected_by, cut.detect_seconds, cut.recover_seconds) == ("the command given again", None, 8.0)
     (lost,) = strikes_of([(fault, 14.0)], events)
     assert lost.recover_seconds is None
     outcome = Outcome([strike], 20, True, True, Account(), 20.0)
@@ -79,6 +84,23 @@ def test_what_became_of_a_fault_is_read_from_the_events_of_the_run():
     assert not replace(outcome, equal_state=False).holds
 
 
+@pytest.mark.catalogue(2, 3)
+def test_control_a_restart_that_forgets_the_moments_is_told_from_the_calm(tmp_path, monkeypatch):
+    make_corpus(tmp_path / "tokens")
+    stormy, calm = (small_run(tmp_path, name=name, steps=6) for name in ("stormy", "calm"))
+    train_here(calm)
+    train_here(stormy, before_step=at_step(3, Trainer.request_stop))
+
+    def forget(trainer: Trainer, tensors: object) -> None:
+        for moments in trainer.optimizer.state.values():
+            moments["exp_avg"].zero_()
+
+    monkeypatch.setattr("ultrascale.train.resume._take_back", forget)
+    train_here(stormy)
+    assert story._curve(stormy) != story._curve(calm) and not same_state(stormy, calm)
+
+
+@pytest.mark.catalogue(2, 3)
 def test_control_one_bit_of_one_moment_is_seen_in_the_comparison_with_the_calm(tmp_path):
     make_corpus(tmp_path / "tokens")
     runs = [small_run(tmp_path, name=name, steps=2) for name in ("stormy", "calm")]
@@ -117,6 +139,35 @@ def test_a_fault_without_effect_does_not_count_as_survived_by_the_restart_after_
     assert "1 of 2 faults survived, 1 without effect, in 20 s and 20 steps" in table(outcome)
 
 
+def test_a_fault_that_the_run_goes_over_is_told_with_who_saw_it_and_when_it_was_over():
+    disk, slow, still = (
+        Planted(0, "full-disk", 9, 1, "x"),
+        Planted(1, "slow", 15, 0, "forward"),
+        Planted(2, "stall", 50, 1, "x"),
+    )
+    events = [event(5.5, "save failed", 10, cause="full"), event(9.0, "straggler", 30, rank=0, cause="slow")]
+    found = strikes_of([(disk, 5.0), (slow, 7.0), (still, 20.0)], events, {0: 6.0, 1: 12.0, 2: 22.0})
+    assert [(one.detected_by, one.detect_seconds, one.recover_seconds) for one in found] == [
+        ("the save, again a step later", 0.5, 1.0),
+        ("the comparison of ranks", 2.0, 5.0),
+        ("patience", None, 2.0),
+    ]
+    assert all(one.is_survived and one.steps_lost == 0 for one in found)
+    assert strikes_of([], events) == []
+    (never,) = strikes_of([(disk, 5.0)], events, {})
+    assert never.had_effect and not never.is_survived
+
+
+@pytest.mark.catalogue(20, 21, 25, 32, 33)
+def test_disks_that_are_full_or_fail_or_are_slow_and_ranks_that_are_need_no_restart_and_leave_no_trace(tmp_path):
+    kinds = ("full-disk", "flaky-disk", "slow-disk", "stall", "slow")
+    outcome = soak(tmp_path / "soak", processes=2, kinds=kinds, num_faults=5, mean_gap=2.0, seed=1, say=lambda line: None)
+    assert outcome.holds and len(outcome.strikes) == 5 and all(one.is_survived for one in outcome.strikes)
+    met = {one.fault.kind: one.detected_by for one in outcome.strikes}
+    assert met["full-disk"] == "the save, again a step later" and met["flaky-disk"] == "the write, done again"
+    assert outcome.steps > 60
+
+
 def spoil(run: Run) -> None:
     tensors = {name: tensor.clone() for name, tensor in state(run).items()}
     moment = tensors["optimizer.exp_avg.norm.weight"]
@@ -137,7 +188,7 @@ def test_a_run_survives_kills_of_random_ranks_at_random_moments_to_the_same_bits
 
 
 @pytest.mark.nightly
-@pytest.mark.catalogue(1, 2, 3, 6, 7, 10, 17, 18, 19, 27, 28)
+@pytest.mark.catalogue(1, 2, 3, 6, 7, 10, 17, 18, 19, 20, 21, 24, 25, 27, 28, 32, 33)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_storm_of_every_kind_leaves_no_trace(tmp_path, processes):
     outcome = soak(tmp_path / "soak", processes=processes, num_faults=2 * len(KINDS), say=lambda line: None)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import PRESETS
+from ultrascale.spec.ranges import LONGEST_WAIT
 from ultrascale.spec.resolve import resolve, run_from_toml, to_toml
-from ultrascale.spec.rules import LONGEST_WAIT
 from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer, RampStage, Run, Source
 
 positive = st.floats(1e-12, 1e12)

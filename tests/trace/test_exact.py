@@ -21,8 +21,8 @@ MOST_HELD = 2
 SHORT, SHORT_EXPERTS = replace(MODEL, num_hidden_layers=2), replace(EXPERTS, num_hidden_layers=2)
 
 
-def all_really(rank: int, runs: list[Run]) -> list[RankTrace]:
-    return [really(rank, run, STEPS) for run in runs]
+def all_really(rank: int, runs: list[Run], documents: int | None = None) -> list[RankTrace]:
+    return [really(rank, run, STEPS, documents=documents) for run in runs]
 
 
 RUNS = {
@@ -48,11 +48,42 @@ RUNS = {
 }
 
 
+def over_cp(length: int = 64, **layout: object) -> Run:
+    """Two sequences in a micro-batch."""
+    own = Layout(micro_batch_size=2, **layout)  # pyright: ignore[reportArgumentType]
+    return run_of(SHORT, own, length=length, documents=True)
+
+
+PACKED = {
+    2: [over_cp(cp=2, cp_method=method) for method in ("ring", "all-gather", "all-to-all")],
+    3: [over_cp(63, cp=2, precision="bf16", recompute="selective"), over_cp(63, cp=2, cp_method="all-gather")],
+    12: [over_cp(cp=4, cp_method="ring+all-to-all", cp_heads=2)],
+}
+"""By documents in each sequence."""
+
+
 @pytest.mark.parametrize("world", RUNS)
 def test_a_trace_is_what_really_happens_to_the_byte(world: int) -> None:
-    for rank, found in enumerate(run_ranks(world, all_really, RUNS[world], timeout_seconds=200)):
-        for run, real in zip(RUNS[world], found, strict=True):
-            traced, name = trace_rank(run, rank, device="cpu", steps=STEPS), f"{run.layout}, rank {rank}"
+    expect_equal(world, RUNS[world])
+
+
+@pytest.mark.parametrize("documents", PACKED)
+def test_several_documents_over_cp_are_traced_with_the_masks_that_they_really_have(documents: int) -> None:
+    runs = PACKED[documents]
+    alone = [trace_rank(run, 0, device="cpu") for run in runs]
+    assert all(one.documents == "one document" for one in alone)
+    packed = expect_equal(runs[0].layout.world_size, runs, documents=documents)
+    assert all(taken(one) != taken(other) for one, other in zip(alone, packed, strict=True))
+
+
+def expect_equal(world: int, runs: list[Run], *, documents: int | None = None) -> list[RankTrace]:
+    """Of every rank: the trace and the real steps. Returns the traces of rank 0."""
+    first = []
+    for rank, found in enumerate(run_ranks(world, all_really, runs, documents, timeout_seconds=200)):
+        for run, real in zip(runs, found, strict=True):
+            traced = trace_rank(run, rank, device="cpu", steps=STEPS, documents=documents)
+            name = f"{run.layout}, {traced.documents or 'no documents'}, rank {rank}"
+            first += [traced] if rank == 0 else []
             assert len(taken(traced)) > 200, name
             assert taken(traced) == taken(real), name
             still_held = Counter(changes_of(traced))
@@ -66,3 +97,4 @@ def test_a_trace_is_what_really_happens_to_the_byte(world: int) -> None:
             assert messages_of(traced) == messages_of(real), name
             assert traced.flops == real.flops, name
             assert [traced.actions(step) for step in range(STEPS)] == [real.actions(step) for step in range(STEPS)], name
+    return first

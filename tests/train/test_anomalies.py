@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from planted import fails
 from train.small_runs import STEPS, BeforeStep, at_step, curve, rows, same, small_run, state, train_here, train_ranks
 
+from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import local
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Batch, Checkpoint, Faults, Optimizer, Run
 from ultrascale.train.anomalies import FEWEST, MOST_IN_A_ROW, AnomalousStepError, Norms
 from ultrascale.train.digests import digest, judge
-from ultrascale.train.trainer import Trainer
+from ultrascale.train.trainer import Gradients, StepResult, Trainer
 
 ZERO_2 = Layout(dp=2, zero_stage=2, micro_batch_size=2)
 COPIES = Layout(dp=2, zero_stage=0, micro_batch_size=2)
@@ -52,13 +56,28 @@ def events(run: Run, kind: str) -> list[dict]:
     return [row for row in map(json.loads, path.read_text().splitlines()) if row["event"] == kind]
 
 
+def spoil_loss_alone(trainer: Trainer) -> None:
+    """Of one micro-batch, once; its gradient is as it was."""
+    forward = trainer.passes.forward
+
+    def spoilt(*arguments, **at):
+        trainer.passes.forward = forward  # type: ignore[method-assign]
+        return forward(*arguments, **at) + float("nan")
+
+    trainer.passes.forward = spoilt  # type: ignore[method-assign]
+
+
+CAUSES = {spoil_next_loss: "loss nan, norm of the gradient nan", spoil_loss_alone: "loss nan, norm of the gradient 0."}
+
+
 @pytest.mark.catalogue(49)
-def test_a_skipped_step_leaves_weights_moments_and_their_count_as_they_were_on_every_rank(home):
+@pytest.mark.parametrize("spoil, cause", CAUSES.items(), ids=["with its gradient", "loss alone"])
+def test_a_skipped_step_leaves_weights_moments_and_their_count_as_they_were_on_every_rank(home, spoil, cause):
     seen: list[bool] = []
 
     def step(trainer: Trainer) -> None:
         if trainer.steps_done == 7:
-            spoil_next_loss(trainer) if trainer.ranks.rank == 1 else None
+            spoil(trainer) if trainer.ranks.rank == 1 else None
             seen.clear()
         if trainer.steps_done == 8 and not seen:
             seen.append(True)
@@ -71,14 +90,38 @@ def test_a_skipped_step_leaves_weights_moments_and_their_count_as_they_were_on_e
     run = run_of(home, "skips", on_anomaly="skip")
     outcomes = train_ranks(run, before_step=step)
     assert [outcome.get("steps_done", outcome) for outcome in outcomes] == [STEPS] * 2
-    (skip,) = events(run, "skip")
-    assert skip["step"] == 7 and skip["cause"] == "loss nan, norm of the gradient nan"
+    skips = events(run, "skip")
+    assert [one["step"] for one in skips] == [7] and skips[0]["cause"].startswith(cause)
     assert {row["train/skipped_steps"] for row in read(run)[8:]} == {1}
     again = run_of(home, "stopped and resumed", on_anomaly="skip")
-    nan_at_7 = at_step(7, spoil_next_loss, rank=1)
+    nan_at_7 = at_step(7, spoil, rank=1)
     train_ranks(replace(again, steps=STEPS), before_step=both(nan_at_7, at_step(9, Trainer.request_stop)))
     train_ranks(again)
     assert same(state(again), state(run))
+
+
+@pytest.mark.catalogue(49)
+def test_control_a_step_that_is_skipped_after_its_update_is_seen(home, monkeypatch):
+    apply, update = Trainer.apply, Trainer.update
+
+    def update_first(trainer: Trainer, gradients: Gradients) -> StepResult:
+        if gradients.anomaly:
+            update(trainer, 1.0)
+            trainer.steps_done -= 1
+        return apply(trainer, gradients)
+
+    monkeypatch.setattr(Trainer, "apply", update_first)
+    test = test_a_skipped_step_leaves_weights_moments_and_their_count_as_they_were_on_every_rank
+    fails(test, home, *next(iter(CAUSES.items())))
+
+
+@pytest.mark.catalogue(49)
+def test_control_a_decision_that_each_rank_takes_by_its_own_loss_is_seen(home, monkeypatch):
+    total = Ranks.sum
+    own_loss = lambda values: values.dtype == torch.float64 and values.shape == (4,)  # noqa: E731
+    monkeypatch.setattr(Ranks, "sum", lambda ranks, values: values if own_loss(values) else total(ranks, values))
+    test = test_a_skipped_step_leaves_weights_moments_and_their_count_as_they_were_on_every_rank
+    fails(test, home, spoil_loss_alone, CAUSES[spoil_loss_alone])
 
 
 def both(*acts: BeforeStep) -> BeforeStep:
@@ -188,11 +231,19 @@ def test_a_spike_is_measured_by_the_median_of_the_norms_before_it():
         assert norms.judge(2.0, 1e9) == ""
         norms.accept(1.0 + 0.01 * number)
     assert norms.judge(2.0, 9.0) == ""
-    assert norms.judge(2.0, 107.5) == "norm of the gradient 107.5, 100 times the usual 1.075"
+    norms.accept(9.0)  # twice, by which a mean would be far above what is usual
+    norms.accept(9.0)
+    assert norms.judge(2.0, 108.5) == "norm of the gradient 108.5, 100 times the usual 1.085"
     resumed = Norms(Faults(spike_factor=10.0))
     resumed.load_state(json.loads(json.dumps(norms.state())))
-    assert resumed.judge(2.0, 107.5) == norms.judge(2.0, 107.5)
+    assert resumed.judge(2.0, 108.5) == norms.judge(2.0, 108.5)
     assert Norms(Faults()).judge(2.0, 1e30) == ""
+
+
+@pytest.mark.catalogue(53)
+def test_control_a_mean_is_not_what_is_usual(monkeypatch):
+    monkeypatch.setattr("ultrascale.train.anomalies.statistics", SimpleNamespace(median=statistics.fmean))
+    fails(test_a_spike_is_measured_by_the_median_of_the_norms_before_it)
 
 
 @pytest.mark.catalogue(53)
@@ -223,7 +274,7 @@ def test_of_three_copies_the_two_that_agree_name_the_third(home):
     run = run_of(home, "three", Layout(dp=3, zero_stage=0, micro_batch_size=2), digest_every_steps=1)
     run = replace(run, batch=Batch(11, 6))
     outcomes = train_ranks(run, before_step=at_step(2, flip_a_bit, rank=1))
-    assert {outcome["error"] for outcome in outcomes} == {"CorruptStateError"}
+    assert {outcome.get("error") for outcome in outcomes} == {"CorruptStateError"}
     told = {outcome["text"].partition(": memory")[0] for outcome in outcomes}
     assert len(told) == 1 and told.pop().startswith("after step 3: rank 1 does not hold the bits of its copies in ")
 
@@ -242,6 +293,28 @@ def test_every_flipped_bit_changes_the_digest(dtype, count):
         assert digest(tensor) != before
         data[at] ^= bit
     assert digest(tensor) == before
+
+
+def sum_of_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The bug: a digest that rounds."""
+    return local(tensor).detach().float().sum().view(torch.int32).long()
+
+
+@pytest.mark.catalogue(51)
+def test_control_a_digest_of_values_misses_bits(monkeypatch):
+    monkeypatch.setitem(globals(), "digest", sum_of_values)
+    fails(test_every_flipped_bit_changes_the_digest, torch.float32, 4096)
+
+
+@pytest.mark.catalogue(51)
+@pytest.mark.parametrize(
+    "name, bug",
+    [("digest", sum_of_values), ("judge", lambda held, names: judge([*held[1:], held[0]], names))],
+    ids=["values", "another rank"],
+)
+def test_control_copies_compared_by_value_and_a_rank_taken_for_another_are_seen(home, monkeypatch, name, bug):
+    monkeypatch.setattr(f"ultrascale.train.digests.{name}", bug)
+    fails(test_of_three_copies_the_two_that_agree_name_the_third, home)
 
 
 def test_the_majority_is_right_and_of_two_both_are_named():

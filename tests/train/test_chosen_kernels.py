@@ -115,13 +115,15 @@ def test_on_cuda_each_kernel_that_the_model_calls_is_chosen_by_itself_and_kept_o
     kept = {"swiglu": Verdict("swiglu", "triton", "", {"triton": 1.0})}
     found = chosen_kernels._fused(run, on_cuda, kept)
     assert {name: one.chosen for name, one in found.items()} == {
-        "norm": "triton", "rotary": "torch", "swiglu": "triton", "loss": "torch"
+        "norm": "triton", "norm_of_sum": "torch", "rotary": "torch", "swiglu": "triton", "loss": "torch"
     }  # fmt: skip
     assert found["norm"].line() == "norm: triton 1 ms; torch 2 ms"
     cut = replace(run, layout=replace(run.layout, tp=2))
     assert "loss" not in chosen_kernels._fused(cut, on_cuda, kept)
     compiled = chosen_kernels._fused(replace(run, compile=True), on_cuda, kept)
     assert [one.line() for one in compiled.values()] == ["kernels: torch, the compiler fuses them"]
+    experts = resolve(None, {"model.preset": "mixtral-8x7b", "layout.precision": "bf16", "compile": "true"}).run
+    assert list(chosen_kernels._fused(experts, on_cuda, {})) == ["swiglu", "experts"]  # they stand outside of graphs
 
 
 def test_forms_are_set_kernel_by_kernel_and_one_name_goes_for_those_that_have_it(monkeypatch) -> None:
@@ -131,6 +133,7 @@ def test_forms_are_set_kernel_by_kernel_and_one_name_goes_for_those_that_have_it
     choose({"norm": "liger", "loss": "compiled"}, cuda)
     assert implementation._CHOSEN == {
         "norm": "liger",
+        "norm_of_sum": "torch",
         "rotary": "torch",
         "swiglu": "torch",
         "loss": "compiled",
@@ -139,6 +142,7 @@ def test_forms_are_set_kernel_by_kernel_and_one_name_goes_for_those_that_have_it
     choose("liger", cuda)
     assert implementation._CHOSEN == {
         "norm": "liger",
+        "norm_of_sum": "liger",
         "rotary": "torch",
         "swiglu": "torch",
         "loss": "torch",

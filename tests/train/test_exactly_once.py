@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted import fails
 from train.small_runs import BeforeStep, make_corpus, small_run, train_ranks
 
 from ultrascale.data.loader import Loader
@@ -124,10 +125,18 @@ def read_one_step_ahead() -> None:
     trainer_module.step_span = lambda batch, step: step_span(batch, step + (step > 3))  # pyright: ignore[reportPrivateImportUsage]
 
 
-@pytest.mark.catalogue(42)
+@pytest.mark.catalogue(13, 42)
 @pytest.mark.parametrize("bug", [restart_at_nothing, forget_a_rank, read_one_step_ahead])
 def test_control_sequences_lost_or_read_twice_are_seen(home, bug):
     assert not exactly_once(train_in_stretches(home, [(2, 3, 6), (3, 2, None)], bug), BATCH, 10)
+
+
+@pytest.mark.catalogue(45)
+def test_control_a_corpus_is_not_shared_out_once_where_ranks_miscount_themselves(tmp_path, monkeypatch):
+    numbers = sequence_numbers
+    bug = lambda span, layout, at: numbers(span, replace(layout, dp=layout.dp + 1), at)  # noqa: E731
+    monkeypatch.setitem(globals(), "sequence_numbers", bug)
+    fails(test_a_corpus_of_any_size_gives_every_rank_as_many_micro_batches_and_one_order, tmp_path)
 
 
 @pytest.mark.catalogue(45)

@@ -10,8 +10,9 @@ from train.small_runs import at_step, rows, small_run, train_here, train_ranks
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.progress import tokens_after
+from ultrascale.spec.ranges import LONGEST_WAIT, MOST
 from ultrascale.spec.resolve import resolve, to_toml
-from ultrascale.spec.rules import LONGEST_WAIT, MOST, MOST_MICRO_BATCHES
+from ultrascale.spec.rules import MOST_MICRO_BATCHES
 from ultrascale.spec.run import Batch, Checkpoint, Faults, Log, LossScale, Optimizer, Run
 from ultrascale.train.trainer import Trainer
 

@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError
-from ultrascale.spec.run import Batch, Data, Run
-from ultrascale.train.fit import _stage_plans, expect_fits, stage_peaks
+from ultrascale.spec.run import Batch, Data, Faults, Run
+from ultrascale.spec.units import format_bytes
+from ultrascale.trace.rank import trace_rank
+from ultrascale.train.fit import Trace, _stage_plans, expect_fits, smallest_bytes, stage_peaks, traced_by_first
 from ultrascale.train.out_of_memory import Measured, out_of_memory
+from ultrascale.train.traced_rank import NoTraceError, traced_rank
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 RUN = Run(
     preset("llama-3-8b"), layout=Layout(dp=4, tp=2, pp=2, zero_stage=1, recompute="full", precision="bf16"),
     batch=Batch(8192, 16), data=Data(document_mask=False),
 )  # fmt: skip
 
 
+def capacity_with(usable: int) -> int:
+    """Of a device that has so much for tensors."""
+    return round((usable + HEADROOM_BYTES["cuda"]) / (1 - HEADROOM_FRACTION["cuda"]))
+
+
+def never(rank: int) -> str:
+    raise AssertionError("the plan is enough")
+
+
 def test_each_stage_is_told_in_one_line() -> None:
     first, last = stage_peaks(RUN)
-    line = expect_fits(RUN, 80 * GIB)
+    line = expect_fits(RUN, 80 * GIB, trace=never)
     assert line is not None and "\n" not in line
-    assert f"the 2 pipeline stages need {first / GIB:.1f} GiB, {last / GIB:.1f} GiB of tensors; a device has 80 GiB" in line
+    assert (
+        f"the 2 pipeline stages need {first / GIB:.1f} GiB, {last / GIB:.1f} GiB of tensors, as planned; a device has 80 GiB"
+        in line
+    )
 
 
 def test_what_cannot_fit_is_refused_unless_memory_is_to_be_ignored() -> None:
@@ -47,9 +65,68 @@ def test_of_compiled_blocks_what_no_compiler_makes_smaller_is_refused() -> None:
         expect_fits(compiled, 8 * GIB)
 
 
+@pytest.mark.parametrize("share", [0.96, 1.04])
+def test_a_plan_that_is_far_enough_from_the_limit_decides_without_a_trace(share: float) -> None:
+    usable = round(max(stage_peaks(RUN)) * share)
+    if share > 1:
+        assert "trace" not in str(expect_fits(RUN, capacity_with(usable), trace=never))
+    else:
+        with pytest.raises(SpecError, match="does not fit"):
+            expect_fits(RUN, capacity_with(usable), trace=never)
+
+
+@pytest.mark.parametrize("share", [0.98, 1.02])
+def test_near_the_limit_the_trace_of_the_fullest_stage_decides_whatever_the_plan_says(share: float) -> None:
+    peaks = stage_peaks(RUN)
+    fullest = peaks.index(max(peaks)) * 4
+    usable = round(max(peaks) * share)
+    asked: list[int] = []
+
+    def traced(needed: int) -> Trace:
+        return lambda rank: [asked.append(rank), str(needed)][1]
+
+    line = expect_fits(RUN, capacity_with(usable), trace=traced(usable - MIB))
+    assert line is not None and line.endswith(f"{format_bytes(usable - MIB)}, which fits") and "a trace decides" in line
+    with pytest.raises(SpecError, match=f"rank {fullest} needs .*, which does not"):
+        expect_fits(RUN, capacity_with(usable), trace=traced(usable + MIB))
+    assert asked == [fullest] * 2
+    assert expect_fits(RUN, capacity_with(usable), anyway=True, trace=never) is not None
+
+
+def test_where_there_is_no_trace_the_plan_decides_and_the_line_says_why() -> None:
+    peak = max(stage_peaks(RUN))
+    line = expect_fits(RUN, capacity_with(round(1.01 * peak)), trace=lambda rank: "it took longer than 180 s")
+    assert line is not None and line.endswith("there is no trace to decide (it took longer than 180 s), so the plan does")
+    with pytest.raises(SpecError, match=r"no trace to decide \(it is Sunday\)"):
+        expect_fits(RUN, capacity_with(round(0.99 * peak)), trace=lambda rank: "it is Sunday")
+
+
+def test_the_first_rank_traces_a_stage_and_the_number_is_the_trace_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(preset("tiny-llama"), layout=Layout(precision="bf16"), batch=Batch(128, 4), data=Data(document_mask=False))
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    assert smallest_bytes(ranks, 7) == 7
+    traced = trace_rank(run, 0, device="cuda").peak_bytes(1)
+    assert traced_by_first(run, ranks)(0) == str(traced)
+    assert capsys.readouterr().out.startswith("memory: the plan is too near to the limit; tracing rank 0")
+
+
+def test_jobs_larger_than_any_that_was_traced_and_hosts_without_memory_have_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = replace(RUN, layout=replace(RUN.layout, dp=8192), batch=Batch(8192, 8192))
+    with pytest.raises(NoTraceError, match="32768 ranks are more than the 16384"):
+        traced_rank(wide, 0)
+
+    def refused(words: list[str], **options: object) -> None:
+        raise subprocess.CalledProcessError(2, words, stderr="a warning\nultrascale: trace would take about 9 GiB\n")
+
+    monkeypatch.setattr(subprocess, "run", refused)
+    with pytest.raises(NoTraceError, match=r"^ultrascale: trace would take about 9 GiB$"):
+        traced_rank(RUN, 0)
+
+
 @pytest.mark.catalogue(15)
 def test_an_out_of_memory_compares_what_was_measured_planned_and_traced(tmp_path: Path) -> None:
     run = Run(preset("tiny-llama"), layout=Layout(dp=2, precision="bf16"), batch=Batch(128, 4), data=Data(document_mask=False))
+    run = replace(run, faults=Faults(hang_seconds=300.0))  # a busy machine traces slowly
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nand more")
     told = str(out_of_memory(run, 1, Measured(3 * GIB, 4 * GIB), tmp_path / "run.toml", error)).splitlines()
     assert told[0] == "rank 1 ran out of memory (CUDA out of memory. Tried to allocate 2 GiB.)"

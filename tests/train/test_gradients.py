@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 import torch
 from models.families import FAMILIES
+from planted import fails
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.apply import build_share
@@ -89,3 +90,10 @@ def test_the_norm_of_large_gradients_is_exact_to_rounding():
     assert float(torch.nn.utils.get_total_norm([parameter.grad])) != pytest.approx(
         float(parameter.grad.double().norm()), rel=1e-6
     )
+
+
+@pytest.mark.catalogue(50)
+def test_control_torchs_own_norm_of_large_gradients_is_not(monkeypatch):
+    norm = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(Share, "gradient_norm", lambda share: norm([one.grad for one in share.parameters()]))
+    fails(test_the_norm_of_large_gradients_is_exact_to_rounding)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from planted import fails
 from train.small_runs import at_step, small_run, train_here
 
 from ultrascale.launch.forked import run_forked
@@ -60,6 +63,13 @@ def test_a_run_in_which_a_rank_has_no_memory_left_compares_what_was_planned_trac
     assert [json.loads(row)["step"] for row in rows] == [0, 1]
 
 
+@pytest.mark.catalogue(15)
+def test_control_memory_that_ran_out_without_an_explanation_is_seen(home, monkeypatch, capfd):
+    monkeypatch.setattr("ultrascale.train.loop.explained_out_of_memory", lambda run, rank, toml: nullcontext())
+    test = test_a_run_in_which_a_rank_has_no_memory_left_compares_what_was_planned_traced_and_measured_and_ends
+    fails(test, home, capfd, told="OutOfMemoryError")
+
+
 def test_memory_that_is_gone_before_the_first_step_is_told_in_the_same_way(home, monkeypatch):
     """Weights are made and moved to the device then; nothing has been written yet, and a trace needs no file of the run."""
     monkeypatch.setattr(out_of_memory, "_traced", lambda run, rank: "7 GiB")
@@ -73,11 +83,11 @@ def test_a_trace_ends_before_ranks_that_wait_for_this_one_take_it_for_hanging(ho
 
     def slow(words, *, timeout, **options):
         given.append(timeout)
-        raise out_of_memory.subprocess.TimeoutExpired(words, timeout)
+        raise subprocess.TimeoutExpired(words, timeout)
 
-    monkeypatch.setattr(out_of_memory.subprocess, "run", slow)
+    monkeypatch.setattr(subprocess, "run", slow)
     for seconds in (30.0, 9000.0, None):
         run = replace(small_run(home), faults=Faults(hang_seconds=seconds))
         text = str(out_of_memory.out_of_memory(run, 0, out_of_memory.Measured(1, 1), home, torch.OutOfMemoryError("full")))
-        assert "traced    no: TimeoutExpired" in text
+        assert f"traced    no: it took longer than {given[-1]:.0f} s" in text
     assert given == [20.0, 180.0, 180.0]

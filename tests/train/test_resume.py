@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from planted import fails
 from train.small_runs import (
     STEPS,
     BeforeStep,
+    at_step,
     curve,
     largest_error,
     rows,
@@ -22,9 +26,10 @@ from train.small_runs import (
 )
 
 from ultrascale.data.loader import Loader
+from ultrascale.launch.forked import RankFailed
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.progress import sequences_after
-from ultrascale.spec.run import Run
+from ultrascale.spec.progress import StepSpan, sequences_after, step_span
+from ultrascale.spec.run import Batch, Run
 
 LAYOUTS = {
     "one process": Layout(micro_batch_size=2),
@@ -70,6 +75,39 @@ def test_a_run_stopped_three_times_goes_on_to_the_same_bits(home):
     train_ranks(run)
     assert curve(run) == curve(whole)
     assert same(state(run), state(whole))
+
+
+@pytest.mark.catalogue(41)
+def test_control_data_that_begins_anew_with_every_start_is_seen(home, monkeypatch):
+    first: list[int] = []  # of this start: ranks are forked anew for each
+
+    def span(batch: Batch, step: int) -> StepSpan:
+        first.append(step)
+        return step_span(batch, step - first[0])
+
+    monkeypatch.setattr("ultrascale.train.trainer.step_span", span)
+    fails(test_a_run_stopped_three_times_goes_on_to_the_same_bits, home)
+
+
+@pytest.mark.catalogue(3)
+def test_all_ranks_killed_at_once_and_started_again_by_hand_go_on_to_the_same_bits(home):
+    whole, run = (small_run(home, name=name, layout=LAYOUTS["zero 2"]) for name in ("whole", "killed"))
+    run = replace(run, checkpoint=replace(run.checkpoint, every_steps=4))
+    train_ranks(whole)
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        train_ranks(run, before_step=at_step(7, lambda trainer: os.kill(os.getpid(), signal.SIGKILL)))
+    train_ranks(run)
+    assert curve(run) == curve(whole) and same(state(run), state(whole))
+
+
+@pytest.mark.catalogue(3)
+def test_control_moments_that_a_restart_forgets_are_seen(home, monkeypatch):
+    def forget(trainer, tensors):
+        for moments in trainer.optimizer.state.values():
+            moments["exp_avg"].zero_()
+
+    monkeypatch.setattr("ultrascale.train.resume._take_back", forget)
+    fails(test_all_ranks_killed_at_once_and_started_again_by_hand_go_on_to_the_same_bits, home)
 
 
 def test_a_run_killed_between_checkpoints_does_its_steps_again_and_each_stands_once_in_the_metrics(home):

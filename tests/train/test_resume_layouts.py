@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from planted import fails
 from train.small_runs import (
     MODEL,
     BeforeStep,
@@ -31,6 +32,7 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.run import Optimizer, Run
 from ultrascale.spec.weights import score_biases
 from ultrascale.train import resume
+from ultrascale.train import trainer as trainer_module
 from ultrascale.train.trained import import_as_first_checkpoint, open_trained
 
 ONE = Layout(precision="fp64")
@@ -110,6 +112,21 @@ def test_a_run_stopped_on_any_axis_goes_on_to_the_same_bits(home, case):
     assert same(state(run), state(whole))
 
 
+@pytest.mark.catalogue(40)
+def test_control_updates_that_are_counted_anew_after_a_stop_are_seen(home, monkeypatch):
+    """AdamW divides by what follows from their number."""
+    monkeypatch.setattr("ultrascale.train.resume.set_steps_done", lambda optimizer, steps: None)
+    fails(test_a_run_stopped_on_any_axis_goes_on_to_the_same_bits, home, "tp")
+
+
+@pytest.mark.catalogue(54)
+def test_control_runs_that_draw_other_numbers_are_seen(home, monkeypatch):
+    """On each rank the second run has another seed."""
+    seeds, build = iter(range(9)), trainer_module.build_share
+    monkeypatch.setattr(trainer_module, "build_share", lambda *places, **how: build(*places, **how | {"seed": next(seeds)}))
+    fails(test_a_run_stopped_on_any_axis_goes_on_to_the_same_bits, home, "tp")
+
+
 def test_a_run_cut_by_tensors_and_stages_is_exported_and_generates(home):
     run = run_of(home, TIED_MODEL, replace(ONE, tp=2, pp=2), "cut", steps=2, optimizer=Optimizer(warmup_steps=1))
     train_ranks(replace(run, checkpoint=replace(run.checkpoint, export=True)))
@@ -157,7 +174,7 @@ def everything_first(held, tensor):
 
 
 @pytest.mark.catalogue(46)
-def test_moments_saved_at_another_place_than_their_weights_are_seen_after_a_change_of_layout(home, monkeypatch):
+def test_control_moments_saved_at_another_place_than_their_weights_are_seen_after_a_change_of_layout(home, monkeypatch):
     whole = run_of(home, MODEL, ONE, "whole", steps=3)
     train_here(whole)
     run = run_of(home, MODEL, replace(ONE, tp=2), "moved", steps=3)

@@ -74,8 +74,8 @@ class Pool:
         layout = todo[0].run.layout
         with (
             process_group(layout, device="cpu", timeout_seconds=TIMEOUT_SECONDS, rendezvous=rendezvous) as ranks,
-            # A group has threads and connections of its own; hundreds of cases share those of few grids.
-            patch.object(dist, "new_subgroups_by_enumeration", _made_once(dist.new_subgroups_by_enumeration)),
+            # A group has connections, and threads that wake a hundred times a second; cases share those of few grids.
+            patch.object(dist, "new_group", _made_once(dist.new_group)),
         ):
             for case in todo:
                 verdict = self.prove_one(case, ranks)
@@ -94,12 +94,13 @@ class Pool:
 
 
 def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`make`, which remembers the groups of each enumeration of ranks."""
-    made: dict[str, Any] = {}
+    """`dist.new_group` as `Mesh` calls it, which remembers the groups of each list of ranks."""
+    made: dict[tuple[int, ...], Any] = {}
 
-    def call(ranks: Any, **options: Any) -> Any:
-        if str(ranks) not in made:
-            made[str(ranks)] = make(ranks, **options)
-        return made[str(ranks)]
+    def call(ranks: list[int], **options: Any) -> Any:
+        key = tuple(ranks)
+        if key not in made:
+            made[key] = make(ranks, **options)
+        return made[key]
 
     return call

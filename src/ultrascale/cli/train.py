@@ -17,6 +17,7 @@ from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
+from ultrascale.spec.time_limits import grace_seconds
 from ultrascale.train.metrics import expect_trackers
 from ultrascale.train.run_folder import RunFolder
 
@@ -120,6 +121,7 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: boo
             progress=lambda: max((path.name for path in folder.checkpoints.glob("step-*")), default="none"),
             record=lambda event: folder.append("events.jsonl", json_module.dumps(event)),
             keep=folder.path,
+            grace=grace_seconds(run),
         )
         for line in summary(read_account(folder.path / "events.jsonl")):
             console.put(line)

@@ -23,12 +23,11 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.kernels.flash_packages import flash_backward, flash_forward
+from ultrascale.spec.attention_work import BIAS_MULTIPLE
 
 _aten = torch.ops.aten
 _HEAD_DIM_MULTIPLE = 8
 """Elements in 16 bytes of bf16: CUDA's kernels load no less."""
-_BIAS_MULTIPLE = 16
-"""torch pads rows of masks to this for memory-efficient attention (`pad_bias` in its attention.cpp)."""
 _LSE_MULTIPLE = 32
 """Memory-efficient attention writes and reads log-sum-exp in rows of this many (`kAlignLSE`)."""
 
@@ -42,7 +41,7 @@ def hidden_score(dtype: torch.dtype) -> float:
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask that `attend` takes, [1 or B, 1, S, T] in `dtype`, of booleans [1 or B, S, T]."""
     *rows, num_keys = visible.shape
-    room = -num_keys % _BIAS_MULTIPLE if is_cuda(visible) else 0
+    room = -num_keys % BIAS_MULTIPLE if is_cuda(visible) else 0
     mask = torch.zeros(*rows, num_keys + room, dtype=dtype, device=visible.device)[..., :num_keys]
     return mask.masked_fill_(visible.logical_not(), hidden_score(dtype)).unsqueeze(1)
 

@@ -18,7 +18,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-Form = Callable[..., Tensor]
+Form = Callable[..., Tensor | tuple[Tensor, ...]]
 Outcomes = dict[str, float | str]
 """Of each form by name: seconds, or why it is out."""
 ROUNDS, PASSES = 5, 3
@@ -62,9 +62,9 @@ class Verdict:
 def measure(
     forms: Mapping[str, Form | str], inputs: Sequence[Tensor], *, bitwise: bool = False, passes: int = PASSES
 ) -> Outcomes:
-    """Time the forward and backward pass of each of `forms`, which take `inputs` and return one tensor; a text is why one is
-    out beforehand. Inputs of floating point get gradients. `bitwise`: a form whose gradients differ from one pass to the next
-    is out.
+    """Time the forward and backward pass of each of `forms`, which take `inputs` and return a tensor, or several; a text is why
+    one is out beforehand. Inputs of floating point get gradients. `bitwise`: a form whose gradients differ from one pass to the
+    next is out.
     """
     outcomes: Outcomes = {name: form if isinstance(form, str) else 0.0 for name, form in forms.items()}
     running: dict[str, Form] = {}
@@ -142,9 +142,11 @@ def _tried(form: Form, inputs: Sequence[Tensor]) -> list[Tensor] | str:
 
 def _passed(form: Form, inputs: Sequence[Tensor]) -> list[Tensor]:
     given = [one.detach().requires_grad_(one.is_floating_point()) for one in inputs]
-    out = form(*given)
-    grad = torch.ones_like(out) if out.dim() == 0 else _gradient(out)
-    return [out.detach(), *torch.autograd.grad(out, [one for one in given if one.requires_grad], grad)]
+    made = form(*given)
+    outs = [made] if isinstance(made, Tensor) else [*made]
+    grads = [torch.ones_like(out) if out.dim() == 0 else _gradient(out) for out in outs]
+    found = torch.autograd.grad(outs, [one for one in given if one.requires_grad], grads)
+    return [*(out.detach() for out in outs), *found]
 
 
 def _gradient(like: Tensor) -> Tensor:

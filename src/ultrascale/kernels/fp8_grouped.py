@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.kernels.fp8 import FORWARD, GRADIENT, MULTIPLE, SMALLEST, Narrow, Over, Scaling, largest_of, multiplied, rounded
 from ultrascale.kernels.fp8_delayed import Kept, noted, scale_of
-from ultrascale.kernels.fp8_linear import ALONE, NOTHING_KEPT, Wires
+from ultrascale.kernels.fp8_linear import ALONE, NOTHING_KEPT, Wires, paired
 from ultrascale.kernels.grouped_matmul import row_groups, sums_of_groups
 
 
@@ -32,13 +32,16 @@ def fp8_grouped_linear(
     scaling: Scaling,
     wires: Wires = ALONE,
     kept: Kept = NOTHING_KEPT,
+    came: Sequence[Narrow] = (),
 ) -> tuple[Tensor, ...]:
     """[M, F] for each of weights [X, F, D], from rows [M, D] in the order of experts; biases [X, F] of all or of none.
 
-    counts [X] int64: rows of each expert. `wires`: of its scales alone. `kept`: of delayed scaling.
+    counts [X] int64: rows of each expert. `wires`: of its scales alone. `kept`: of delayed scaling. `came`: the weights,
+    rounded already, as in `fp8_linear`.
     """
+    values = [one.values for one in came] + [one.scale for one in came]
     return _Grouped.apply(  # pyright: ignore[reportReturnType]
-        rows, counts, scaling, wires, len(weights), kept, *weights, *biases
+        rows, counts, scaling, wires, len(weights), len(biases), kept, *weights, *biases, *values
     )
 
 
@@ -80,27 +83,30 @@ PRODUCT = torch.ops.ultrascale.scaled_groups.default
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, counts: Tensor, scaling: Scaling, wires: Wires, count: int, kept: Kept, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        weights, biases, expert = parameters[:count], parameters[count:], _expert_of_row(counts, len(rows))
-        largest = [_largest(rows, expert, len(counts), scaling), *(_largest_of_matrix(one, scaling) for one in weights)]
-        scale, *scales = _kept_or_found(kept, largest, _forward_slots(kept), wires.over_inputs(scaling), FORWARD)
+        ctx: Any, rows: Tensor, counts: Tensor, scaling: Scaling, wires: Wires, count: int, num_biases: int, kept: Kept,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        weights, biases, came = parameters[:count], parameters[count : count + num_biases], parameters[count + num_biases :]
+        expert = _expert_of_row(counts, len(rows))
+        largest, slots = [_largest(rows, expert, len(counts), scaling)], [kept.places.input]
+        if not came:
+            largest, slots = [*largest, *(_largest_of_matrix(one, scaling) for one in weights)], [*slots, *kept.places.weights]
+        scale, *scales = _kept_or_found(kept, largest, slots, wires.over_inputs(scaling), FORWARD)
         values = _rounded_rows(rows, scale, expert, FORWARD)
         # Weights are held, not saved, as in `fp8_linear`.
         ctx.weights, ctx.scaling, ctx.wires, ctx.has_bias, ctx.dtype = weights, scaling, wires, bool(biases), rows.dtype
-        ctx.kept = kept
+        ctx.kept, ctx.came = kept, came
         ctx.save_for_backward(values, scale, counts, *scales)
-        matrices = [rounded(weight, one).values for weight, one in zip(weights, scales, strict=True)]
-        found = [
-            scaled_groups(values, scale, matrix, one, counts, rows.dtype) for matrix, one in zip(matrices, scales, strict=True)
-        ]
+        matrices = paired(came) or [rounded(weight, one) for weight, one in zip(weights, scales, strict=True)]
+        found = [scaled_groups(values, scale, *matrix, counts, rows.dtype) for matrix in matrices]
         return tuple([out + bias[expert] for out, bias in zip(found, biases, strict=True)] if biases else found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (values, scale, counts, *scales), by_row = ctx.saved_tensors, ctx.scaling == "row"
         expert, over, dtype = _expert_of_row(counts, len(values)), ctx.wires.over_grads(), ctx.dtype
-        matrices = [rounded(weight, one) for weight, one in zip(ctx.weights, scales, strict=True)]
+        matrices = paired(ctx.came) or [rounded(weight, one) for weight, one in zip(ctx.weights, scales, strict=True)]
+        scales = [matrix.scale for matrix in matrices]
         format = FORWARD if by_row else GRADIENT
         pairs = zip(grads, scales, strict=True)
         wide = (grad * one.squeeze(2)[expert] for grad, one in pairs) if by_row else iter(grads)
@@ -118,7 +124,8 @@ class _Grouped(torch.autograd.Function):
             given = Narrow(values, ones.expand(len(counts), values.shape[1], 1) if by_row else scale)
             of_weights.append(scaled_outer_groups(*across, *given, counts, dtype))
         of_biases = [sums_of_groups(grad.contiguous(), counts) for grad in grads] if ctx.has_bias else []
-        return total, None, None, None, None, None, *of_weights, *of_biases
+        nothing = [None] * len(ctx.came)
+        return total, None, None, None, None, None, None, *of_weights, *of_biases, *nothing
 
 
 def _expert_of_row(counts: Tensor, num_rows: int) -> Tensor:
@@ -143,10 +150,6 @@ def _narrow_along(
     wide = list(wide)
     scales = _scales([_largest(one, expert, num_experts, scaling) for one in wide], over, dtype)
     return [Narrow(_rounded_rows(one, own, expert, dtype), own) for one, own in zip(wide, scales, strict=True)]
-
-
-def _forward_slots(kept: Kept) -> tuple[int, ...]:
-    return kept.places.input, *kept.places.weights
 
 
 def _kept_or_found(

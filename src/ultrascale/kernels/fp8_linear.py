@@ -9,7 +9,8 @@ factor before that is rounded: dx = (g s_W) W_q and dW = (g s_x)^T x_q. So x and
 projections that read it.
 
 Where ranks cut these products, `Wires` are what they send, and which scales they agree on (`parallel.fp8_wires`). A schedule
-that makes dW later keeps both its factors in 8 bits till then.
+that makes dW later keeps both its factors in 8 bits till then. Weights that were gathered in fp8 (`parallel.fp8_gather`) come
+rounded, beside tensors without numbers that their gradients belong to.
 """
 
 from __future__ import annotations
@@ -90,11 +91,14 @@ def fp8_linear(
     scaling: Scaling,
     wires: Wires = ALONE,
     kept: Kept = NOTHING_KEPT,
+    came: Sequence[Narrow] = (),
 ) -> tuple[Tensor, ...]:
-    """[..., D] and weights [F, D] to [..., F] each; biases [F] of all or of none. `kept`: of delayed scaling."""
+    """[..., D] and weights [F, D] to [..., F] each; biases [F] of all or of none. `kept`: of delayed scaling. `came`: the
+    weights, rounded already; then of `weights` nothing but shapes is read."""
     places, scales, largest = kept
+    values = [one.values for one in came] + [one.scale for one in came]
     return _Linear.apply(  # pyright: ignore[reportReturnType]
-        hidden, scaling, wires, len(weights), places, scales, largest, *weights, *biases
+        hidden, scaling, wires, len(weights), len(biases), places, scales, largest, *weights, *biases, *values
     )
 
 
@@ -111,24 +115,25 @@ def home_product(along: Sequence[Narrow], matrices: Sequence[Narrow], dtype: tor
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, scaling: Scaling, wires: Wires, count: int,
+        ctx: Any, hidden: Tensor, scaling: Scaling, wires: Wires, count: int, num_biases: int,
         places: Places, kept_scales: Tensor | None, largest: Tensor | None, *parameters: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        weights, biases = parameters[:count], parameters[count:]
-        over, factors = wires.over_inputs(scaling), [hidden.flatten(0, -2), *weights]
-        slots = (places.input, *places.weights)
+        weights, biases, came = parameters[:count], parameters[count : count + num_biases], parameters[count + num_biases :]
+        over, factors = wires.over_inputs(scaling), [hidden.flatten(0, -2), *(() if came else weights)]
+        slots = (places.input, *(() if came else places.weights))
         if kept_scales is None:
             narrowed = narrow_all(factors, scaling, over=over)
         else:
             narrowed = round_by(kept_scales, factors, slots, FORWARD)
         given, *matrices = with_notes(narrowed, largest, factors, slots)
+        matrices = paired(came) or matrices
         values, scale = given.values.view(hidden.shape), given.scale
         if scaling == "row":
             scale = wires.scales(scale.view(*hidden.shape[:-1], 1))
         # Weights are held, not saved: recomputation would give a copy, and FSDP2 gathers them in place.
         ctx.weights, ctx.scaling, ctx.wires, ctx.has_bias, ctx.dtype = weights, scaling, wires, bool(biases), hidden.dtype
-        ctx.places, ctx.kept_scales, ctx.largest = places, kept_scales, largest
-        known_again = over is None and kept_scales is None
+        ctx.places, ctx.kept_scales, ctx.largest, ctx.came = places, kept_scales, largest, came
+        known_again = bool(came) or (over is None and kept_scales is None)
         ctx.save_for_backward(values, scale, *([] if known_again else [matrix.scale for matrix in matrices]))
         found = wires.forward(values, scale, matrices, hidden.dtype)
         return tuple([one + bias for one, bias in zip(found, biases, strict=True)] if biases else found)
@@ -136,7 +141,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (values, scale, *scales), scaling, wires = ctx.saved_tensors, ctx.scaling, ctx.wires
-        matrices = _narrow_again(ctx.weights, scaling, scales)
+        matrices = paired(ctx.came) or _narrow_again(ctx.weights, scaling, scales)
         whole = [wires.whole(grad).flatten(0, -2) for grad in grads]
         slots = ctx.places.gradients
         if ctx.kept_scales is None:
@@ -154,7 +159,14 @@ class _Linear(torch.autograd.Function):
         if later is not None:
             of_weights = [*later(ctx.weights, across, waited, ctx.dtype)]
         of_biases = [grad.flatten(0, -2).sum(0) for grad in grads] if ctx.has_bias else []
-        return of_input, None, None, None, None, None, None, *of_weights, *of_biases
+        nothing = [None] * len(ctx.came)
+        return of_input, None, None, None, None, None, None, None, *of_weights, *of_biases, *nothing
+
+
+def paired(came: Sequence[Tensor]) -> list[Narrow]:
+    """Of the values of some matrices and then their scales, the matrices."""
+    count = len(came) // 2
+    return [Narrow(values, scale) for values, scale in zip(came[:count], came[count:], strict=True)]
 
 
 def _narrow_again(weights: Sequence[Tensor], scaling: Scaling, scales: Sequence[Tensor]) -> list[Narrow]:

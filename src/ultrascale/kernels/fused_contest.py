@@ -16,11 +16,14 @@ from ultrascale.kernels.contest import MOST_BYTES, Form, Outcomes, measure
 from ultrascale.kernels.cross_entropy import linear_cross_entropy
 from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.kernels.implementation import FORMS, Kernel, chosen, not_installed
-from ultrascale.kernels.norm import rms_norm
+from ultrascale.kernels.norm import add_rms_norm, rms_norm
 from ultrascale.kernels.rotary import rotate
 from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
+
+GATED = ("silu", "swigluoai")
+"""Activations of gated layers that `kernels.swiglu` computes."""
 
 
 class FusedShape(NamedTuple):
@@ -60,14 +63,22 @@ def kernels_of(model: Model, layout: Layout) -> Iterator[Kernel]:
     """Those of `FORMS` that a run of `model` calls. With tp the loss is `parallel.tensor_loss`."""
     if model.norm == "rmsnorm":
         yield "norm"
+        yield "norm_of_sum"
     if model.position_embedding == "rotary":
         yield "rotary"
-    if model.gated_mlp and model.activation in ("silu", "swigluoai"):
+    if model.gated_mlp and model.activation in GATED:
         yield "swiglu"
     if layout.tp == 1:
         yield "loss"
     if model.num_experts:
         yield "experts"
+
+
+def outside_graphs(model: Model) -> tuple[Kernel, ...]:
+    """Those that run as chosen though blocks are compiled: layers of experts are no part of a graph (`models.experts`)."""
+    if not model.num_experts:
+        return ()
+    return ("swiglu", "experts") if model.activation in GATED else ("experts",)
 
 
 def contest(kernel: Kernel, model: Model, shape: FusedShape, device: torch.device, *, bitwise: bool = False) -> Outcomes:
@@ -78,7 +89,7 @@ def contest(kernel: Kernel, model: Model, shape: FusedShape, device: torch.devic
 
 
 def _form(kernel: Kernel, form: str, function: Form) -> Form:
-    def run(*inputs: Tensor) -> Tensor:
+    def run(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         with chosen(kernel, form):
             return function(*inputs)
 
@@ -104,6 +115,13 @@ def _norm(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, 
     draw = _Draw(shape, device)
     rows = draw.rows(shape.norm_tokens, shape.hidden)
     return partial(rms_norm, eps=model.norm_eps), [draw(rows, shape.hidden), draw(shape.hidden)]
+
+
+def _norm_of_sum(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    draw = _Draw(shape, device)
+    rows = draw.rows(shape.norm_tokens, shape.hidden)
+    streams = [draw(rows, shape.hidden) for _ in range(2)]
+    return partial(add_rms_norm, eps=model.norm_eps), [*streams, draw(shape.hidden)]
 
 
 def _rotary(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
@@ -139,5 +157,5 @@ def _experts(model: Model, shape: FusedShape, device: torch.device) -> tuple[For
 
 _CASES = cast(
     "dict[str, Callable[[Model, FusedShape, torch.device], tuple[Form, list[Tensor]]]]",
-    {"norm": _norm, "rotary": _rotary, "swiglu": _swiglu, "loss": _loss, "experts": _experts},
+    {"norm": _norm, "norm_of_sum": _norm_of_sum, "rotary": _rotary, "swiglu": _swiglu, "loss": _loss, "experts": _experts},
 )

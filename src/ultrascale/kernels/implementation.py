@@ -17,10 +17,10 @@ from torch import Tensor
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.spec.problems import Problem, SpecError
 
-Kernel = Literal["norm", "rotary", "swiglu", "loss", "experts"]
+Kernel = Literal["norm", "norm_of_sum", "rotary", "swiglu", "loss", "experts"]
 FORMS: dict[str, tuple[str, ...]] = {
-    "norm": ("torch", "triton", "liger"), "rotary": ("torch", "triton"), "swiglu": ("torch", "triton"),
-    "loss": ("torch", "compiled", "triton"), "experts": ("torch", "loop"),
+    "norm": ("torch", "triton", "liger"), "norm_of_sum": ("torch", "triton", "liger"), "rotary": ("torch", "triton"),
+    "swiglu": ("torch", "triton"), "loss": ("torch", "compiled", "triton"), "experts": ("torch", "loop"),
 }  # fmt: skip
 """What there is of each, torch's first. Not Liger's SwiGLU, which writes gradients over gate and up, nor its loss, which adds
 up the weight's gradient in 16 bits, nor its rotary positions, which take queries and keys at once."""

@@ -35,6 +35,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
 
 
+def fuses_sums(x: Tensor) -> bool:
+    """Whether one kernel of this run adds to x and takes the norm of the sum (`add_rms_norm`)."""
+    return not torch.compiler.is_compiling() and form_of("norm_of_sum", x) != "torch" and x.shape[-1] <= LARGEST_ROW
+
+
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(the norm of x + added, x + added), both [..., D] in the dtype of x: what a residual stream does between two layers.
+
+    One kernel reads x and added once and writes both results, 4 moves of an element; a sum and a norm of its own take 5.
+    """
+    if not fuses_sums(x):
+        total = x + added
+        return rms_norm(total, weight, eps), total
+    if form_of("norm_of_sum", x) == "triton":
+        from ultrascale.kernels import triton_norm  # here: Triton need not be installed
+
+        return triton_norm.add_rms_norm(x, added, weight, eps)
+    from liger_kernel.transformers.functional import liger_fused_add_rms_norm  # pyright: ignore[reportMissingImports]
+
+    return liger_fused_add_rms_norm(x, added, weight, eps, in_place=False)
+
+
 def _by_liger(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     from liger_kernel.transformers.functional import liger_rms_norm  # pyright: ignore[reportMissingImports]
 

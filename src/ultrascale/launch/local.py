@@ -13,29 +13,27 @@ import json
 import logging
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from ultrascale.heartbeat import Beat, read
 from ultrascale.launch.events import stamp
 from ultrascale.launch.orphans import launcher_here
-from ultrascale.launch.restarts import Budget
-from ultrascale.launch.stopping import stop_signals_raise
+from ultrascale.launch.restarts import Budget, count_of
+from ultrascale.launch.stopping import Wishes, stop_signals_kept, stop_signals_raise
 from ultrascale.launch.warm import entry, prepare
-from ultrascale.launch.watchdog import HANG_FILE, disagreement, meanwhile
+from ultrascale.launch.watchdog import HANG_FILE, disagreement, keep_hang, meanwhile
+from ultrascale.spec.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
 
 WORKER = "ultrascale.train.worker"
-STOP_SECONDS = "120"
-"""Time the ranks get to save after SIGTERM or Ctrl-C before they are killed; torch's own is 30."""
 QUIET = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn")
 """Loggers of torch. The second has a level of its own, which the first one's does not reach."""
 LEFT_TO_TORCH = "SIGQUIT"
@@ -74,21 +72,41 @@ def launch_local(
     progress: Callable[[], str] = lambda: "",
     record: Callable[[dict[str, Any]], None] = lambda event: None,
     keep: Path | None = None,
+    grace: float = GRACE_SECONDS,
     worker: str = WORKER,
 ) -> Ending:
     """Train the resolved run that the text `run_toml` describes on `num_processes` processes of this machine, again after each
     crash. Each attempt is given the text in a folder of its own, where nobody else writes.
 
     `max_restarts`: without a new checkpoint in between, which `progress` names. `record` is given each failure as a row of the
-    run's events. What the ranks of a hang left is copied into a folder of its own under `keep`. `worker`: the module that is
-    one rank.
+    run's events. What the ranks of a hang left is copied into a folder of its own under `keep`. `grace`: seconds that ranks
+    have after a stop signal until they are killed. `worker`: the module that is one rank.
     """
-    budget = Budget(max_restarts)
+    attempt = Attempt(run_toml, num_processes, worker_arguments, worker, grace, keep)
+    with stop_signals_kept() as wishes:
+        return _again_and_again(attempt, Budget(max_restarts), wishes, say, progress, record)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What `launch_local` starts, each time anew."""
+
+    run_toml: str
+    num_processes: int
+    worker_arguments: tuple[str, ...]
+    worker: str
+    grace: float
+    keep: Path | None
+
+
+def _again_and_again(
+    attempt: Attempt, budget: Budget, wishes: Wishes,
+    say: Callable[[str], None], progress: Callable[[], str], record: Callable[[dict[str, Any]], None],
+) -> Ending:  # fmt: skip
+    ending = Ending("")
     while True:
-        with tempfile.TemporaryDirectory(prefix="ultrascale-launch-") as folder:
-            ending = _launch_once(run_toml, num_processes, worker_arguments, Path(folder), worker)
-            if keep is not None and (Path(folder) / HANG_FILE).exists():
-                _keep_hang(Path(folder), keep)
+        ending = _between(wishes.first, ending) if wishes.first is not None else _tried(attempt, wishes)
+        wishes.are_kept = True
         if not ending.reason or ending.saved:
             return ending
         is_final = ending.stopped or ending.explained
@@ -99,28 +117,31 @@ def launch_local(
             return ending
         if refusal:
             return replace(ending, reason=f"{ending.reason}. {refusal}")
-        say(f"{ending.reason}; starting again from the newest checkpoint ({budget.left + 1} restarts left)")
+        say(f"{ending.reason}; starting again from the newest checkpoint ({count_of(budget.left + 1, 'restart')} left)")
 
 
-def _keep_hang(folder: Path, keep: Path) -> None:
-    """Stacks, flight recorders and the verdict: the folder they are in goes with the attempt."""
-    target = keep / f"hang-{time.strftime('%Y%m%d-%H%M%S')}"
-    target.mkdir(parents=True, exist_ok=True)
-    for pattern in (HANG_FILE, "*.stack", "*.trace.json"):
-        for file in folder.glob(pattern):
-            shutil.copy(file, target)
+def _tried(attempt: Attempt, wishes: Wishes) -> Ending:
+    with tempfile.TemporaryDirectory(prefix="ultrascale-launch-") as folder:
+        ending = _launch_once(attempt, Path(folder), wishes)
+        if attempt.keep is not None and (Path(folder) / HANG_FILE).exists():
+            keep_hang(Path(folder), attempt.keep)
+    return ending
 
 
-def _launch_once(
-    run_toml: str, num_processes: int, worker_arguments: tuple[str, ...], folder: Path, worker: str = WORKER
-) -> Ending:
+def _between(number: signal.Signals, before: Ending) -> Ending:
+    """Stopped while no rank was there to save: they had just failed."""
+    return Ending(f"stopped by {number.name} before the ranks were started again", stopped=True, step=before.step)
+
+
+def _launch_once(attempt: Attempt, folder: Path, wishes: Wishes) -> Ending:
     """`folder` is empty and for this attempt alone."""
     import torch
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _prepare_environment(num_processes)
+    num_processes, worker = attempt.num_processes, attempt.worker
+    _prepare_environment(num_processes, attempt.grace)
     warm = not torch.cuda.is_available()
     prepare(worker, warm=warm)
     for name in QUIET:
@@ -136,16 +157,16 @@ def _launch_once(
         **ours,
     )  # fmt: skip
     run_file, failure, saved = folder / "run.toml", folder / "failure.json", folder / "saved"
-    run_file.write_text(run_toml)
+    run_file.write_text(attempt.run_toml)
     arguments = ("--rendezvous", f"file://{folder}/store", "--failure", str(failure), "--saved", str(saved))
-    arguments = (str(run_file), *arguments, "--launcher", str(os.getpid()), *worker_arguments)
+    arguments = (str(run_file), *arguments, "--launcher", str(os.getpid()), *attempt.worker_arguments)
     start, words = entry(worker, arguments, {"ULTRASCALE_SIGNS_OF_LIFE": str(folder)}, warm=warm)
     watchdog = subprocess.Popen(
         [sys.executable, "-m", "ultrascale.launch.watchdog", str(folder), "--parent", str(os.getpid())],
         stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        with stop_signals_raise(), launcher_here(folder):
+        with stop_signals_raise(wishes), launcher_here(folder):
             elastic_launch(config, start)(*words)
     except ChildFailedError as error:
         return _failed(error, failure, folder)
@@ -206,9 +227,9 @@ def _failed(error: object, failure: Path, folder: Path) -> Ending:
     return Ending(f"rank {rank} failed with exit code {first.exitcode}{why}", rank=rank, step=step)
 
 
-def _prepare_environment(num_processes: int) -> None:
+def _prepare_environment(num_processes: int, grace: float) -> None:
+    os.environ.setdefault(TORCHRUN_GRACE, str(ceil(grace)))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the agent would open a port that nobody needs
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")  # collectives that torch's flight recorder remembers
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -47,7 +47,9 @@ class Budget:
         if self._at_step >= MOST_AT_A_STEP and self.left > 0:
             return f"{where} has now failed {self._at_step} times in a row: once more would be no better"
         if self.left <= 0:
-            return f"{self.max_restarts} restarts since the last new checkpoint: no more are allowed (--max-restarts)"
+            return (
+                f"{count_of(self.max_restarts, 'restart')} since the last new checkpoint: no more are allowed (--max-restarts)"
+            )
         self.used += 1
         return ""
 
@@ -167,17 +169,19 @@ def summary(account: Account) -> list[str]:
     """Every restart in a line, and what all of them cost; empty if there is nothing to tell."""
     lines = [f"restart {number}: {_told(one)}" for number, one in enumerate(account.restarts, 1)]
     if lines:
-        total = f"{_count(len(lines), 'restart')}, {_count(account.steps_lost, 'step')} lost, goodput {told_goodput(account)}"
+        total = (
+            f"{count_of(len(lines), 'restart')}, {count_of(account.steps_lost, 'step')} lost, goodput {told_goodput(account)}"
+        )
         lines.append(total)
     if account.unreadable:
-        lines.append(f"{_count(account.unreadable, 'row')} of events.jsonl cannot be read and are left out of this account")
+        lines.append(f"{count_of(account.unreadable, 'row')} of events.jsonl cannot be read and are left out of this account")
     return lines
 
 
 def _told(restart: Restart) -> str:
     rank = "unknown" if restart.rank is None else str(restart.rank)
     fields = [f"rank {rank}", f"node {restart.node or 'unknown'}", f"step {restart.failed_step}"]
-    fields.append(f"{_count(restart.steps_lost, 'step')} lost")
+    fields.append(f"{count_of(restart.steps_lost, 'step')} lost")
     if restart.seconds is not None:
         fields.append(f"{restart.seconds:.1f} s until the next step was done")
     return f"{', '.join(fields)}; cause: {restart.cause}"
@@ -188,11 +192,12 @@ def told_goodput(account: Account) -> str:
     if account.goodput is not None:
         return f"{account.goodput:.1%} of {account.wall_seconds:.0f} s"
     if account.unknown_spans:
-        return f"unknown: the clock was set back ({_count(account.unknown_spans, 'time')})"
+        return f"unknown: the clock was set back ({count_of(account.unknown_spans, 'time')})"
     return "unknown: no time has passed"
 
 
-def _count(number: int, what: str) -> str:
+def count_of(number: int, what: str) -> str:
+    """`1 restart`, `2 restarts`."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal is gone. SIGUSR1: what Slurm is mostly asked to send some time before the end of a job."""
@@ -25,8 +27,48 @@ def is_ignored(number: signal.Signals) -> bool:
 
 
 @contextmanager
-def stop_signals_raise() -> Iterator[None]:
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[dict[int, Any]]:
+    """While inside, stop signals that are not ignored are `handler`'s. Gives what handled each before, and will again."""
+    before: dict[int, Any] = {number: signal.signal(number, handler) for number in STOP_SIGNALS if not is_ignored(number)}
+    try:
+        yield before
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@dataclass
+class Wishes:
+    """To stop, that came while no ranks were there to be asked."""
+
+    first: signal.Signals | None = None
+    are_kept: bool = False
+    """Until then a signal does what it did before: nothing has been trained that could be lost."""
+
+
+@contextmanager
+def stop_signals_kept() -> Iterator[Wishes]:
+    """While inside, and not inside `stop_signals_raise`, a stop signal is kept for who asks. Only in a main thread."""
+    wishes = Wishes()
+    if threading.current_thread() is not threading.main_thread():
+        yield wishes
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if not wishes.are_kept:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
+        elif wishes.first is None:
+            wishes.first = signal.Signals(number)
+
+    with handled_by(handler) as before:
+        yield wishes
+
+
+@contextmanager
+def stop_signals_raise(wishes: Wishes) -> Iterator[None]:
     """While inside, a stop signal raises torch's SignalException, which its agent passes on to the ranks; once in some seconds.
+    At once, if one has been kept before.
 
     Only a main thread may handle signals; elsewhere this does nothing.
     """
@@ -43,9 +85,7 @@ def stop_signals_raise() -> Iterator[None]:
             name = signal.Signals(number)
             raise SignalException(name.name, sigval=name)
 
-    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS if not is_ignored(number)}
-    try:
+    with handled_by(handler):
+        if wishes.first is not None:
+            raise SignalException(wishes.first.name, sigval=wishes.first)
         yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

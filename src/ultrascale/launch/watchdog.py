@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -22,19 +23,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ultrascale.heartbeat import Beat, read
+from ultrascale import console
+from ultrascale.heartbeat import PASSED_OVER, Beat, read
 
 LOOK_SECONDS = 0.25
 DUMP_SECONDS = 1.5
 """For stacks and traces to be written."""
+WAKE_SECONDS = 0.5
 STACK_SIGNAL = signal.SIGUSR2
 MOST_TOLD, MOST_WAITING = 8, 2
 HANG_FILE, DUMP_MARK = "hang.json", "dump"
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _SIZE = re.compile(r"\((\d+)\)$")
 """Of a group of ranks, at the end of its name."""
-_PASSED_OVER = ("parallel/lost.py", "ultrascale/heartbeat.py", "parallel/mesh.py", "launch/orphans.py")
-"""Frames of ours that say less than their caller."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +69,36 @@ def _is_overdue(folder: Path) -> bool:
 def _declare(folder: Path) -> Hang:
     beats = [beat for beat in read(folder) if _state(beat.pid)]
     stopped = [beat.rank for beat in beats if _state(beat.pid) in ("T", "t")]
-    (folder / DUMP_MARK).touch()
+    with suppress(OSError):  # a full disk: the culprit is killed all the same
+        (folder / DUMP_MARK).touch()
     for beat in beats:
         with suppress(ProcessLookupError):
             os.kill(beat.pid, STACK_SIGNAL)
     time.sleep(DUMP_SECONDS)
+    for beat in beats:
+        if beat.rank in stopped:
+            _wake_for_its_stack(folder, beat)
     hang = judge(beats, stopped, {beat.rank: line_of(_stack(folder, beat.rank)) for beat in beats})
     partial = folder / f"{HANG_FILE}.tmp"
-    partial.write_text(json.dumps(asdict(hang)))
-    partial.replace(folder / HANG_FILE)
+    with suppress(OSError):
+        partial.write_text(json.dumps(asdict(hang)))
+        partial.replace(folder / HANG_FILE)
     for beat in beats:
         if beat.rank in hang.culprits:
             with suppress(ProcessLookupError):
                 os.kill(beat.pid, signal.SIGKILL)
     return hang
+
+
+def _wake_for_its_stack(folder: Path, beat: Beat) -> None:
+    """A stopped process takes no signal but to go on, and then the one that is waiting first: its stack. It is stopped again as
+    soon as that is written. (What a debugger holds does not wake.)"""
+    with suppress(ProcessLookupError):
+        os.kill(beat.pid, signal.SIGCONT)
+        deadline = time.monotonic() + WAKE_SECONDS
+        while not _stack(folder, beat.rank) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(beat.pid, signal.SIGSTOP)
 
 
 def judge(beats: list[Beat], stopped: list[int], lines: dict[int, str]) -> Hang:
@@ -91,7 +108,9 @@ def judge(beats: list[Beat], stopped: list[int], lines: dict[int, str]) -> Hang:
     at = f"no sign of life in step {steps}"
     busy = [beat.rank for beat in beats if not beat.waiting]
     if stopped:
-        return Hang(tuple(stopped), f"{at}: {_names(stopped)} stopped by a signal (SIGSTOP, or a debugger)", told, steps)
+        told_of = "; ".join(f"rank {rank} {told[rank]}" for rank in [*stopped, *_first_waiting(beats, stopped)])
+        why = f"{_names(stopped)} stopped by a signal (SIGSTOP, or a debugger)"
+        return Hang(tuple(stopped), f"{at}: {why}: {told_of}", told, steps)
     if busy and len(busy) < len(beats):
         where = "; ".join(f"rank {rank}: {told[rank]}" for rank in busy)
         others = next(f"rank {beat.rank} {told[beat.rank]}" for beat in beats if beat.waiting)
@@ -108,10 +127,24 @@ def judge(beats: list[Beat], stopped: list[int], lines: dict[int, str]) -> Hang:
     return Hang(everybody, f"{at}: {where}{_elsewhere(beats)}", told, steps)
 
 
+def keep_hang(folder: Path, keep: Path) -> None:
+    """Copy stacks, flight recorders and the verdict: the folder they are in goes with the attempt."""
+    target = keep / f"hang-{time.strftime('%Y%m%d-%H%M%S')}"
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in (HANG_FILE, "*.stack", "*.trace.json"):
+        for file in folder.glob(pattern):
+            shutil.copy(file, target)
+
+
+def _first_waiting(beats: list[Beat], stopped: list[int]) -> list[int]:
+    """One of those that the stopped ranks keep waiting."""
+    return [beat.rank for beat in beats if beat.waiting and beat.rank not in stopped][:1]
+
+
 def meanwhile(beats: list[Beat], rank: int, missed: list[str]) -> str:
     """To follow the news that `rank` died: where it was, and who waited for what. `missed`: what ranks said of that before they
     were ended; of those that could not say it, their signs of life do."""
-    where = [f" at {beat.doing}" for beat in beats if beat.rank == rank]
+    where = [f" (its last sign of life: {beat.doing})" for beat in beats if beat.rank == rank]
     waited = [f"rank {beat.rank} {_doing(beat, '')}" for beat in beats if beat.rank != rank and beat.waiting]
     return "".join(where) + "".join(f"; {text}" for text in [*missed, *waited][:MOST_WAITING])
 
@@ -130,13 +163,15 @@ def disagreement(beats: list[Beat]) -> tuple[tuple[int, ...], str] | None:
     them if there is no majority."""
     came: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
     for beat in beats:
-        for group, number, what in beat.collectives:
+        for group, number, what, _ in beat.collectives:
             came[group, number][beat.rank] = what
     for (group, number), whats in sorted(came.items()):
         if len(set(whats.values())) > 1:
             most, count = Counter(whats.values()).most_common(1)[0]
             odd = [rank for rank, what in whats.items() if what != most] if count * 2 > len(whats) else list(whats)
-            words = ", ".join(f"rank {rank} came to {what}" for rank, what in sorted(whats.items())[:MOST_TOLD])
+            lines = {beat.rank: one.line for beat in beats for one in beat.collectives if one[:2] == (group, number)}
+            told = [f"rank {rank} came to {what}{_in_brackets(lines[rank])}" for rank, what in sorted(whats.items())]
+            words = ", ".join(told[:MOST_TOLD])
             return tuple(sorted(odd)), f"collective {number} of {group} differs: {words}"
     return None
 
@@ -146,7 +181,7 @@ def _behind(beats: list[Beat]) -> list[int]:
     ahead: dict[str, int] = {}
     for beat in beats:
         if beat.collectives and beat.collectives[-1].what.startswith(beat.doing):
-            group, number, _ = beat.collectives[-1]
+            group, number, _, _ = beat.collectives[-1]
             ahead[group] = max(number, ahead.get(group, -1))
     came = {beat.rank: {one.group: one.number for one in beat.collectives} for beat in beats}
     behind = [
@@ -164,9 +199,10 @@ def line_of(stack: str) -> str:
     for thread in stack.split("\n\n"):
         if "_bootstrap_inner" in thread:
             continue
-        frames = [match for match in _FRAME.finditer(thread) if "/ultrascale/" in match["file"]]
-        frames = [match for match in frames if not match["file"].endswith(_PASSED_OVER)] or frames
-        own = [f"{match['file'].rpartition('/ultrascale/')[2]}:{match['line']} in {match['function']}" for match in frames]
+        frames = [(match["file"].rpartition("/ultrascale/"), match) for match in _FRAME.finditer(thread)]
+        inside = [(file, match) for (_, found, file), match in frames if found and not file.startswith(("tests/", "src/"))]
+        inside = [(file, match) for file, match in inside if file not in PASSED_OVER] or inside
+        own = [f"{file}:{match['line']} in {match['function']}" for file, match in inside]
         best = max(best, own, key=len)
     return best[0] if best else ""
 
@@ -177,7 +213,13 @@ def _stack(folder: Path, rank: int) -> str:
 
 
 def _doing(beat: Beat, line: str) -> str:
-    return f"{'waited in ' if beat.waiting else 'was at '}{beat.doing}{f' ({line})' if line else ''}"
+    if not line and beat.waiting and beat.collectives and beat.collectives[-1].what.startswith(beat.doing):
+        line = beat.collectives[-1].line
+    return f"{'waited in ' if beat.waiting else 'was at '}{beat.doing}{_in_brackets(line)}"
+
+
+def _in_brackets(line: str) -> str:
+    return f" ({line})" if line else ""
 
 
 def _names(ranks: list[int]) -> str:
@@ -209,7 +251,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)  # a terminal's or batch system's wish is for the run, which we outlast
     found = watch(asked.folder, asked.parent)
     if found is not None:
-        print(f"ultrascale: hang: {found.reason}", file=sys.stderr, flush=True)
+        console.put(f"ultrascale: hang: {found.reason}", "stderr")
     return 0
 
 

@@ -42,7 +42,9 @@ from torch.utils._pytree import tree_leaves
 
 from ultrascale.parallel import pipeline
 from ultrascale.parallel.host_memory import is_on_host
+from ultrascale.parallel.offload import Travel
 from ultrascale.parallel.precision import computing_copies
+from ultrascale.parallel.share import Share
 
 CATEGORIES = (
     "parameters", "gathered", "gradients", "optimizer", "activations", "temporary", "communication", "other",
@@ -236,6 +238,8 @@ class LiveMemory(TorchDispatchMode):
         self._patch(FSDPParamGroup, "unshard", region="communication")
         self._patch(FSDPParamGroup, "wait_for_unshard", self._after_gather, region="gathered")
         self._patch(FSDPParamGroup, "post_backward", self._after_reduce, region="communication")
+        self._patch(Share, "finish_gradients", region="communication")
+        self._patch(Travel, "_bring_up", region="activations")  # in the backward pass, from the host
         for name in ("make_gradients", "reduce_weight_gradients"):  # W, in which autograd has no part
             self._patch(pipeline, name, region="gradients")
 

@@ -37,7 +37,7 @@ from ultrascale.kernels.rotary import Angles, rotary_angles
 from ultrascale.models.attention import Attention, KeyValues, LatentAttention
 from ultrascale.models.experts import MoE
 from ultrascale.models.feed_forward import build_mlp
-from ultrascale.models.norms import RMSNorm, build_norm
+from ultrascale.models.norms import RMSNorm, build_norm, norm_of_sum
 from ultrascale.spec.model import Model
 from ultrascale.spec.trainable import expect_trainable
 
@@ -98,9 +98,16 @@ class Block(nn.Module):
         drops: Drops | None = None,
     ) -> Tensor:
         """[B, S, D] to [B, S, D]; `angles` None: no rotary positions; `mask`: what the decoder's `make_mask` made."""
-        # No variable for what attention made: it would outlive the sum.
-        hidden = hidden + _dropped(self.self_attn(self.input_layernorm(hidden), angles, mask, earlier), drops, 0)
-        return hidden + _dropped(self.mlp(self.post_attention_layernorm(hidden)), drops, 1)
+        # No variable for what attention made, nor for the norm of the sum: they would outlive who reads them.
+        between = [
+            *norm_of_sum(
+                self.post_attention_layernorm,
+                hidden,
+                _dropped(self.self_attn(self.input_layernorm(hidden), angles, mask, earlier), drops, 0),
+            )
+        ]
+        hidden = between.pop()
+        return hidden + _dropped(self.mlp(between.pop()), drops, 1)
 
 
 class SharedHead(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ultrascale.kernels.norm import rms_norm
+from ultrascale.kernels.norm import add_rms_norm, fuses_sums, rms_norm
 from ultrascale.spec.model import Model
 
 
@@ -19,6 +19,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+def norm_of_sum(norm: nn.Module, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm(x + added), x + added), both [..., D]; by one kernel where the run has one (`kernels.norm.add_rms_norm`)."""
+    if isinstance(norm, RMSNorm) and fuses_sums(x):
+        return add_rms_norm(x, added, norm.weight, norm.eps)
+    total = x + added
+    del added  # it would stay while the norm is computed
+    return norm(total), total
 
 
 def build_norm(model: Model) -> nn.Module:

@@ -15,6 +15,7 @@ from ultrascale.parallel.context import apply_context_parallel
 from ultrascale.parallel.data import apply_data_parallel
 from ultrascale.parallel.expert import apply_expert_parallel
 from ultrascale.parallel.fp8 import apply_fp8
+from ultrascale.parallel.fp8_gather import gather_in_fp8
 from ultrascale.parallel.fp8_history import history_of
 from ultrascale.parallel.mesh import Mesh, Ranks
 from ultrascale.parallel.mlp_chunks import apply_mlp_chunks
@@ -69,8 +70,9 @@ def build_share(
         # Without FSDP2 mixed precision is copies of the values.
         if mesh.data is None and layout.precision != layout.master_dtype:
             apply_mixed_precision(stage, TORCH_DTYPE[layout.precision])
+    gathered = gather_in_fp8(model, stages, layout, mesh, TORCH_DTYPE[layout.precision])
     history = history_of(model, stages, layout, ranks.device)
-    return Share(model, layout, mesh, stages, held=_held(model, stages, places), amax_history=history)
+    return Share(model, layout, mesh, stages, _held(model, stages, places), history, gathered)
 
 
 def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
@@ -81,7 +83,7 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
     # 2. The part of each weight that a rank holds, and what ranks send each other within a block.
     apply_attention(stage, layout)
     apply_tensor_parallel(stage, layout, mesh)
-    apply_context_parallel(stage, layout, mesh)
+    apply_context_parallel(stage, layout, mesh, compiled=compile_blocks)
     apply_expert_parallel(stage, layout, mesh)
     apply_fp8(stage, layout, mesh)
     apply_mlp_chunks(stage, layout)

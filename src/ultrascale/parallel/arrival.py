@@ -2,23 +2,37 @@
 
 Each rank counts itself in at the store of the rendezvous; the last one opens the door. So a late rank is waited for longer than
 any step may take, one that never comes is named, and collectives can keep a time-out that is meant for a step.
+
+torchrun lends its store to every attempt, and what ranks of an earlier one wrote there is still in it: new ranks would find the
+addresses of dead ones. (torch 2.13: `dynamic_rendezvous.next_rendezvous` makes the server once, `rendezvous._create_c10d_store`
+puts no prefix before its keys; pytorch#135712.) The count of restarts is no name for an attempt: each agent counts its own, and
+only where one of its ranks failed. So rank 0 draws a name, and each rank says that it has read it, under a word of its own that
+rank 0 repeats: who has read the name of an earlier attempt does not find its word there, and reads again.
 """
 
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from datetime import timedelta
 
 from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from ultrascale.contact import names
 from ultrascale.parallel.lost import LostRankError
-from ultrascale.parallel.torch_private import PrefixStore
+from ultrascale.parallel.torch_private import PrefixStore, Store
 
 ARRIVAL_SECONDS = 600.0
 """Ten minutes, as torchrun's rendezvous waits for nodes; more where collectives may take more."""
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+LENT = "TORCHELASTIC_USE_AGENT_STORE"
+"""torchrun says whether the store is its own, for every attempt."""
+LOOK_SECONDS = 0.05
+RANKS_A_LOOK = 64
+"""More of them look less often: all of them ask one store."""
 _ALL = "arrived, all"
+_NAME = "the attempt"
+_GONE = "lost the store of the rendezvous before all ranks had met: whoever holds it has ended. Start the ranks again."
 
 
 def meet(rendezvous: str, rank: int, world: int, timeout: timedelta) -> tuple[PrefixStore, int, int]:
@@ -29,13 +43,61 @@ def meet(rendezvous: str, rank: int, world: int, timeout: timedelta) -> tuple[Pr
     """
     patience = max(timedelta(seconds=ARRIVAL_SECONDS), timeout)
     store, rank, world = next(iter(rendezvous_at(rendezvous, rank, world, timeout=patience)))
-    # torchrun keeps its store over restarts, and a new worker then meets the addresses of dead ones: each attempt writes
-    # under its own prefix, unless the launcher already gives each a store of its own (pytorch#135712).
-    restarts = "0" if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1" else os.environ.get(RESTARTS, "0")
-    store = PrefixStore(f"attempt-{restarts}", store)
+    is_lent = os.environ.get(LENT) == "True" and rendezvous == "env://"
+    name = agree_on_attempt(store, rank, world, patience) if is_lent else "alone"
+    store = PrefixStore(f"attempt {name}", store)
     wait_for_all(store, rank, world, patience)
     store.set_timeout(timeout)
     return store, rank, world
+
+
+def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) -> str:
+    """A name for this attempt, the same on all `world` ranks, in a store that may hold what ranks of earlier ones wrote.
+
+    Raises LostRankError for ranks that did not come, or if the store went away.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    try:
+        agreed = _lead(store, world, deadline) if rank == 0 else _follow(store, rank, world, deadline)
+    except RuntimeError as error:
+        raise LostRankError(f"rank {rank} {_GONE}") from error
+    if isinstance(agreed, str):
+        return agreed
+    raise LostRankError(f"rank {rank} {_not_come(agreed, world, timeout)}")
+
+
+def _lead(store: Store, world: int, deadline: float) -> str | list[int]:
+    """The name; or the ranks that have not read it."""
+    name, words = uuid.uuid4().hex, []
+    store.set(_NAME, name)
+    for rank in range(1, world):
+        while (word := _word(store, rank, name)) is None:
+            if time.monotonic() > deadline:
+                return [late for late in range(rank, world) if _word(store, late, name) is None]
+            time.sleep(LOOK_SECONDS)
+        words.append(word)
+    store.set(f"{_ALL}, {name}", " ".join(words))
+    return name
+
+
+def _word(store: Store, rank: int, name: str) -> str | None:
+    """The one that a rank said on reading `name`."""
+    key = f"{_NAME}, rank {rank}"
+    read, _, word = store.get(key).decode().partition(" ") if store.check([key]) else ("", "", "")
+    return word if read == name else None
+
+
+def _follow(store: Store, rank: int, world: int, deadline: float) -> str | list[int]:
+    """The name once rank 0 has repeated this rank's word; or the ranks that are not known to have come."""
+    word, name = uuid.uuid4().hex, ""
+    while time.monotonic() < deadline:
+        if store.check([_NAME]) and (found := store.get(_NAME).decode()) != name:
+            name = found
+            store.set(f"{_NAME}, rank {rank}", f"{name} {word}")
+        if name and store.check([f"{_ALL}, {name}"]) and word in store.get(f"{_ALL}, {name}").decode():
+            return name
+        time.sleep(LOOK_SECONDS * (1 + world / RANKS_A_LOOK))
+    return [0]
 
 
 def wait_for_all(store: PrefixStore, rank: int, world: int, timeout: timedelta) -> None:
@@ -57,6 +119,10 @@ def _missed(store: PrefixStore, world: int, timeout: timedelta) -> str:
     try:
         missing = [rank for rank in range(world) if not store.check([_here(rank)])]
     except RuntimeError:
-        return "lost the store of the rendezvous before all ranks had met: whoever holds it has ended. Start the ranks again."
+        return _GONE
+    return _not_come(missing, world, timeout)
+
+
+def _not_come(missing: list[int], world: int, timeout: timedelta) -> str:
     waited = f"waited {timeout.total_seconds():g} s for {names(missing)} of {world}"
     return f"{waited}, which did not start. Look at their machines, and at what started them."

@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tags import Tag
+from ultrascale.parallel.time_limits import wait_for
 from ultrascale.parallel.torch_private import AllGather, ReduceScatter
 
 MOST_RANKS = 64
@@ -108,8 +109,7 @@ class Exchange(dist.Work):
         while self.under_way:
             rank, work = self.under_way.pop()
             with waiting(self.tag.what, self.group, [rank]):
-                if work is not None:
-                    work.wait()
+                wait_for(work, self.group)
         return True
 
     def _receive(self, tensor: torch.Tensor, rank: int) -> dist.Work | None:

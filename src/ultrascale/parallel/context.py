@@ -40,6 +40,7 @@ from ultrascale.parallel.context_masks import (
     positions_of,
     whole_documents,
 )
+from ultrascale.parallel.context_operation import note, operation
 from ultrascale.parallel.context_ring import Messages, Ring
 from ultrascale.parallel.context_swap import Swap, own_heads, to_heads, to_sequence
 from ultrascale.parallel.mesh import Mesh
@@ -70,17 +71,19 @@ class AllMasks(NamedTuple):
     mask: ContextMask
     swapped_lengths: tuple[int, ...]
     """Slots of each rank that swaps heads with this one."""
+    noted: Tensor | None = None
+    """The number under which a compiled block's operation finds the mask (`context_operation`)."""
 
 
-def apply_context_parallel(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
-    """Replace the attention cores and the masks of `decoder`, in place. Does nothing if cp is 1."""
+def apply_context_parallel(decoder: Decoder, layout: Layout, mesh: Mesh, *, compiled: bool = False) -> None:
+    """Replace the attention cores and the masks of `decoder`, in place. Does nothing if cp is 1. `compiled`: blocks will be."""
     group = mesh.group("cp")
     if group is None:
         return
-    context = ContextParallel(layout, group)
-    core = cast(Any, torch.compiler.disable(context.core))  # messages are no part of a compiled graph
+    context = ContextParallel(layout, group, compiled=compiled)
+    core = context.core if compiled else torch.compiler.disable(context.core)  # without operations messages are in no graph
     for _, block in decoder.blocks():
-        block.self_attn.core = core
+        block.self_attn.core = cast(Any, core)
     decoder.make_mask, decoder.following = cast(Any, context.make_mask), context.following
 
 
@@ -116,8 +119,8 @@ def own_positions(rows: Rows, layout: Layout, cp_rank: int) -> Integers:
 class ContextParallel:
     """This rank's part in the attention of one cp group."""
 
-    def __init__(self, layout: Layout, group: dist.ProcessGroup):
-        self.layout, self.gathers = layout, layout.cp_method == "all-gather"
+    def __init__(self, layout: Layout, group: dist.ProcessGroup, *, compiled: bool = False):
+        self.layout, self.gathers, self.compiled = layout, layout.cp_method == "all-gather", compiled
         self.package = layout.attention if layout.attention in MODULES else ""
         ring, heads = layout.cp_grid
         place, own = divmod(group.rank(), heads)
@@ -142,12 +145,21 @@ class ContextParallel:
         `sinks` [H]: a score of each head that draws weight and has no value. `scale`: 1 / sqrt(E) unless given.
         """
         factor = float(query.shape[-1] ** -0.5) if scale is None else scale
-        setting = Setting(mask.mask, self.ring, self.gathers, factor, self.package)
         if self.swap.size == 1:
-            return ring_attention(query, key, value, sinks, setting)
+            return self._attend(query, key, value, mask, sinks, factor)
         query, key, value = to_heads(query, key, value, self.swap, mask.swapped_lengths)
         sinks = None if sinks is None else own_heads(sinks, self.swap)
-        return to_sequence(ring_attention(query, key, value, sinks, setting), self.swap, mask.swapped_lengths)
+        return to_sequence(self._attend(query, key, value, mask, sinks, factor), self.swap, mask.swapped_lengths)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: AllMasks, sinks: Tensor | None, scale: float
+    ) -> Tensor:  # fmt: skip
+        if mask.noted is not None:
+            return operation(query, key, value, sinks, mask.noted, scale)
+        return ring_attention(query, key, value, sinks, self._setting(mask.mask, scale))
+
+    def _setting(self, mask: ContextMask, scale: float) -> Setting:
+        return Setting(mask, self.ring, self.gathers, scale, self.package)
 
     def make_mask(
         self,
@@ -181,7 +193,7 @@ class ContextParallel:
             rule = f"cp = {self.layout.cp} gives this rank {swapped[self.swap.place]} of {length} tokens, not {num_queries}"
             raise ValueError(f"{rule}; pass the document ids of whole sequences, and no cache")
         self.slots = [own_positions(rows, self.layout, rank) for rank in range(self.layout.cp)]
-        return AllMasks(mask, swapped)
+        return AllMasks(mask, swapped, note(self._setting(mask, 1.0)) if self.compiled else None)
 
     def following(self, targets: Tensor) -> Tensor:
         """The target of the next position in the sequence, [B, S/cp], of the tokens that the newest masks were made for."""

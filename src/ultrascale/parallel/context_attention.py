@@ -47,10 +47,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, H, S/n, E], [B, K, S/n, E] twice
-        out, lse = _forward(query, key, value, setting)
-        if sinks is not None:
-            out, lse = _join_sinks(out, lse, sinks)
-        out = out.to(query.dtype)
+        out, lse = passed_forward(query, key, value, sinks, setting)
         ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.setting = setting
         return out.transpose(1, 2)
@@ -58,10 +55,27 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, sinks = ctx.saved_tensors
-        grad_out = grads[0].transpose(1, 2)
-        found = _backward(grad_out, query, key, value, out, lse, ctx.setting)
-        grad_sinks = None if sinks is None else _sinks_gradient(grad_out, out, lse, sinks)
-        return *(grad.transpose(1, 2) for grad in found), grad_sinks, None
+        *found, grad_sinks = passed_back(grads[0].transpose(1, 2), query, key, value, sinks, out, lse, ctx.setting)
+        return *(grad.transpose(1, 2) for grad in found if grad is not None), grad_sinks, None
+
+
+def passed_forward(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out [B, H, S/n, E'] in the dtype of the queries, and log-sum-exp [B, H, S/n] in at least fp32, sinks joined."""
+    out, lse = _forward(query, key, value, setting)
+    if sinks is not None:
+        out, lse = _join_sinks(out, lse, sinks)
+    return out.to(query.dtype), lse
+
+
+def passed_back(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
+    setting: Setting,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of queries, keys, values and sinks, from what `passed_forward` gave; heads before positions."""
+    found = _backward(grad_out, query, key, value, out, lse, setting)
+    return *found, None if sinks is None else _sinks_gradient(grad_out, out, lse, sinks)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
@@ -86,7 +100,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tup
 
 def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """The first part, copied: what a kernel returned may be kept by others (selective recomputation)."""
-    length, dtype = query.shape[2], _wide(query.dtype)
+    length, dtype = query.shape[2], dtype_of_sums(query.dtype)
     if block.queries == slice(0, length) and len(out) == len(query):
         return out.to(dtype, copy=True), lse.clone()
     whole = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
@@ -99,7 +113,7 @@ def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block)
 def _backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, setting: Setting
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask, ring, wide = setting.mask, setting.ring, _wide(query.dtype)
+    mask, ring, wide = setting.mask, setting.ring, dtype_of_sums(query.dtype)
     going_home = (ScatteredGradients if setting.gathers else RingGradients)(key, value, mask, ring, wide)
     total_query, total_key, total_value = (_Total(like, wide) for like in (query, key, value))
     for distance, (held, blocks) in enumerate(zip(_keys(key, value, setting).hops(), mask.hops, strict=True)):
@@ -181,5 +195,6 @@ def _sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -
     return -(share * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
+    """What sums over hops are in."""
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype

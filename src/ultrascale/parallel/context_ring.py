@@ -26,6 +26,7 @@ from torch import Tensor
 from ultrascale.parallel.context_masks import NOTHING, ContextMask, Slots
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tags import Tag
+from ultrascale.parallel.time_limits import wait_for
 
 
 class Ring(NamedTuple):
@@ -72,7 +73,7 @@ class Messages:
         """Until they have arrived and may be overwritten."""
         with self._waiting():
             while self.works:
-                self.works.pop().wait()
+                wait_for(self.works.pop(), self.group)
         self.kept = []
 
     def _waiting(self) -> AbstractContextManager[None]:

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.library import custom_op
 
 from ultrascale.parallel.context_ring import Messages
 from ultrascale.parallel.tags import Tag
+from ultrascale.parallel.torch_private import group_named
 
 
 class Swap(NamedTuple):
@@ -95,11 +97,29 @@ class _Swapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, given: list[int], taken: list[int], swap: Swap) -> Tensor:
         ctx.given, ctx.taken, ctx.swap = given, taken, swap
-        return _exchange(x, given, taken, swap)
+        return _exchanged(x, given, taken, swap)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange(grads[0], ctx.taken, ctx.given, ctx.swap), None, None, None
+        return _exchanged(grads[0], ctx.taken, ctx.given, ctx.swap), None, None, None
+
+
+@custom_op("ultrascale::swap_sequence", mutates_args=())
+def swap_sequence(x: Tensor, given: list[int], taken: list[int], group: str, size: int, place: int, first: int) -> Tensor:
+    """`_exchange` as one node of a compiled graph."""
+    return _exchange(x, given, taken, Swap(group_named(group), size, place, first))
+
+
+@swap_sequence.register_fake
+def _(x: Tensor, given: list[int], taken: list[int], *rest: Any) -> Tensor:
+    return x.new_empty(sum(taken), *x.shape[1:])
+
+
+def _exchanged(x: Tensor, given: list[int], taken: list[int], swap: Swap) -> Tensor:
+    if not torch.compiler.is_compiling():
+        return _exchange(x, given, taken, swap)
+    assert swap.group is not None
+    return swap_sequence(x, given, taken, swap.group.group_name, swap.size, swap.place, swap.first)
 
 
 def _exchange(x: Tensor, given: list[int], taken: list[int], swap: Swap) -> Tensor:

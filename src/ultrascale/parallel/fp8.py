@@ -3,7 +3,7 @@
 In fp8: queries, keys, values and attention's output, gate, up and down, of experts too. In bf16 stay the embedding, the head
 and its loss, norms, attention itself, latent attention's narrow projections, routers, multi-token prediction, and the first and
 last `fp8_keep_blocks` blocks, which are the most sensitive. Parameters, their gradients and what FSDP2 gathers and reduces are
-as with bf16: fp8 is a matter of products alone.
+as with bf16: fp8 is a matter of products alone, unless weights are gathered as products read them (`parallel.fp8_gather`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ultrascale.kernels.fp8_grouped import fp8_grouped_linear
 from ultrascale.kernels.fp8_linear import NOTHING_KEPT, Later, Wires, fp8_linear
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import GroupedLinear
+from ultrascale.parallel.fp8_gather import came
 from ultrascale.parallel.fp8_history import attach, kept_for
 from ultrascale.parallel.fp8_wires import Agreed, Columns, Row, gather_later
 from ultrascale.parallel.groups import Groups
@@ -48,12 +49,14 @@ class Fp8Seams:
         assert len(biases) in (0, len(projections)), "projections of one input all have a bias, or none"
         weights = [projection.weight for projection in projections]
         kept = kept_for(projections) or NOTHING_KEPT
-        return fp8_linear(hidden, weights, biases, self.scaling, self._wires(is_row=False), kept)
+        wires = self._wires(is_row=False)
+        return fp8_linear(hidden, weights, biases, self.scaling, wires, kept, came(projections, kept))
 
     def fan_in(self, inner: Tensor, projection: nn.Linear) -> Tensor:
         """The projection back to the residual stream. Over tp the bias, whole on every rank, is added once, to the sum."""
         kept = kept_for((projection,)) or NOTHING_KEPT
-        (out,) = fp8_linear(inner, [projection.weight], [], self.scaling, self._wires(is_row=True), kept)
+        given, wires = came((projection,), kept), self._wires(is_row=True)
+        (out,) = fp8_linear(inner, [projection.weight], [], self.scaling, wires, kept, given)
         return out if projection.bias is None else out + projection.bias
 
     def grouped_out(self, rows: Tensor, counts: Tensor, *projections: GroupedLinear) -> tuple[Tensor, ...]:
@@ -70,9 +73,8 @@ class Fp8Seams:
         weights: list[Tensor] = [projection.weight for projection in projections]
         biases = [bias for projection in projections if (bias := projection.own_bias) is not None]
         wires = Wires() if self.expert_tp is None else Agreed(self.expert_tp.group_name, columns=columns)
-        return fp8_grouped_linear(
-            rows, weights, counts, biases, self.scaling, wires, kept_for(tuple(projections)) or NOTHING_KEPT
-        )
+        kept = kept_for(tuple(projections)) or NOTHING_KEPT
+        return fp8_grouped_linear(rows, weights, counts, biases, self.scaling, wires, kept, came(projections, kept))
 
     def _wires(self, *, is_row: bool) -> Wires:
         wires = Wires() if self.cut is None else (Row if is_row else Columns)(self.cut)

@@ -25,7 +25,7 @@ from ultrascale.kernels.fp8 import FORWARD, GRADIENT
 from ultrascale.kernels.fp8_delayed import Kept, Places
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.lost import waiting
-from ultrascale.spec.fp8_slots import Slots, block_slots, fp8_layers, num_block_slots
+from ultrascale.spec.fp8_slots import Slots, block_slots, fp8_layers, is_delayed, num_block_slots
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 
@@ -53,6 +53,11 @@ class Product:
         self.input, self.weight, self.gradient = (first + first_expert for first in (slots.input, slots.weight, slots.gradient))
         self.count = num_experts
 
+    @property
+    def weights(self) -> slice:
+        """The slots of its weight."""
+        return slice(self.weight, self.weight + self.count)
+
 
 def attach(block: nn.Module, model: Model, layer: int, layout: Layout, *, first_expert: int) -> None:
     """Let the projections of `block` know their slots. `first_expert`: the first of those that this rank has."""
@@ -62,6 +67,11 @@ def attach(block: nn.Module, model: Model, layer: int, layout: Layout, *, first_
         projection = block.get_submodule(name)
         here = len(projection.get_parameter("weight")) if slots.count > 1 else 1
         vars(projection)[_SLOTS] = Product(amaxes, slots, first_expert if slots.count > 1 else 0, here)
+
+
+def product_of(projection: nn.Module) -> Product | None:
+    """Where a projection's slots are; None where scales are not delayed."""
+    return vars(projection).get(_SLOTS)
 
 
 def kept_for(projections: tuple[nn.Module, ...]) -> Kept | None:
@@ -76,12 +86,12 @@ def kept_for(projections: tuple[nn.Module, ...]) -> Kept | None:
 
 
 class AmaxHistory:
-    """Of all blocks of a rank; on its device."""
+    """Of all blocks of a rank, which may have none in fp8, and then only joins in what all agree on; on its device."""
 
-    def __init__(self, model: Model, blocks: dict[int, BlockAmaxes], layers: range, device: torch.device):
+    def __init__(self, model: Model, blocks: dict[int, BlockAmaxes], layout: Layout, device: torch.device):
         self.blocks, self.updates = blocks, 0
         """By number; and the steps that went into the history."""
-        some = next(iter(blocks.values()))
+        some, layers = next(iter(blocks.values()), BlockAmaxes(layout)), fp8_layers(model, layout)
         self.length, self.algorithm = some.length, some.algorithm
         sizes = {layer: num_block_slots(model, layer) for layer in layers}
         self.rows: dict[int, slice] = {}
@@ -93,8 +103,8 @@ class AmaxHistory:
                 self.rows[layer], at = slice(at, at + size), at + size
             self.message_rows[layer], sent = slice(sent, sent + size), sent + size
         self.num_sent = sent
-        limits = {layer: _limits(model, layer) for layer in self.rows}
-        self.limits = torch.cat([limits[layer] for layer in self.rows]).to(device)
+        limits = [_limits(model, layer) for layer in self.rows]
+        self.limits = torch.cat([torch.zeros(0, device="cpu"), *limits]).to(device)
         self.history = torch.zeros(at, self.length, device=device)
         self.scales, self.largest = torch.ones(at, device=device), torch.zeros(at, device=device)
         for layer, rows in self.rows.items():
@@ -168,11 +178,11 @@ class AmaxHistory:
 
 
 def history_of(model: Model, stages: dict[int, Decoder], layout: Layout, device: torch.device) -> AmaxHistory | None:
-    """The history of all blocks of `stages`, if their scales are delayed, made on `device`."""
+    """The history of all blocks of `stages`, if scales are delayed, made on `device`: on every rank, since all agree."""
     blocks = {
         number: vars(block)[_BLOCK] for stage in stages.values() for number, block in stage.blocks() if _BLOCK in vars(block)
     }
-    return AmaxHistory(model, blocks, fp8_layers(model, layout), device) if blocks else None
+    return AmaxHistory(model, blocks, layout, device) if blocks or is_delayed(layout) else None
 
 
 def _limits(model: Model, layer: int) -> Tensor:

@@ -28,7 +28,6 @@ has all its ranks there: this cannot wait for ever.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -37,7 +36,8 @@ import torch.distributed as dist
 
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tags import Tag
-from ultrascale.schedules.build import stages_of_ranks
+from ultrascale.parallel.time_limits import wait_for
+from ultrascale.schedules.ends import ranks_of_stages, shares_embedding
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates, place
@@ -124,33 +124,12 @@ def copies_axis(count: int) -> str:
     return f"{count} copies"
 
 
-def shares_embedding(model: Model, layout: Layout) -> bool:
-    """Whether two ranks of a pipeline hold the embedding, and must sum its gradient."""
-    first, last = ends_of(layout)
-    return first != last and bool(model.tie_word_embeddings or model.num_nextn_predict_layers)
-
-
-def ends_of(layout: Layout) -> tuple[int, int]:
-    """The pipeline ranks of the first stage and of the last: a schedule of a file puts them where it likes."""
-    ranks = _ranks_of_stages(layout)
-    return ranks[0], ranks[-1]
-
-
 def borders_of(layout: Layout) -> tuple[Border, ...]:
     """Between which ranks of a pipeline messages go. Those of even ranks to higher ones come first: each rank's neighbours then
     need not wait for a chain of all ranks before them."""
-    ranks = _ranks_of_stages(layout)
+    ranks = ranks_of_stages(layout)
     pairs = {(min(pair), max(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]}
     return tuple(sorted(pairs, key=lambda pair: (pair[0] % 2, pair)))
-
-
-@cache
-def _ranks_of_stages(layout: Layout) -> tuple[int, ...]:
-    """The pipeline rank of each stage."""
-    if layout.pp == 1:
-        return (0,) * layout.num_stages
-    held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)
-    return tuple(next(rank for rank, stages in enumerate(held) if stage in stages) for stage in range(layout.num_stages))
 
 
 def warm_up(groups: Sequence[tuple[AxisGroups, dist.ProcessGroup]], device: torch.device) -> None:
@@ -184,5 +163,4 @@ def _first_message(token: torch.Tensor, name: str, group: dist.ProcessGroup, low
             work = dist.isend(token, group=group, group_dst=peer, tag=Tag.WARM_UP)
         else:
             work = dist.irecv(token, group=group, group_src=peer, tag=Tag.WARM_UP)
-        if work is not None:
-            work.wait()
+        wait_for(work, group)

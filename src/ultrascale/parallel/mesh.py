@@ -21,6 +21,7 @@ from ultrascale.kernels.device_kind import kind_of
 from ultrascale.parallel.arrival import meet
 from ultrascale.parallel.groups import copies_axis, groups_of, warm_up
 from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.time_limits import START_SECONDS, limit_waits
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates
@@ -39,7 +40,7 @@ class Ranks:
     host_group: dist.ProcessGroup | None = None
     """All ranks over gloo, for what the CPUs agree on; None when alone."""
     timeout: timedelta | None = None
-    """Of collectives; None: torch's own."""
+    """Of collectives until the first step is done (`Mesh.limit_waits`); None: torch's own."""
 
     @property
     def is_first(self) -> bool:
@@ -91,7 +92,7 @@ def choose_device(device: str) -> torch.device:
 
 @contextmanager
 def process_group(
-    layout: Layout, *, device: str = "auto", timeout_seconds: float = 600.0, rendezvous: str = "env://"
+    layout: Layout, *, device: str = "auto", timeout_seconds: float = START_SECONDS, rendezvous: str = "env://"
 ) -> Iterator[Ranks]:
     """Join the processes of the run and leave them again. They meet where `rendezvous` says, a URL torch understands.
 
@@ -167,6 +168,11 @@ class Mesh:
     def neighbours(self, count: int) -> dist.ProcessGroup:
         """The `count` consecutive ranks among which this one is, and which hold the same part of some weight."""
         return self._groups[copies_axis(count)]
+
+    def limit_waits(self, ranks: Ranks, seconds: float) -> None:
+        """From now on wait so long for another rank (`parallel.time_limits`). All ranks call it at the same place."""
+        found = {group.group_name: group for group in (dist.group.WORLD, ranks.host_group, *self._groups.values()) if group}
+        limit_waits(found.values(), seconds)
 
     def warm_up(self) -> None:
         """Let NCCL make all communicators while all ranks are here. Collective."""

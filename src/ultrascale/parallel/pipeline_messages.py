@@ -23,6 +23,7 @@ from ultrascale import heartbeat
 from ultrascale.contact import why
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.lost import LostRankError, marked
+from ultrascale.parallel.time_limits import wait_for
 from ultrascale.schedules.messages import Message
 
 BETWEEN_STAGES = "a message between stages"
@@ -123,7 +124,7 @@ class Mailbox:
         try:
             if work is not None:
                 with heartbeat.waits(f"pipeline rank {self.rank} {what}"), marked(BETWEEN_STAGES):
-                    work.wait()
+                    wait_for(work, self.groups[0])
         except RuntimeError as error:
             raise self._lost(what, error) from error
 

@@ -28,7 +28,7 @@ from ultrascale.models.attention import Attention, LatentAttention
 from ultrascale.models.decoder import Block, Decoder
 from ultrascale.models.experts import Experts
 from ultrascale.models.feed_forward import MLP, GatedMLP
-from ultrascale.parallel import all_to_all, fp8_wires, tensor_ops
+from ultrascale.parallel import all_to_all, context_operation, fp8_wires, tensor_ops
 from ultrascale.parallel.cut_checkpoints import keep_own_part
 from ultrascale.parallel.tensor import cut_of
 from ultrascale.parallel.torch_private import CachedTorchDispatchMode
@@ -54,6 +54,7 @@ KEPT_OPS = {
     *tensor_ops.PRODUCTS,
     *fp8_wires.KEPT_OPS,
     *all_to_all.KEPT_OPS,
+    *context_operation.KEPT_OPS,
 }
 """Results worth their memory: computing them again costs matrix products, or messages."""
 

@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.fp8_gather import GatheredWeights
 from ultrascale.parallel.fp8_history import AmaxHistory
-from ultrascale.parallel.groups import ends_of, shares_embedding
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.parallel.tags import Tag
+from ultrascale.parallel.time_limits import wait_for
 from ultrascale.parallel.torch_private import norms_of
+from ultrascale.schedules.ends import ends_of, shares_embedding
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Place
@@ -64,6 +66,8 @@ class Share:
     held: list[Held] = field(default_factory=list)
     amax_history: AmaxHistory | None = None
     """Of fp8 with delayed scaling."""
+    gathered_weights: GatheredWeights | None = None
+    """Of fp8, if weights are gathered in it."""
 
     @property
     def decoder(self) -> Decoder:
@@ -89,6 +93,12 @@ class Share:
         self._sum_tied()
         if self.amax_history is not None:
             self.amax_history.agree(self.layout.world_size)
+        self.expect_other_weights()
+
+    def expect_other_weights(self) -> None:
+        """Weights may change before the next forward pass, on all ranks alike: what is known of them is forgotten."""
+        if self.gathered_weights is not None:
+            self.gathered_weights.forget()
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm of the whole gradient, 0-d fp64 on the device, the same bits on every rank. Collective.
@@ -137,7 +147,7 @@ class Share:
         operations.append(dist.P2POp(dist.irecv, theirs, group=group, group_peer=other, tag=tag))
         with waiting(tag.what, group, [other]):
             for work in dist.batch_isend_irecv(operations):
-                work.wait()
+                wait_for(work, group)
         own.add_(theirs)  # of two numbers the order does not matter
 
 

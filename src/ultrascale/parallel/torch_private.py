@@ -8,8 +8,9 @@
     _CachedTorchDispatchMode                             selective recomputation around FSDP2 of experts (`recompute`)
     _disable_current_modes                               memory of the host, which nobody counts (`host_memory`)
     _resolve_process_group                               operations of torch's know a group by its name
+    _set_pg_timeout                                      limits of a step, once the first one is done (`time_limits`)
     _is_profiler_enabled                                 ranges for a profiler, and nothing without one (`lost`)
-    PrefixStore, foreach, _assert_async,
+    PrefixStore, Store, foreach, _assert_async,
     _backward_hooks, tree_leaves                         public in all but name
 
 Tested with torch 2.11, 2.12 and 2.13.
@@ -17,13 +18,15 @@ Tested with torch 2.11, 2.12 and 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from math import nan
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -34,9 +37,10 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CachedTorchDispatchMode as CachedTorchDispatchMode
 
-__all__ = ["AllGather", "CachedTorchDispatchMode", "PrefixStore", "ReduceScatter", "tree_leaves", "without_modes"]
+__all__ = ["AllGather", "CachedTorchDispatchMode", "PrefixStore", "ReduceScatter", "Store", "tree_leaves", "without_modes"]
 
 TESTED = ("2.11", "2.12", "2.13")
+Hook = Callable[..., Any]
 
 
 def missing() -> Iterator[str]:
@@ -45,14 +49,14 @@ def missing() -> Iterator[str]:
         (torch, ("_foreach_add_", "_foreach_copy_", "_foreach_norm", "_fused_adamw_", "_assert_async")),
         (torch.zeros(0), ("_backward_hooks",)),
         (torch.autograd.profiler, ("_is_profiler_enabled",)),
-        (distributed_c10d, ("_resolve_process_group",)),
+        (distributed_c10d, ("_resolve_process_group", "_set_pg_timeout")),
         (CachedTorchDispatchMode(None, {}, False), ("storage", "__torch_dispatch__")),
         (fully_shard, ("state",)),
         (FSDPModule, ("_get_fsdp_state", "_set_unshard_async_op")),
         (state := FSDPState(), ("_state_ctx", "_root_post_backward_final_callback")),
         (getattr(state, "_state_ctx", None), ("all_states",)),
         (FSDPParamGroup, ("post_backward",)),
-        (FSDPParam, ("to_accumulated_grad_if_needed", "reset_sharded_param")),
+        (FSDPParam, ("to_accumulated_grad_if_needed", "reset_sharded_param", "_sharded_local_tensor", "_init_extensions")),
     ]
     for owner, names in wanted:
         yield from (f"{type(owner).__name__} {name}" for name in names if not hasattr(owner, name))
@@ -77,6 +81,11 @@ def group_named(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """Let collectives of `group` take so long from now on."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def fsdp_state(module: nn.Module | FSDPModule) -> Any:
     """FSDP2's state of a module that it manages; several modules of one bucket have one."""
     return fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess, reportArgumentType]
@@ -96,6 +105,42 @@ def pad_shards(module: FSDPModule) -> None:
     for bucket in _buckets_of(fsdp_state(module)):
         for parameter in bucket.fsdp_params:
             parameter.reset_sharded_param()
+
+
+def shard_of(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a parameter that FSDP2 has cut: the very tensor, which it keeps."""
+    return parameter._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def gather_through(module: FSDPModule, hooks: Mapping[Tensor, tuple[Hook, Hook]]) -> None:
+    """Let FSDP2 send what hooks give of parameters of `module`, whose shards are padded, and take what hooks make of it: its
+    extensions for tensor subclasses (`fsdp_pre_all_gather`, `fsdp_post_all_gather`), which it looks for on the tensor. Set on
+    one, masters stay plain tensors."""
+    for bucket in _buckets_of(fsdp_state(module)):
+        for one in bucket.fsdp_params:
+            if one.sharded_param in hooks:
+                shard = one._sharded_local_tensor
+                shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = hooks[one.sharded_param]
+                one._init_extensions()
+
+
+class _WithoutNumbers:
+    """Of what FSDP2 makes a parameter with `torch.as_strided`."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Tensor:
+        assert func is torch.as_strided, f"FSDP2 asks for {func}"
+        made, size = args[0], args[1]
+        return torch.full((), nan, dtype=made.dtype, device=made.device).expand(size)
+
+
+def without_numbers(dtype: torch.dtype, device: torch.device) -> object:
+    """What a hook of `gather_through` gives for a parameter that nobody reads: it has the shape that its gradients need, and
+    the memory of one element, which is NaN."""
+    return _WithoutNumbers(dtype, device)
 
 
 def _buckets_of(state: Any) -> list[Any]:

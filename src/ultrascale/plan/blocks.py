@@ -21,13 +21,14 @@ from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
 from ultrascale.plan.layouts import CP_METHODS, FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.model import Model
+from ultrascale.spec.op_builders import without_fp8
 from ultrascale.spec.ops import Op, Scores, Shape
 from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
 
 Floats = NDArray[np.float64]
 SHAPE_FIELDS = (
     "micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "ep", "expert_tp", "mlp_chunks",
-    "partition_checkpoints", "fp8_scaling",
+    "partition_checkpoints", "fp8_scaling", "gathers_fp8",
 )  # fmt: skip
 PASSES = ("forward", "backward")
 
@@ -71,6 +72,8 @@ class PartSeconds:
     num_ops: Floats
     """Operations launched in a forward pass."""
     num_collectives: Floats
+    """In a forward pass."""
+    num_backward_collectives: Floats
 
     @property
     def forward(self) -> Floats:
@@ -118,6 +121,15 @@ def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
         known.update(zip(new, _price_shapes(workload, kinds, new), strict=True))
     parts = [PartSeconds(*columns) for columns in np.stack([known[shape] for shape in shapes], axis=-1)]
     return Blocks(shapes, shape_of, kinds, kind_of_layer, tuple(parts[:-3]), *parts[-3:])
+
+
+def price_kept_blocks(workload: Workload, blocks: Blocks) -> tuple[PartSeconds, ...]:
+    """By kind: blocks that stay in bf16 beside those in fp8."""
+    known, shapes = workload.priced_shapes, [without_fp8(shape) for shape in blocks.shapes]
+    if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
+        known.update(zip(new, _price_shapes(workload, blocks.kinds, new), strict=True))
+    parts = np.stack([known[shape] for shape in shapes], axis=-1)
+    return tuple(PartSeconds(*columns) for columns in parts[: len(blocks.kinds)])
 
 
 def _price_shapes(workload: Workload, kinds: Sequence[int], shapes: list[Shape]) -> Floats:
@@ -174,6 +186,7 @@ def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
         mlp_chunks=int(table.mlp_chunks[row]),
         partition_checkpoints=bool(table.partition_checkpoints[row]),
         fp8_scaling=FP8_SCALINGS[table.fp8_scaling[row]],
+        fp8_gathered=bool(table.gathers_fp8[row]),
         expert_imbalance=workload.expert_imbalance,
         kernels=workload.stack.kernels,
     )
@@ -201,7 +214,8 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
         grouped_product=columns[5],
         last_product=columns[6],
         num_ops=columns[7],
-        num_collectives=counts,
+        num_collectives=counts[0],
+        num_backward_collectives=counts[1],
     )
 
 
@@ -291,9 +305,9 @@ def _merge_bytes(scores: Scores) -> int:
 def _traffic(
     workload: Workload, shapes: list[Shape], works: Sequence[Iterable[Op]]
 ) -> tuple[dict[tuple[str, str], Floats], Floats]:
-    """Seconds of collectives by axis and pass, and how many there are in a forward pass."""
+    """Seconds of collectives by axis and pass, and how many there are in each pass, [2, shapes]."""
     seconds = {(axis, when): np.zeros(len(shapes)) for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
-    counts = np.zeros(len(shapes))
+    counts = np.zeros((2, len(shapes)))
     by_kind: dict[tuple[str, str, str], list[tuple[int, float, int, int]]] = defaultdict(list)
     for index, (shape, ops) in enumerate(zip(shapes, works, strict=True)):
         places, swap = shape.cp_grid
@@ -311,7 +325,7 @@ def _traffic(
                     num_bytes *= _sent_share(workload, shape, op.name, item.when)
                 row = "tp" if axis == "expert_tp" else "ring" if item.hideable == "attention" else axis
                 by_kind[item.kind, row, item.when].append((index, num_bytes, size, stride))
-                counts[index] += item.when == "forward"
+                counts[PASSES.index(item.when), index] += 1
     for (kind, axis, when), items in by_kind.items():
         index, num_bytes, size, stride = (np.array(column) for column in zip(*items, strict=True))
         taken = collective_seconds(workload.cluster, kind, num_bytes.astype(float), size=size, stride=stride)

@@ -4,6 +4,7 @@
     stage 1, 2   a gather of parameters, a (2, in buckets: m) reduce-scatter         beside the first forward, and backward
     stage 3      two gathers and a reduce-scatter every micro-batch                  beside every pass
     copies       of the state (hybrid sharding) all-reduce what is left of the gradients, once
+    nanotron     ZeRO 1 all-reduces whole gradients after the last backward pass, and gathers parameters piece by piece
 
 A collective is hidden as far as there is computation beside it. The first gather and the last reduction never are.
 """
@@ -15,11 +16,14 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.constants import Constants
+from ultrascale.plan.copied_pieces import copy_seconds
+from ultrascale.plan.fp8_state import gathered_in_fp8
 from ultrascale.plan.layouts import PRECISIONS, LayoutTable
 from ultrascale.plan.passes import Passes
 from ultrascale.plan.stages import Stages
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import DTYPE_BYTES
+from ultrascale.spec.op_builders import FP8_BYTES
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -45,23 +49,29 @@ def data_parallel_seconds(
     expert_copies = (np.maximum(1, expert_group // expert_shard[0]), expert_cut * expert_shard[0])
     zero = table.zero_stage
     cut = zero > 0
+    at_once = (zero == 1) & stack.sums_whole_gradients
     reduce_bytes = np.minimum(stack.reduce_bytes, table.reduce_itemsize)
-    gather_bytes = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)[table.precision]
+    itemsize = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)[table.precision]
+    in_fp8 = gathered_in_fp8(workload, table, stages)
 
     gathers = np.zeros((3, len(table)))
     reductions = np.zeros((3, len(table)))
     copies = np.zeros((3, len(table)))
-    for parameters, shard, copy in (
-        (stages.dense_parameters, dense_shard, dense_copies),
-        (stages.expert_parameters, expert_shard, expert_copies),
+    for parameters, narrow, shard, copy in (
+        (stages.dense_parameters, in_fp8[0], dense_shard, dense_copies),
+        (stages.expert_parameters, in_fp8[1], expert_shard, expert_copies),
     ):
         if not parameters.any():
             continue
-        buckets = _num_buckets(stack.bucket_bytes, parameters * reduce_bytes, stages)
+        buckets = np.where(at_once, 1.0, _num_buckets(stack.bucket_bytes, parameters * reduce_bytes, stages))
         size, stride = shard
         whole = parameters / buckets
-        gather = collective_seconds(cluster, "all_gather", whole * gather_bytes, size=size, stride=stride)
+        gathered = (parameters * itemsize - narrow * (itemsize - FP8_BYTES)) / buckets
+        gather = collective_seconds(cluster, "all_gather", gathered, size=size, stride=stride)
         reduce = collective_seconds(cluster, "reduce_scatter", whole * reduce_bytes, size=size, stride=stride)
+        if at_once.any():
+            summed = collective_seconds(cluster, "all_reduce", whole * reduce_bytes, size=size, stride=stride)
+            reduce = np.where(at_once, summed, reduce)
         gathers += np.where(cut, gather, 0.0) * buckets
         reductions += np.where(cut, reduce, 0.0) * buckets
         own = np.where(cut, whole / size, whole)
@@ -74,8 +84,10 @@ def data_parallel_seconds(
     reduces_often = np.where((zero >= 2) & (stack.gathers == "buckets"), micro_batches, 1)
     forward_window = constants.data_parallel_window * (passes.forward + passes.tensor_parallel / 3)
     backward_window = constants.data_parallel_window * (passes.backward + passes.tensor_parallel * 2 / 3)
-    if not stack.overlaps_data_parallel:
-        forward_window, backward_window = np.zeros_like(forward_window), np.zeros_like(backward_window)
+    beside = stack.overlaps_data_parallel & ~at_once
+    forward_window, backward_window = forward_window * beside, backward_window * beside
+    if at_once.any():
+        gathers += np.where(at_once, copy_seconds(workload, table, stages, itemsize), 0.0)
     blocks = np.maximum(stages.layers.sum(axis=1), 1.0)
     edge = 1.0 / blocks  # the first gather and the last reduction have nothing beside them
     in_forward = gathers

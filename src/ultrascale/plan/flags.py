@@ -256,8 +256,9 @@ def _torchtitan(plan: _Plan) -> str:
     sections["activation_checkpoint"] = checkpointing
     if layout.precision == "fp8":
         sections["model"] = {"converters": ["quantize.linear.float8"]}
+        narrow, one_scale = layout.fp8_all_gather, layout.fp8_scaling == "tensor"
         sections["quantize.linear.float8"] = {
-            "enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True,
+            "enable_fsdp_float8_all_gather": narrow, "precompute_float8_dynamic_scale_for_fsdp": narrow and one_scale,
         }  # fmt: skip
     return _toml(sections)
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.allocator import outside_bytes, reserved_bytes
+from ultrascale.plan.fp8_state import fp8_bytes
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.rank_activations import Kept, rank_activations
 from ultrascale.plan.rank_moments import MOMENTS, aside_bytes, rank_moments
@@ -94,8 +95,8 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
     moments = rank_moments(workload, table, state, parts, micro_batches)
 
     exists = stages.exists > 0
-    batch = _batch_bytes(workload, table)
-    always = state.weights + state.optimizer + parts.dummies + batch
+    kept_beside = parts.dummies + _batch_bytes(workload, table) + fp8_bytes(workload, table, stages)
+    always = state.weights + state.optimizer + kept_beside
     shape = (3, len(table))
 
     known: dict[str, Floats] = {}
@@ -132,7 +133,7 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
         "gradients": at("gradients"),
         "optimizer": of_worst(state.optimizer),
         "activations": at("activations"),
-        "buffers": at("buffers") + of_worst(parts.dummies + batch),
+        "buffers": at("buffers") + of_worst(kept_beside),
     }
     allocated = by_rank.max(axis=0)
     in_pools = (live - columns("aside")).max(axis=0) + always + aside_bytes(state)

@@ -33,6 +33,9 @@ class LayoutTable:
     recompute_every: Column
     precision: Column
     fp8_scaling: Column
+    fp8_amax_history_len: Column
+    fp8_keep_blocks: Column
+    fp8_all_gather: Column
     reduce_itemsize: Column
     """Bytes of one reduced gradient element."""
     layers_per_bucket: Column
@@ -71,10 +74,26 @@ class LayoutTable:
         swaps = self.cp_method == CP_METHODS.index("all-to-all")
         return np.where(swaps, 1, self.cp // np.minimum(self.cp, self.cp_heads))
 
+    @property
+    def gathers_fp8(self) -> NDArray[np.bool_]:
+        """Whether weights of products in fp8 are gathered in fp8: `spec.fp8_slots.gathers_fp8`."""
+        in_fp8 = (self.precision == PRECISIONS.index("fp8")) & (self.fp8_all_gather > 0)
+        return in_fp8 & (self.zero_stage > 0) & (self.dp_shard * self.cp > 1)
+
+    @property
+    def kept_blocks(self) -> Column:
+        """First, and last, blocks that stay in bf16 beside blocks in fp8."""
+        return np.where(self.precision == PRECISIONS.index("fp8"), self.fp8_keep_blocks, 0)
+
+    @property
+    def delays_fp8(self) -> NDArray[np.bool_]:
+        """Whether scales of fp8 follow from a history."""
+        in_fp8 = self.precision == PRECISIONS.index("fp8")
+        return in_fp8 & (self.fp8_scaling == FP8_SCALINGS.index("delayed"))
+
     @classmethod
     def of(cls, layouts: Iterable[Layout]) -> LayoutTable:
-        """The table of these layouts, in their order. `layers_per_stage`, schedules from files and how long fp8
-        remembers are not in it."""
+        """The table of these layouts, in their order. `layers_per_stage` and schedules from files are not in it."""
         layouts = list(layouts)
         rows = [_row(layout) for layout in layouts]
         columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS)).T
@@ -98,6 +117,7 @@ class LayoutTable:
             "recompute_blocks": blocks_text(self.modes),
             "precision": PRECISIONS[row["precision"]],
             "fp8_scaling": FP8_SCALINGS[row["fp8_scaling"]],
+            "fp8_all_gather": bool(row["fp8_all_gather"]),
             "cp_method": CP_METHODS[row["cp_method"]],
             "schedule": SCHEDULES[row["schedule"]],
             "sequence_parallel": bool(row["sequence_parallel"]),
@@ -117,8 +137,9 @@ def _row(layout: Layout) -> list[int]:
     schedule = SCHEDULES.index(layout.schedule) if layout.schedule in SCHEDULES else 0
     return [
         layout.dp, layout.zero_stage, layout.shard_size, layout.micro_batch_size, RECOMPUTE.index(layout.recompute),
-        layout.recompute_every, PRECISIONS.index(layout.precision),
-        FP8_SCALINGS.index(layout.fp8_scaling), {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
+        layout.recompute_every, PRECISIONS.index(layout.precision), FP8_SCALINGS.index(layout.fp8_scaling),
+        layout.fp8_amax_history_len, layout.fp8_keep_blocks, int(layout.fp8_all_gather),
+        {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
         layout.layers_per_bucket, layout.tp, int(layout.sequence_parallel), layout.cp, CP_METHODS.index(layout.cp_method),
         layout.cp_heads, layout.pp, layout.virtual_stages, schedule, layout.ep, layout.expert_tp,
         int(layout.partition_checkpoints), layout.mlp_chunks, int(layout.offload_activations), int(layout.offload_optimizer),

@@ -48,17 +48,26 @@ class Ledger:
     phase: str = "start"
     total: int = 0
     peaks: dict[int, Moment] = field(default_factory=dict)
+    highest: dict[int, dict[str, int]] = field(default_factory=dict)
+    """The most of each category in every step, whenever that was."""
     keeps_timeline: bool = False
     timeline: list[tuple[int, str, dict[str, int]]] = field(default_factory=list)
     """(step, phase, bytes by category) before every fall."""
     on_host: int = 0
     peak_on_host: int = 0
     _alive: dict[tuple[str, str], int] = field(default_factory=dict)
+    _held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
+    _highest: dict[str, int] = field(default_factory=dict)
+    """Of this step."""
+
+    def __post_init__(self) -> None:
+        self._highest = self.highest.setdefault(self.step, dict(self._held))
 
     def mark(self, phase: str, step: int) -> None:
         """Say what comes next."""
         self._note()
         self.phase, self.step = phase, step
+        self._highest = self.highest.setdefault(step, dict(self._held))
         self._note()
 
     def take(self, category: str, label: str, num_bytes: int) -> Held:
@@ -109,16 +118,16 @@ class Ledger:
 
     def now(self) -> Moment:
         """The books as they stand."""
-        by_category: dict[str, int] = {category: 0 for category in CATEGORIES}
-        for (category, _), num_bytes in self._alive.items():
-            by_category[category] += num_bytes
         by_label = {key: num_bytes for key, num_bytes in self._alive.items() if num_bytes}
-        return Moment(self.step, self.phase, self.total, by_category, by_label)
+        return Moment(self.step, self.phase, self.total, dict(self._held), by_label)
 
     def _change(self, category: str, label: str, num_bytes: int) -> None:
         key = (category, label)
         self._alive[key] = self._alive.get(key, 0) + num_bytes
         self.total += num_bytes
+        held = self._held[category] = self._held[category] + num_bytes
+        if held > self._highest[category]:
+            self._highest[category] = held
 
     def _note(self) -> None:
         """Only before a fall can the sum have been at its highest, so only then is it looked at."""

@@ -28,9 +28,9 @@ _RATE = re.compile(
 )
 _INSIDE = re.compile(r"intra-?node|in-?side|in node|within|nvlink|nvswitch|pcie", re.IGNORECASE)
 LAST_YEAR_OF_A100 = 2022
-HUGGING_FACE_NODE = "aws-p5"
+HUGGING_FACE_NODE, HUGGING_FACE_NETWORK = "aws-p5", "EFA v2 under load"
 """Of Hugging Face's H100s, on which the playbook's scan ran and those before it: AWS p5 with EFA (the Smol Training Playbook of
-2025, on its infrastructure), whose hops take 22 us."""
+2025, on its infrastructure), and what the playbook shows of its bandwidth (`spec.network`)."""
 _FAST_DOMAIN = 72
 """GPUs of a rack with NVLink inside; jobs that do not fill whole racks use 64 of each (NVIDIA's recipes: 16 trays of 4)."""
 _USED_OF_DOMAIN = 64
@@ -39,7 +39,7 @@ _USED_OF_DOMAIN = 64
 def cluster_of(asked: Asked, num_gpus: int) -> tuple[Cluster, tuple[str, ...]]:
     """The row's machines and what had to be assumed. Raises UnrepresentableError for a GPU nobody described."""
     name, assumed = _accelerator(asked)
-    usual = NODES[HUGGING_FACE_NODE if _is_hugging_faces(asked, name) else USUAL_NODE[name]]
+    usual = _hugging_face_node() if _is_hugging_faces(asked, name) else NODES[USUAL_NODE[name]]
     node = replace(usual, num_accelerators=_per_node(asked, usual, num_gpus))
     node, network = _with_network(asked, node, usual)
     return Cluster(f"{num_gpus}x{name}", node, num_gpus), (*assumed, *network)
@@ -67,6 +67,12 @@ def _per_node(asked: Asked, node: Node, num_gpus: int) -> int:
 def _is_hugging_faces(asked: Asked, accelerator: str) -> bool:
     ran_there = asked.is_playbook or re.search(r"huggingface/bench_cluster", asked.source, re.IGNORECASE)
     return bool(ran_there) and NODES[HUGGING_FACE_NODE].accelerator.name == accelerator
+
+
+def _hugging_face_node() -> Node:
+    node = NODES[HUGGING_FACE_NODE]
+    assert node.inter_link is not None
+    return replace(node, inter_link=replace(node.inter_link, name=HUGGING_FACE_NETWORK))
 
 
 def _with_network(asked: Asked, node: Node, usual: Node) -> tuple[Node, tuple[str, ...]]:

@@ -27,6 +27,12 @@ class Vintage:
     """The same with experts: permutations are many kernels, and the host waits for how many tokens each expert got."""
     flash_1_over_2: float = 1.6
     """Time of flash attention's first version, and of its Triton twin, over the second's (Dao 2023, figures 4 to 6)."""
+    stop_seconds: float = 0.5
+    """`Overheads.stall_seconds` of the playbook's scan, which nothing explains and no other source shows."""
+    scan_hops: float = 0.9
+    """`Overheads.hops_per_rank` of the playbook's scan, the only source whose pipelines show it; 1 where it is left out."""
+    scan_hop_growth: float = 7e-4
+    """`Overheads.hop_growth` of the same: a block takes 25 ms at least at tp 8, 52 at 16, 138 at 32."""
     eager_over_bytes: float = 2.3
     """Time of element-wise work in eager PyTorch over that of the bytes in the operations' table: casts and copies between."""
 
@@ -60,8 +66,9 @@ class _Likeness:
 _NO_OVERLAP = {"overlaps_data_parallel": False, "overlaps_tensor_parallel": False}
 _EAGER = {"norm": False, "rotary": False, "swiglu": False}
 """Norms, rotary positions and SwiGLU as torch's own operations, one kernel for each: neither compiled nor hand-written."""
-_WITHOUT_SCAN = {"pipelined_collective_seconds": 0.0, "pipelined_collective_tp_seconds": 0.0, "stall_seconds": 0.0}
-"""nanotron's runs of 2024 in pipelines over nodes show nothing of what those of the playbook's scan waited for."""
+STOPS_FROM_NODES = 64
+"""Of the playbook's pipelines on so many, nine of ten stopped for about `Vintage.stop_seconds` for each neighbour of a rank in
+every micro-batch; of those on 32 a half, on fewer one in five."""
 _NARROW_GRADIENTS = {"gradient_bytes": 2, "reduce_bytes": 2}
 """NeMo's and Megatron-Bridge's performance recipes sum and reduce gradients in bf16 (grad_reduce_in_fp32 = False)."""
 _NARROW_MOMENTS = r"megatron-bridge|hai-llm"
@@ -222,8 +229,13 @@ def _overheads(stack: Stack, asked: Asked, vintage: Vintage) -> Overheads:
         products *= vintage.nvfp4_over_fp8
     if stack.name == "nanotron":
         op_seconds, overheads = vintage.eager_op_seconds, replace(overheads, elementwise=1.0)
-        if (asked.year or 9999) <= LAST_YEAR_OF_WHOLE_INPUTS:
-            overheads = replace(overheads, **_WITHOUT_SCAN)
+        if (asked.year or 9999) <= LAST_YEAR_OF_WHOLE_INPUTS:  # its pipelines over nodes do not show it
+            overheads = replace(overheads, hops_per_rank=0.0)
+        if asked.is_playbook:
+            overheads = replace(
+                overheads, stall_seconds=vintage.stop_seconds, stall_nodes=STOPS_FROM_NODES,
+                hops_per_rank=vintage.scan_hops, hop_growth=vintage.scan_hop_growth,
+            )  # fmt: skip
     elif "vtrain" in words or (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH:
         op_seconds = max(op_seconds, vintage.eager_op_seconds)
     if _in_graphs(asked):

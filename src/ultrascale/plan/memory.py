@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 from ultrascale.plan.ledger import Ledger, Moment
@@ -25,14 +26,17 @@ from ultrascale.plan.stage_cut import stage_layers
 from ultrascale.plan.stage_replay import StageReplay
 from ultrascale.plan.stage_work import Part
 from ultrascale.plan.tally import Tally
+from ultrascale.plan.weight_scales import scale_bytes, scale_tables
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
+from ultrascale.schedules.ends import ends_of, shares_embedding
 from ultrascale.schedules.messages import messages
 from ultrascale.schedules.sharded import sharded
-from ultrascale.spec.fp8_slots import SLOT_BYTES, fp8_layers, is_delayed, num_block_slots
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.fp8_slots import SLOT_BYTES, fp8_layers, gathers_fp8, is_delayed, num_block_slots
+from ultrascale.spec.layout import DTYPE_BYTES, Layout
 from ultrascale.spec.model import Model
+from ultrascale.spec.owners import part_shape
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.stack import STACKS, with_attention
@@ -44,6 +48,7 @@ MAX_REPLAYED = 3
 MAX_IN_FLIGHT = 4
 """In a pipeline, for each of its stages: more of them repeat what was there. Where all go forward first, all are replayed."""
 FORWARD_FIRST = ("afab", "breadth-first")
+TIED = "embed_tokens.weight"
 INDEX_BYTES = 8
 """Of a token, a target, a position or a document's number: int64."""
 
@@ -56,6 +61,8 @@ class MemoryPlan:
     """The highest moment of any step."""
     peak_by_step: dict[int, Moment]
     """Step 0 differs from the later ones only if the optimizer's state is made by the first update."""
+    highest_by_step: dict[int, dict[str, int]]
+    """The most of each category in a step, whenever that was."""
     before_update: Moment
     """When all gradients are there, in the last step."""
     between_steps: Moment
@@ -114,16 +121,20 @@ def plan_memory(
         "other", "history of fp8", fp8_history_bytes(model, layout, [n for part in parts.values() for n in part.layers])
     )
     shards = [stage.shards for stage in stages.values()]
+    held = [weight for one in shards for bucket in one.buckets for weight in bucket.weights]
+    ledger.take("other", "scales of weights in fp8", scale_bytes(scale_tables(model, layout, held), layout))
     elements = sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
     moments = sum(one.moment_bytes(bucket, optimizer) for one in shards for bucket in one.buckets)
     moments = 0 if layout.offload_optimizer else moments
     wide = _update_bytes(model, layout, parts, shards, optimizer, device, rank)
+    tied = tied_bytes(model, layout, rank, at)
     between = before_update = ledger.now()
     for step in range(steps):
         if step == 0 and optimizer_state_exists:
             ledger.take("optimizer", "moments", moments)
         tally.clear()
         _play_step(ledger, tally, stages, orders, step, at)
+        ledger.touch("communication", "embedding's gradient", tied)
         ledger.mark("optimizer", step)
         before_update = ledger.now()
         ledger.touch("optimizer", "wide copies", wide)
@@ -137,6 +148,7 @@ def plan_memory(
     return MemoryPlan(
         peak=max(peaks.values(), key=lambda moment: moment.total),
         peak_by_step=peaks,
+        highest_by_step=ledger.highest,
         before_update=before_update,
         between_steps=between,
         tally=tally,
@@ -169,7 +181,7 @@ def rank_shape(
         sequence_parallel=layout.sequence_parallel, cp=layout.cp, cp_method=layout.cp_method, cp_heads=layout.cp_heads,
         ep=layout.ep, expert_tp=layout.expert_tp, mlp_chunks=layout.mlp_chunks,
         partition_checkpoints=layout.partition_checkpoints, at=at, fp8_scaling=layout.fp8_scaling,
-        kernels=with_attention(STACKS["ultrascale"], layout.attention).kernels,
+        fp8_gathered=gathers_fp8(layout), kernels=with_attention(STACKS["ultrascale"], layout.attention).kernels,
     )  # fmt: skip
 
 
@@ -218,6 +230,14 @@ def _update_bytes(
     if optimizer == "muon":
         return muon_update_bytes(muon_matrices(model, parts), layout, rank)
     return max((one.update_bytes(optimizer, device) for one in shards), default=0)
+
+
+def tied_bytes(model: Model, layout: Layout, rank: int, at: Coordinates) -> int:
+    """What the other end of a pipeline has of the gradient of an embedding that both hold, and sends."""
+    if not shares_embedding(model, layout) or at.pp not in ends_of(layout):
+        return 0
+    (held,) = (weight for weight in weights(model) if weight.name == TIED)
+    return prod(part_shape(held, layout, rank)) * DTYPE_BYTES[layout.master_dtype]
 
 
 def muon_matrices(model: Model, parts: Mapping[int, Part]) -> list[Weight]:

@@ -112,7 +112,9 @@ def _ring(fabric: Fabric, kind: str, place: Placement, protocol: str) -> Line:
     inside, outside = RING_HOP[protocol]
     # The first hops inside a node are in its measured latency already.
     near = max(0, n - k - (min(n, fabric.gpus_per_node) - 1))
-    hops = near * inside + (k - 1) * (outside + fabric.hop_seconds / MICRO)
+    # The last chunk to arrive starts just before a border between nodes if nodes have several ranks: it crosses all k of them.
+    crossed = k if g > 1 else k - 1
+    hops = near * inside + (k - 1) * outside + crossed * fabric.hop_seconds / MICRO
     fixed = _start(fabric, "all_gather", n) + passes * hops * MICRO
     cards = min(place.bytes_per_second, RING_CARDS * place.card_bytes_per_second) / place.crossing
     bus = min(_ring_rate(fabric, g), cards)

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.blocks import Blocks, PartSeconds
+from ultrascale.plan.blocks import Blocks, PartSeconds, price_kept_blocks
 from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.recompute_prices import mean_again
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.network import network_kind
+from ultrascale.spec.op_builders import without_fp8
 from ultrascale.spec.work import input_gather
 
 Floats = NDArray[np.float64]
@@ -75,13 +77,16 @@ def pass_seconds(
     layers: Floats,
     embedding: Floats,
     head: Floats,
+    kept: Floats,
 ) -> Passes:
-    """What ranks or chunks cost that hold so many blocks of each kind, [rows, kinds, layouts], and ends, [rows, layouts]."""
-    stack = workload.stack
-    parts = (*blocks.block, blocks.embedding, blocks.head, blocks.prediction)
+    """What ranks or chunks cost that hold so many blocks of each kind, [rows, kinds, layouts], and ends, [rows, layouts].
+    `kept`: of `layers`, those that stay in bf16 beside blocks in fp8."""
+    stack, some_kept = workload.stack, bool(kept.any())
+    of_blocks = (*blocks.block, *(price_kept_blocks(workload, blocks) if some_kept else ()))
+    in_blocks = np.concatenate([layers - kept, kept], axis=1) if some_kept else layers  # embedding and head left out
+    parts = (*of_blocks, blocks.embedding, blocks.head, blocks.prediction)
     more = workload.model.num_nextn_predict_layers
-    weights = np.concatenate([layers, embedding[:, None], head[:, None] * (1 + more), head[:, None] * more], axis=1)
-    in_blocks = layers  # embedding and head left out
+    weights = np.concatenate([in_blocks, embedding[:, None], head[:, None] * (1 + more), head[:, None] * more], axis=1)
     few = _all_sums(parts, blocks.shape_of, weights, in_blocks) if table.tp.size <= FEW else None
 
     def sum_of(name: str, counts: Floats = weights) -> Floats:
@@ -103,14 +108,16 @@ def pass_seconds(
     if stack.selective == "wide-products":
         selective = selective + sum_of("attention", in_blocks)
     recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective
-    told = mean_again(workload, table, blocks.shapes[0], constants) if table.modes else None
+    told = None
+    if table.modes:
+        shapes = [blocks.shapes[0], without_fp8(blocks.shapes[0])] if some_kept else blocks.shapes[:1]
+        told = np.concatenate([mean_again(workload, table, shape, constants) for shape in shapes], axis=1)
 
     shown = 1.0 - constants.tensor_parallel_hidden if stack.overlaps_tensor_parallel else 1.0
-    beside = sum_of("tp_beside") * (1 - constants.overlap_slowdown) if stack.overlaps_tensor_parallel else 0.0
+    is_beside = stack.overlaps_tensor_parallel or stack.sends_beside_gradients
+    beside = sum_of("tp_beside") * (1 - constants.overlap_slowdown) if is_beside else 0.0
     overheads = stack.overheads
-    crossed = -(-table.tp // workload.cluster.node.num_accelerators)
-    latency = overheads.crossing_seconds * np.where(crossed > 1, crossed, 0) * sum_of("num_collectives")
-    tp_forward, tp_backward = latency + shown * sum_of("tp_forward"), latency + shown * (sum_of("tp_backward") - beside)
+    tp_forward, tp_backward = shown * sum_of("tp_forward"), shown * (sum_of("tp_backward") - beside)
     tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)
     sums = sum_of("tp_cut_sums")
     at_once = derate * sum_of("weight_gradient_in_i")
@@ -122,11 +129,12 @@ def pass_seconds(
 
     # A device that is faster than Python waits for it.
     host = constants.compiled_host_fraction if stack.kernels.compiled else 1.0
-    launches = host * overheads.op_seconds * sum_of("num_ops") + _collective_launch(workload, table) * sum_of("num_collectives")
+    of_ops, of_collective = host * overheads.op_seconds * sum_of("num_ops"), _collective_launch(workload, table)
+    ahead, back = (of_ops + of_collective * sum_of(name) for name in ("num_collectives", "num_backward_collectives"))
     launched_again = host * overheads.op_seconds * sum_of("num_ops", in_blocks)
     recompute = recompute + again * np.maximum(launched_again - full - shown * sum_of("tp_forward", in_blocks), 0.0)
-    forward = forward + np.maximum(launches - forward - tp_forward, 0.0)
-    weight_gradient = weight_gradient + np.maximum(launches - inputs - weight_gradient - tp_backward, 0.0)
+    forward = forward + np.maximum(ahead - forward - tp_forward, 0.0)
+    weight_gradient = weight_gradient + np.maximum(back - inputs - weight_gradient - tp_backward, 0.0)
 
     # What selective recomputation of ours keeps is single operations' results, and a ring or a swap is no such operation.
     attends_again = again + (stack.selective == "elementwise") * (table.recompute == RECOMPUTE.index("selective"))
@@ -160,10 +168,14 @@ def _all_sums(
 
 def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:
     """What a collective inside a block takes at least, however small it is."""
-    overheads = workload.stack.overheads
-    in_pipeline = overheads.pipelined_collective_seconds * table.tp + overheads.pipelined_collective_tp_seconds * table.tp**2
-    over_nodes = (table.pp > 1) & (table.world_size > workload.cluster.node.num_accelerators)
-    return np.where(over_nodes, np.maximum(in_pipeline, overheads.collective_seconds), overheads.collective_seconds)
+    overheads, node = workload.stack.overheads, workload.cluster.node
+    least = overheads.collective_seconds
+    if not overheads.hops_per_rank or node.inter_link is None:
+        return np.full(len(table), least)
+    hops = overheads.hops_per_rank * table.tp * (1 + overheads.hop_growth * table.tp**2)
+    hops = hops * network_kind(node.inter_link).hop_seconds
+    over_nodes = (table.pp > 1) & (table.world_size > node.num_accelerators)
+    return np.where(over_nodes, np.maximum(hops, least), least)
 
 
 def _input_gathers(workload: Workload, table: LayoutTable, blocks: Blocks, again: Floats) -> Floats:

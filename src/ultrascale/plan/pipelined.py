@@ -20,7 +20,7 @@ from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline import StageSeconds
 from ultrascale.plan.pipeline_bounds import bubble_seconds
-from ultrascale.plan.stages import Stages, chunk_layers_of
+from ultrascale.plan.stages import Stages, chunk_layers_of, kinds_with_kept
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
 
@@ -32,8 +32,8 @@ def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CON
     """What one micro-batch costs in every stage of one layout's pipeline."""
     table = LayoutTable.of([layout])
     blocks = price_blocks(workload, table)
-    layers, embedding, head = chunk_parts(workload, layout, blocks)
-    passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head)
+    layers, embedding, head, kept = chunk_parts(workload, layout, blocks)
+    passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head, kept=kept)
     return seconds_of_chunks(workload, table, passes)
 
 
@@ -42,22 +42,28 @@ def rank_and_chunk_passes(
 ) -> tuple[Passes, Passes]:
     """One layout's passes by sort of rank, and by stage of its pipeline: together, since calls are most of the cost."""
     blocks = price_blocks(workload, table)
-    of_ranks = (stages.layers, stages.has_embedding, stages.has_head)
+    of_ranks = (stages.layers, stages.has_embedding, stages.has_head, stages.kept_layers)
     both = [np.concatenate(pair) for pair in zip(of_ranks, chunk_parts(workload, layout, blocks), strict=True)]
-    passes = pass_seconds(workload, table, blocks, constants, layers=both[0], embedding=both[1], head=both[2])
+    layers, embedding, head, kept = both
+    passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head, kept=kept)
     sorts = len(stages.layers)
     return passes.rows(slice(sorts)), passes.rows(slice(sorts, None))
 
 
-def chunk_parts(workload: Workload, layout: Layout, blocks: Blocks) -> tuple[Floats, Floats, Floats]:
-    """Blocks of each kind [stages, kinds, 1], and whether embedding and head are there [stages, 1], of one layout's stages."""
+def chunk_parts(workload: Workload, layout: Layout, blocks: Blocks) -> tuple[Floats, Floats, Floats, Floats]:
+    """Blocks of each kind [stages, kinds, 1], whether embedding and head are there [stages, 1], and of the blocks those that
+    stay in bf16 beside fp8, of one layout's stages."""
     chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
     ends = list(accumulate(chunks))
-    of_stage = [blocks.kind_of_layer[end - count : end] for count, end in zip(chunks, ends, strict=True)]
-    layers = np.array([[[kinds.count(kind)] for kind in range(len(blocks.kinds))] for kinds in of_stage], dtype=float)
+    num_kinds = len(blocks.kinds)
+    kept = layout.fp8_keep_blocks if layout.precision == "fp8" else 0
+    of_layer = kinds_with_kept(workload.model, blocks.kind_of_layer, num_kinds, kept)
+    of_stage = [of_layer[end - count : end] for count, end in zip(chunks, ends, strict=True)]
+    both = np.array([[[kinds.count(kind)] for kind in range(2 * num_kinds)] for kinds in of_stage], dtype=float)
+    in_fp8, in_bf16 = both[:, :num_kinds], both[:, num_kinds:]
     embedding, head = np.zeros((len(chunks), 1)), np.zeros((len(chunks), 1))
     embedding[0] = head[-1] = 1
-    return layers, embedding, head
+    return in_fp8 + in_bf16, embedding, head, in_bf16
 
 
 def seconds_of_chunks(workload: Workload, table: LayoutTable, passes: Passes) -> StageSeconds:
@@ -122,8 +128,7 @@ def waiting_seconds(
         sends[rows] = bubble_seconds(*shape, send=send[rows]) - bubble[rows]
     if not workload.stack.overlaps_sends:
         sends += np.where(pp > 1, 2 * micro_batches * v * send * constants.send_exposed, 0.0)
-    fixed = micro_batches * workload.stack.overheads.pipeline_seconds
-    return bubble, sends + np.where(pp > 1, fixed, 0.0)
+    return bubble, sends
 
 
 def _one_send(workload: Workload, table: LayoutTable) -> Floats:

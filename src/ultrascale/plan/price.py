@@ -21,7 +21,8 @@ from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.cut_backward import CUTTING, cut_share, cut_share_of
 from ultrascale.plan.data_traffic import data_parallel_seconds
 from ultrascale.plan.footprint import Footprint, stage_memory
-from ultrascale.plan.layouts import FP8_SCALINGS, PRECISIONS, SCHEDULES, LayoutTable
+from ultrascale.plan.fp8_state import agreed_scales_seconds
+from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
 from ultrascale.plan.offload import exposed_seconds, offloaded_update
 from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline import StageSeconds
@@ -202,8 +203,7 @@ def _played(found: Prediction, placed: Layout, seconds: StageSeconds, share_cut:
         working = sum(
             parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel")
         )
-    fixed = count * found.workload.stack.overheads.pipeline_seconds
-    parts["pipeline_sends"] = whole - silent + fixed
+    parts["pipeline_sends"] = whole - silent
     parts["bubble"] = silent - working
     if parts["bubble"] < 0:  # pairs of passes hide traffic behind each other's computing
         hidden, parts["bubble"] = -parts["bubble"], 0.0
@@ -241,7 +241,7 @@ def price_time(
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
     passes = passes or pass_seconds(
         workload, table, price_blocks(workload, table), constants, layers=stages.layers, embedding=stages.has_embedding,
-        head=stages.has_head,
+        head=stages.has_head, kept=stages.kept_layers,
     )  # fmt: skip
     data_parallel, slowed = data_parallel_seconds(workload, table, stages, passes, micro_batches, constants)
     waits = waiting_seconds(workload, table, stages, passes, micro_batches, constants)
@@ -282,22 +282,24 @@ def _step(
     running = sum(parts.values())
     nodes = np.maximum(table.world_size / workload.cluster.node.num_accelerators, 1.0)
     parts["rest"] = constants.step_seconds + running * constants.straggler_per_doubling * np.log2(nodes)
-    parts["rest"] += _agreed_amaxes(workload, table)
+    parts["rest"] += _agreed_amaxes(workload, table) + agreed_scales_seconds(workload, table, stages)
     overheads = workload.stack.overheads
     if overheads.stall_nodes:
-        stops = np.where(table.pp > 1, micro_batches, 1)
+        stops = np.where(table.pp > 1, micro_batches * np.minimum(table.pp - 1, 2), 2)
         parts["rest"] += np.where(nodes >= overheads.stall_nodes, overheads.stall_seconds * stops, 0.0)
     return _with_storage(workload, parts)
 
 
 def _agreed_amaxes(workload: Workload, table: LayoutTable) -> Floats:
     """The one message in which all ranks agree on the largest magnitudes of a step, where fp8 delays its scales."""
-    delayed = (table.precision == PRECISIONS.index("fp8")) & (table.fp8_scaling == FP8_SCALINGS.index("delayed"))
+    delayed = table.delays_fp8
     if not (delayed.any() and workload.stack.kernels.own_fp8):
         return np.zeros(len(table))
-    num_bytes = SLOT_BYTES * num_slots(workload.model, Layout(precision="fp8", fp8_scaling="delayed"))
+    kept, which = np.unique(table.kept_blocks, return_inverse=True)
+    layouts = [Layout(precision="fp8", fp8_scaling="delayed", fp8_keep_blocks=int(blocks)) for blocks in kept]
+    num_bytes = np.array([SLOT_BYTES * num_slots(workload.model, layout) for layout in layouts], dtype=float)[which]
     seconds = collective_seconds(
-        workload.cluster, "all_reduce", np.float64(num_bytes), size=table.world_size, stride=np.ones_like(table.dp)
+        workload.cluster, "all_reduce", num_bytes, size=table.world_size, stride=np.ones_like(table.dp)
     )
     return np.where(delayed, seconds, 0.0)
 
@@ -342,9 +344,9 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     own, whole = dense / cut + expert / expert_cut, dense + expert
     per_parameter = stack.gradient_bytes + 2 * (stack.master_bytes + stack.moment_bytes) + stack.weight_bytes
     unscaling = np.where(np.array(PRECISIONS)[table.precision] == "fp16", 2.0 * stack.gradient_bytes, 0.0) * own
-    num_bytes = (own * per_parameter + unscaling + 2 * stack.gradient_bytes * np.where(table.zero_stage >= 2, own, whole)).max(
-        axis=0
-    )
+    passes = 4 if stack.sums_whole_gradients else 2  # nanotron zeroes, takes the norm of and clips them whole
+    of_gradients = passes * stack.gradient_bytes * np.where(table.zero_stage >= 2, own, whole)
+    num_bytes = (own * per_parameter + unscaling + of_gradients).max(axis=0)
     accelerator = workload.cluster.accelerator
     seconds = optimizer_seconds(accelerator, num_bytes * constants.optimizer_passes)
     if stack.optimizer == "muon":

@@ -32,6 +32,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.executable import Schedule
 from ultrascale.spec.layout import OFFLOAD_LEFT
+from ultrascale.spec.op_builders import without_fp8
 from ultrascale.spec.work import Shape
 
 Floats = NDArray[np.float64]
@@ -107,9 +108,18 @@ def rank_activations(
     embedding = _parts([embedding_memory(workload.model, shape, stack=workload.stack) for shape in shapes])[:, shape_of]
     hidden = np.array([s.outer_tokens * workload.model.hidden_size * s.itemsize for s in shapes], dtype=float)[shape_of]
 
-    there = stages.layers > 0
     v = table.virtual_stages
-    of_blocks = (stages.layers * saved).sum(axis=1)
+    here = stages.layers
+    if stages.kept_layers.any():  # blocks in bf16 beside those in fp8 are kinds of their own
+        in_bf16 = [without_fp8(shape) for shape in shapes]
+        kept_plain, kept_saved, kept_ends = (_told if table.modes else _by_layout)(workload, table, in_bf16, shape_of)
+        plain, saved = np.concatenate([plain, kept_plain], axis=1), np.concatenate([saved, kept_saved])
+        first, following, last = (
+            np.concatenate(both, axis=1) for both in zip((first, following, last), kept_ends, strict=True)
+        )
+        here = np.concatenate([here - stages.kept_layers, stages.kept_layers], axis=1)
+    there = here > 0
+    of_blocks = (here * saved).sum(axis=1)
     flight = in_flight(table, micro_batches) if kept is None else kept.flight
     # Multi-token prediction goes through the same head, and its loss comes first: what it saves is there beside the other's.
     heads = workload.model.num_nextn_predict_layers

@@ -142,6 +142,7 @@ def _fsdp(
     workload: Workload, table: LayoutTable, state: RankState, parts: RankActivations, micro_batches: NDArray[np.int64]
 ) -> _Fsdp:
     c, r, n, alone = state.compute_itemsize, state.reduce_itemsize, state.shard, state.alone
+    flat = np.where(n > 1, state.bucket_itemsize, 0.0)
     wide = np.where(alone, np.maximum(c, MASTER_BYTES), r)  # of a summed gradient
     per_bucket = np.where(alone, 1, table.layers_per_bucket)
     bucket, blocks, root = np.minimum(state.block * per_bucket, state.blocks), state.blocks, state.root
@@ -155,10 +156,10 @@ def _fsdp(
     half = np.where(both_ends & (not workload.model.tie_word_embeddings), 0.5, 1.0)
     left = state.gradients - np.where(whole_sums & cuts, wide * (blocks - bucket) * (1 - 1 / n), 0.0)
     return _Fsdp(
-        all_parameters=copies * (blocks + root),
-        bucket_parameters=copies * bucket,
+        all_parameters=np.where(copies > 0, state.gathered_itemsize, 0.0) * blocks + copies * root,
+        bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * bucket,
         root_parameters=copies * root,
-        flat=np.where(cuts, c * bucket, 0.0),
+        flat=flat * bucket,
         narrow_bucket=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * bucket),
         narrow_root=np.where(whole_sums, 0.0, c * root),
         narrow_head=fresh * root * np.where(parts.head_forward > 0, half, 0.0),
@@ -177,7 +178,9 @@ def _fsdp(
         keeps=state.keeps | alone,
         stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),
         first_of_two=(table.zero_stage == 2) & (micro_batches == 2) & scatters,
-        forward_flat=np.where(cuts, np.maximum(c * bucket - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0), 0.0),
+        forward_flat=np.where(
+            cuts, np.maximum(flat * bucket - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0), 0.0
+        ),
     )
 
 
@@ -235,5 +238,5 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
 
 def aside_bytes(state: RankState) -> Floats:
     """What other streams than the one that computes keep for themselves in the end: cut gradients, outputs of gathers."""
-    gathered = state.compute_itemsize * np.maximum(state.root, 2 * state.block)
+    gathered = np.maximum(state.compute_itemsize * state.root, 2 * state.bucket_itemsize * state.block)
     return np.where(state.gathers & (state.shard > 1), state.late_gradients + gathered, 0.0)

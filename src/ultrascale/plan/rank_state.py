@@ -18,10 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.plan.fp8_state import gathered_in_fp8
 from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
 from ultrascale.plan.stages import FIRST, Stages, block_parameters, parameters_by_kind
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import DTYPE_BYTES
+from ultrascale.spec.op_builders import FP8_BYTES
 
 Floats = NDArray[np.float64]
 MASTER_BYTES = {"fp64": 8}
@@ -41,6 +43,10 @@ class RankState:
     optimizer: Floats
     """Moments, and masters where weights are kept beside them."""
     compute_itemsize: Floats
+    gathered_itemsize: Floats
+    """Of a parameter of the blocks while it is whole: less than `compute_itemsize` where some travel in fp8."""
+    bucket_itemsize: Floats
+    """The same of the largest bucket."""
     block: Floats
     """Parameters that are gathered, and whose gradients are reduced, together: of one bucket."""
     blocks: Floats
@@ -96,6 +102,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     masters = np.where(wide, 0.0, stack.master_bytes) * cut
     in_host = table.offload_optimizer > 0
     leaves = in_host & gathers & stack.offloads_parameters
+    gathered = compute - (compute - FP8_BYTES) * sum(gathered_in_fp8(workload, table, stages)) / np.maximum(total - root, 1)
     optimizer = np.where(in_host, 0.0, moments + np.where(gathers & in_buckets, 0.0, masters))
     return RankState(
         weights=np.where(leaves, 0.0, weights),
@@ -103,6 +110,8 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
         late_gradients=np.where(gathers, cut_itemsize * cut_gradients, summed * whole_gradients + autograd),
         optimizer=optimizer,
         compute_itemsize=compute,
+        gathered_itemsize=gathered,
+        bucket_itemsize=np.where(stages.kept_layers.sum(axis=1) > 0, compute, gathered),
         block=_largest_block(workload, table) * np.ones((3, 1)),
         blocks=total - root,
         root=root,

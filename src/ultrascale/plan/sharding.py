@@ -9,7 +9,8 @@ For one bucket of U elements (its parameters, each padded to a multiple of n row
                 the flat input stays until the next bucket's, and the last until the end of the backward pass
     n = 1       nothing is gathered, but FSDP2 still copies every parameter
 
-The bucket outside the blocks (embedding, final norm, head) is gathered first and let go last, and reduced last.
+The bucket outside the blocks (embedding, final norm, head) is gathered first and let go last, and reduced last. Weights that
+travel in fp8 are bytes of it (`layout.fp8_all_gather`); their gradients are as wide as others'.
 One process has no FSDP2. In mixed precision (`parallel.precision`) it keeps copies U that compute, and casts the gradients of a
 block one by one when the block's backward pass is done, last weight first.
 Read in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.11 to 2.13.
@@ -17,27 +18,31 @@ Read in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_colle
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.tally import Tally
 from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import DTYPE_BYTES
+from ultrascale.spec.op_builders import FP8_BYTES
 from ultrascale.spec.owners import chunk
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.stack import SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES
 from ultrascale.spec.weights import Weight, is_hidden_matrix
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
-    """Parameters that are gathered, and whose gradients are reduced, together."""
+    """Parameters that are gathered, and whose gradients are reduced, together. One is only ever itself, however like others."""
 
     weights: list[Weight]
     """Of the shapes that a rank has before data parallelism cuts them."""
     label: str
     ranks: int | None = None
     """That cut it between them; None: as many as cut a copy of the state."""
+    in_fp8: Container[str] = ()
+    """Names of weights that are gathered in 8 bits (`parallel.fp8_gather`)."""
     parameters: Held | None = None
     """Whole copies, while gathered."""
     flat: Held | None = None
@@ -99,6 +104,11 @@ class Shards:
     def padded_elements(self, bucket: Bucket) -> int:
         """Elements of a bucket once every weight's rows are padded to a multiple of the ranks."""
         return sum(_padded(weight, self.ranks_of(bucket)) for weight in bucket.weights)
+
+    def gathered_bytes(self, bucket: Bucket) -> int:
+        """Of a bucket's whole parameters as they are gathered."""
+        ranks, whole = self.ranks_of(bucket), self.compute_itemsize
+        return sum(_padded(w, ranks) * (FP8_BYTES if w.name in bucket.in_fp8 else whole) for w in bucket.weights)
 
     def own_elements(self, bucket: Bucket, weight: Weight) -> int:
         """Elements of this rank's shard of a weight without padding: the last ranks may have fewer, or none."""
@@ -223,7 +233,7 @@ class Shards:
         ranks = self.ranks_of(bucket)
         if ranks == 1 or bucket.flat is not None:
             return
-        whole = self.padded_elements(bucket) * self.compute_itemsize
+        whole = self.gathered_bytes(bucket)
         if bucket.parameters is None and bucket.weights:
             self.tally.send("all_gather", self._groups(bucket)[0], whole)
         narrow = self.compute_itemsize != self.master_itemsize
@@ -239,7 +249,7 @@ class Shards:
         return (size, stride), (self.layout.expert_dp // size, stride * size)
 
     def _finish_gather(self, bucket: Bucket) -> None:
-        whole = self.padded_elements(bucket) * self.compute_itemsize
+        whole = self.gathered_bytes(bucket)
         bucket.parameters = self.ledger.take("gathered", bucket.label, whole)
 
     def _reshard(self, bucket: Bucket) -> None:

@@ -24,7 +24,6 @@ from ultrascale.plan.tally import Tally
 from ultrascale.plan.waiting_gradients import Waits, waiting_bytes, waiting_gradient, waiting_room
 from ultrascale.plan.weight_gradients import WeightGradients
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.spec.context_order import rows_made
 from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import gathered_room, is_fp8
@@ -61,6 +60,7 @@ class StageReplay:
         self._shares: dict[str, Held] = {}
         self._together: list[Held] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
+        self._readers: dict[int, tuple[tuple[Op, ...], dict[str, int]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
 
     def forward(self, micro_batch: int, given: Held | None = None) -> Held | None:
@@ -174,9 +174,8 @@ class StageReplay:
         if self.work.is_first(layer):
             self.shards.before_forward(bucket)
         ops = self.work.block(layer)
-        made, leaves, block_input = {"hidden": hidden}, {"hidden_out"}, hidden
-        if coming is not None:
-            made["coming"] = coming
+        leaves, block_input, more = {"hidden_out"}, hidden, {} if coming is None else {"coming": coming}
+        made = {"hidden": hidden.hold(), **more}  # whoever calls holds it until the end
         again = self.layout.again(layer)
         if again is not None:
             shared = {name for op in ops for name in op.saves} & self._now.shared.keys()
@@ -190,6 +189,7 @@ class StageReplay:
             self._now.tapes.append(checkpoint)
         else:
             self._now.tapes.append(self._run(ops, made, "activations", leaves, layer=layer))
+        self.ledger.drop(block_input)
         self._offload.send_down(layer, self._now.tapes[-1], block_input, self._now.shared.values())
         if self.work.is_last(layer):
             self.shards.after_forward(bucket)
@@ -215,7 +215,7 @@ class StageReplay:
         in a backward pass, where FSDP2 lets go of nothing, and whoever calls counts what is done.
         """
         tape = Tape()
-        last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.holds)}
+        last_reader = self._last_readers(ops)
         there = set() if kept is None else {name for op in ops if op.reads and op.makes[0].name in kept for name in op.reads}
         experts, first, last = self.work.experts(layer, ops)
         for index, op in enumerate(ops):
@@ -231,7 +231,7 @@ class StageReplay:
                     made[result.name] = self.ledger.take(category, op.kind, num_bytes)
                 if keep is not None and op.kept(kinds):
                     keep[result.name] = made[result.name].hold()
-            if parts := self._ring_parts(op):
+            if parts := self.tally.hop_parts(op):
                 if keep is not None and op.kept(kinds):  # results of single hops are kept, and merged again
                     keep[f"{op.name} parts"] = self.ledger.take(category, op.kind, parts)
                 elif kept is not None and f"{op.name} parts" in kept:
@@ -245,14 +245,13 @@ class StageReplay:
                 self.shards.after_forward(experts)
         return tape
 
-    def _ring_parts(self, op: Op) -> int:
-        """Bytes of an attention's results of single hops beyond those of the merged one; 0 where it is no ring."""
-        (places, heads), shape = self.layout.cp_grid, self.shape
-        if op.kind != "attention" or not shape.rings or shape.documents:
-            return 0
-        made = rows_made(shape.sequence_length, places, self.tally.cp_rank // heads, op.collectives[0].window)
-        merged = shape.swapped_length
-        return sum(result.num_bytes for result in op.makes) * (made - merged) // merged
+    def _last_readers(self, ops: tuple[Op, ...]) -> dict[str, int]:
+        """By name of what is read the last operation that does."""
+        known = self._readers.get(id(ops))
+        if known is None:
+            found = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.holds)}
+            known = self._readers[id(ops)] = ops, found
+        return known[1]
 
     def _save(self, op: Op, made: dict[str, Held]) -> list[Held]:
         return [(made if name in made else self._now.shared)[name].hold() for name in op.saves]
@@ -374,9 +373,9 @@ class StageReplay:
         operation of our own: over tp (with its sum), of experts, in fp8, and where W has a product as an operation."""
         behind = self.splits or self.layout.tp > 1 or any(op.name.startswith(EXPERTS) or is_fp8(op) for op in ops)
         for op in computed_again(self.layout, layer, ops, stops_behind=behind):
-            self.tally.compute(op, op.flops)
+            self.tally.compute_again(op)
         for op in sent_again(self.layout, layer, ops):
-            self.tally.send_all(op, "forward")
+            self.tally.send_again(op)
 
     def _of_input(self, op: Op) -> Op:
         """With what I sends of it."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ultrascale.plan.sharding import Bucket
+from ultrascale.spec.fp8_slots import weights_gathered_in_fp8
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import without_fp8
@@ -79,6 +80,9 @@ class StageWork:
             norms = [w for w in local.values() if w.layer in members and PREDICTION_NORM in w.name]
             rest = [w for w in local.values() if w.layer in members and not (apart and w.is_expert) and w not in norms]
             buckets += [Bucket(rest, "blocks"), *(Bucket([norm], "norms of predictions") for norm in norms)]
+        in_fp8 = weights_gathered_in_fp8(self.model, layout)
+        for bucket in buckets:
+            bucket.in_fp8 = in_fp8
         return buckets
 
     def before(self) -> tuple[Op, ...]:
@@ -107,7 +111,7 @@ class StageWork:
 
     def experts(self, layer: int | None, ops: Sequence[Op]) -> tuple[Bucket | None, int, int]:
         """The bucket that a block's experts have for themselves, and the first and the last operation that read it."""
-        if layer is None:
+        if layer is None or not self.model.num_experts:
             return None, 0, 0
         at = [index for index, op in enumerate(ops) if op.name.startswith(EXPERTS)]
         named = [name for index in at for name in ops[index].weights]

@@ -46,6 +46,8 @@ class Stages:
     """Dense ones of the largest block, after tp: what FSDP gathers at once."""
     root_parameters: Floats
     """Those outside the blocks, after tp."""
+    kept_layers: Floats
+    """Of `layers`, those that stay in bf16 beside blocks in fp8."""
     exists: Floats
     """How many ranks of this sort a pipeline has: 1, pp - 2, 1; with pp = 1 the first is the only one."""
 
@@ -53,16 +55,19 @@ class Stages:
 def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
     """The stages of every layout of `table`. `layers_per_stage`: a cut of one's own, for a table of one layout."""
     key = (table.pp * 4096 + table.virtual_stages) * len(SCHEDULES) + table.schedule * FOLDED[table.schedule]
+    key = key * (int(table.kept_blocks.max(initial=0)) + 1) + table.kept_blocks
     _, rows, which = np.unique(key, return_index=True, return_inverse=True)
     kinds, kind_of_layer = layer_kinds(workload)
     sorts = []
     for row in rows:
         pp, name = int(table.pp[row]), SCHEDULES[table.schedule[row]]
         chunks = chunk_layers_of(workload, pp * int(table.virtual_stages[row]), layers_per_stage)
-        sorts.append(_sorts_of_ranks(tuple(chunks), pp, name, kind_of_layer, len(kinds)))
-    every = np.array(sorts)[which]  # [layouts, 3, kinds + 3]
-    layers = np.moveaxis(every[:, :, : len(kinds)], 0, -1)
-    embedding, head, chunk_layers = np.moveaxis(every[:, :, len(kinds) :], 0, -1).swapaxes(0, 1)
+        own_kinds = kinds_with_kept(workload.model, kind_of_layer, len(kinds), int(table.kept_blocks[row]))
+        sorts.append(_sorts_of_ranks(tuple(chunks), pp, name, own_kinds, 2 * len(kinds)))
+    every = np.array(sorts)[which]  # [layouts, 3, 2 kinds + 3]
+    in_fp8, kept = (np.moveaxis(part, 0, -1) for part in (every[:, :, : len(kinds)], every[:, :, len(kinds) : -3]))
+    layers = in_fp8 + kept
+    embedding, head, chunk_layers = np.moveaxis(every[:, :, -3:], 0, -1).swapaxes(0, 1)
     ones, none, one = np.ones(len(table)), np.zeros(len(table)), table.pp == 1
     per_layer, expert = parameters_by_kind(workload, table)
     outside_embedding, outside_head, tied = _outside(workload, table)
@@ -80,7 +85,17 @@ def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[i
         expert_parameters=expert_parameters,
         block_parameters=np.broadcast_to(per_layer.max(axis=0), (3, len(table))),
         root_parameters=root,
+        kept_layers=kept,
         exists=np.stack([ones, np.maximum(table.pp - 2, 0), np.where(one, none, ones)]),
+    )
+
+
+def kinds_with_kept(model: Model, kind_of_layer: tuple[int, ...], num_kinds: int, kept: int) -> tuple[int, ...]:
+    """The kind of every layer, the `kept` first and last ones, which stay in bf16, told apart by `num_kinds` more."""
+    last = model.num_hidden_layers - kept
+    return tuple(
+        kind if kept <= layer < last or layer >= model.num_hidden_layers else kind + num_kinds
+        for layer, kind in enumerate(kind_of_layer)
     )
 
 

@@ -24,6 +24,7 @@ from ultrascale.plan.time import hardware_flops
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
+from ultrascale.spec.op_builders import without_fp8
 from ultrascale.spec.ops import Op
 from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
 
@@ -50,8 +51,9 @@ def step_parts(prediction: Prediction, constants: Constants = CONSTANTS) -> dict
     table = LayoutTable.of([layout])
     stages, blocks = cut_stages(workload, table, layout.layers_per_stage), price_blocks(workload, table)
     passes = pass_seconds(
-        workload, table, blocks, constants, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head
-    )
+        workload, table, blocks, constants, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head,
+        kept=stages.kept_layers,
+    )  # fmt: skip
     row = int(np.where(stages.exists > 0, passes.total, 0.0)[:, 0].argmax())  # the slowest rank, whose step it is
     kinds = kind_seconds(workload, blocks, stages, row, constants)
     alone = float(passes.compute[row, 0])
@@ -66,7 +68,8 @@ def kind_seconds(workload: Workload, blocks: Blocks, stages: Stages, row: int, c
     """Seconds of a micro-batch by kind of computing, forward and backward, on a rank of sort `row`, of one layout's table."""
     shape, more = blocks.shapes[0], workload.model.num_nextn_predict_layers
     head = stages.has_head[row, 0]
-    counts = [*stages.layers[row, :, 0], stages.has_embedding[row, 0], head * (1 + more), head * more]
+    kept = stages.kept_layers[row, :, 0]
+    counts = [*(stages.layers[row, :, 0] - kept), *kept, stages.has_embedding[row, 0], head * (1 + more), head * more]
     derate = product_derate(workload, constants)
     found = {}
     for name, only in _KINDS.items():
@@ -87,8 +90,9 @@ def parts_at(
 
 
 def _works(workload: Workload, blocks: Blocks) -> list[tuple[tuple[Op, ...], bool]]:
-    """The operations of each kind of block and of the ends, in the order of `plan.passes`, and whether it is the head."""
+    """The operations of each kind of block, in fp8 and beside it, and of the ends, in the order of `plan.passes`, and whether
+    it is the head."""
     model, shape = workload.model, blocks.shapes[0]
     predicts = prediction_work(model, shape) if model.num_nextn_predict_layers else ()
-    works = [(block_work(model, layer, shape), False) for layer in blocks.kinds]
+    works = [(block_work(model, layer, one), False) for one in (shape, without_fp8(shape)) for layer in blocks.kinds]
     return [*works, (embedding_work(model, shape), False), (head_work(model, shape), True), (predicts, False)]

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ultrascale.spec.context_order import gathered_traffic, pairs_worked_on, ring_traffic
+from ultrascale.spec.context_order import gathered_traffic, pairs_worked_on, ring_traffic, rows_made
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.ops import Collective, Op, Shape, When
 
@@ -42,6 +42,16 @@ class Message(NamedTuple):
     num_bytes: int
 
 
+class Pass(NamedTuple):
+    """What one pass of an operation counts for."""
+
+    op: Op
+    """Kept, so that its identity stays its own."""
+    products: int
+    attention: int
+    messages: list[Message]
+
+
 @dataclass
 class Tally:
     """Counts of one rank."""
@@ -55,8 +65,8 @@ class Tally:
     """FLOPs, of every pair of a query and a key that a kernel is given."""
     counts: Counter[Way] = field(default_factory=Counter)
     sizes: Counter[Way] = field(default_factory=Counter)
-    _known: dict[tuple[int, When], tuple[Op, list[Message]]] = field(default_factory=dict)
-    """Messages of operations, which come again with every block and micro-batch."""
+    _known: dict[When, dict[int, Pass]] = field(default_factory=lambda: {"forward": {}, "backward": {}})
+    """Passes of operations by identity: they come again with every block and micro-batch."""
 
     @property
     def traffic(self) -> dict[Way, Traffic]:
@@ -78,34 +88,43 @@ class Tally:
 
     def forward(self, op: Op) -> None:
         """`op` runs, for the first time or again."""
-        self.compute(op, op.flops)
-        self.send_all(op, "forward")
+        self._count(self._known["forward"].get(id(op)) or self._learn(op, "forward"))
 
     def backward(self, op: Op) -> None:
         """The backward pass of `op`; of what waits for W its products are counted too, and its messages are not."""
-        self.compute(op, op.backward_flops)
-        self.send_all(op, "backward")
+        self._count(self._known["backward"].get(id(op)) or self._learn(op, "backward"))
 
-    def send_all(self, op: Op, when: When) -> None:
-        """What `op` sends in one pass."""
-        if op.collectives:
-            for way, count, num_bytes in self._messages(op, when):
-                self.counts[way] += count
-                self.sizes[way] += num_bytes
+    def compute_again(self, op: Op) -> None:
+        """The FLOPs of a forward pass of `op`, without its messages."""
+        known = self._known["forward"].get(id(op)) or self._learn(op, "forward")
+        self.products += known.products
+        self.attention += known.attention
 
-    def _messages(self, op: Op, when: When) -> list[Message]:
-        known = self._known.get((id(op), when))
-        if known is None:
-            found = [self._message(op, item) for item in op.collectives if item.when == when]
-            known = self._known[id(op), when] = op, [one for one in found if one.way.size > 1 and one.num_bytes]
-        return known[1]
+    def send_again(self, op: Op) -> None:
+        """The messages of a forward pass of `op`, without its FLOPs."""
+        self.send_all(self._known["forward"].get(id(op)) or self._learn(op, "forward"))
 
-    def compute(self, op: Op, flops: int) -> None:
-        """FLOPs of a pass of `op`."""
-        if op.kind == "attention":
-            self.attention += self._worked_on(op, flops)
-        else:
-            self.products += flops
+    def _count(self, known: Pass) -> None:
+        self.products += known.products
+        self.attention += known.attention
+        if known.messages:
+            self.send_all(known)
+
+    def send_all(self, known: Pass) -> None:
+        """What a pass sends."""
+        for way, count, num_bytes in known.messages:
+            self.counts[way] += count
+            self.sizes[way] += num_bytes
+
+    def _learn(self, op: Op, when: When) -> Pass:
+        flops = op.flops if when == "forward" else op.backward_flops
+        is_attention = op.kind == "attention"
+        found = [self._message(op, item) for item in op.collectives if item.when == when]
+        known = self._known[when][id(op)] = Pass(
+            op, 0 if is_attention else flops, self._worked_on(op, flops) if is_attention else 0,
+            [one for one in found if one.way.size > 1 and one.num_bytes],
+        )  # fmt: skip
+        return known
 
     def _worked_on(self, op: Op, flops: int) -> int:
         """Over cp: of the full square of scores what a place of a ring works on. There, and where kernels are told where
@@ -122,6 +141,15 @@ class Tally:
         length, window = self.shape.sequence_length, op.collectives[0].window
         pairs = pairs_worked_on(length, places, self.cp_rank // heads, window)
         return flops * pairs // (scores.queries * scores.keys)
+
+    def hop_parts(self, op: Op) -> int:
+        """Bytes of an attention's results of single hops beyond those of the merged one; 0 where there is one hop."""
+        if op.kind != "attention" or self.layout.cp_grid[0] == 1 or self.shape.documents:
+            return 0
+        (places, heads), shape = self.layout.cp_grid, self.shape
+        made = rows_made(shape.sequence_length, places, self.cp_rank // heads, op.collectives[0].window)
+        merged = shape.swapped_length
+        return sum(result.num_bytes for result in op.makes) * (made - merged) // merged
 
     def _message(self, op: Op, item: Collective) -> Message:
         if item.axis == "cp" and op.kind != "router":

@@ -23,7 +23,7 @@ from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableErro
 from ultrascale.plan.measured_rows import Asked, MeasuredRow
 from ultrascale.plan.measured_setups import Setup, setup_of
 from ultrascale.plan.measured_stacks import TUNING, Tuning
-from ultrascale.plan.price import PriceTable, price
+from ultrascale.plan.price import PriceTable, predict, price
 from ultrascale.spec.problems import SpecError
 
 COLUMNS = (
@@ -98,7 +98,8 @@ def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
     try:
         prices = price(workload, LayoutTable.of(layout for setup in setups for layout in setup.layouts), constants)
         return [
-            _choose(setup, prices, np.arange(end - len(setup.layouts), end)) for setup, end in zip(setups, ends, strict=True)
+            _choose(setup, prices, np.arange(end - len(setup.layouts), end), constants)
+            for setup, end in zip(setups, ends, strict=True)
         ]
     except _BROKEN as error:
         if len(setups) > 1:
@@ -106,7 +107,7 @@ def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
         return [_without(f"cannot be priced: {error}")]
 
 
-def _choose(setup: Setup, prices: PriceTable, rows: np.ndarray) -> RowPrediction:
+def _choose(setup: Setup, prices: PriceTable, rows: np.ndarray, constants: Constants) -> RowPrediction:
     """Of the layouts a row may mean, the fastest that fits, or else the one that needs least memory."""
     seconds, fits, reserved = prices.step_seconds[rows], prices.fits[rows], np.asarray(prices.memory.reserved)[rows]
     candidates = np.flatnonzero(fits) if fits.any() else np.array([reserved.argmin()])
@@ -115,7 +116,8 @@ def _choose(setup: Setup, prices: PriceTable, rows: np.ndarray) -> RowPrediction
     if not 0 < step < math.inf:
         raise ArithmeticError(f"its step would take {step:g} seconds")
     asked, workload = setup.asked, setup.workload
-    kind = kind_of(asked, workload)
+    seconds = seconds * (_played(setup, best, step, constants) / step)
+    step, kind = float(seconds[best]), kind_of(asked, workload)
     low, high = interval(step, kind, fastest=float(seconds[candidates].min()), slowest=float(seconds[candidates].max()))
     num_gpus = setup.layouts[best].world_size
     rate = workload.tokens_per_step / step / num_gpus
@@ -124,6 +126,17 @@ def _choose(setup: Setup, prices: PriceTable, rows: np.ndarray) -> RowPrediction
         step, low, high, rate, flops, flops / _peak(setup), float(np.asarray(prices.memory.allocated)[rows[best]]),
         float(reserved[best]), bool(fits[best]), kind, _reason(setup, best),
     )  # fmt: skip
+
+
+def _played(setup: Setup, best: int, step: float, constants: Constants) -> float:
+    """The step of a pipeline, its actions played with every stage's own price: a table takes stages for even. `step`: the
+    table's, which stands where a schedule cannot be built for these numbers of stages and micro-batches."""
+    if setup.layouts[best].pp == 1:
+        return step
+    try:
+        return predict(setup.workload, setup.layouts[best], constants).step_seconds
+    except SpecError:
+        return step
 
 
 def _reason(setup: Setup, best: int) -> str:

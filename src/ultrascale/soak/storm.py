@@ -20,6 +20,9 @@ MOMENTS = ("reading data", "forward", "backward", "optimizer")
 SAVE_POINTS = ("save.start", "save.folder", "save.block", "save.shard", "save.shards", "save.manifest", "publish.renamed")
 ON_RANK_0 = ("save.start", "save.folder", "save.shards", "save.manifest", "publish.renamed")
 
+SLOW_STEPS = 24
+"""Of a slow rank, which must be named within 20."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -28,11 +31,17 @@ class Kind:
     row: int
     """Of the catalogue (docs/faults.md)."""
     what: str
+    strikes_save: bool = False
+    """Meets the next save."""
+    steps: int = 0
+    """That it takes; the next fault does not come sooner."""
+    met_by: str = ""
+    """Of a fault that a run goes over without a restart and need not notice: how."""
 
 
 KINDS = {
     "kill": Kind(2, "SIGKILL of a rank at a moment of a step"),
-    "kill-in-save": Kind(1, "SIGKILL of a rank at a point of saving"),
+    "kill-in-save": Kind(1, "SIGKILL of a rank at a point of saving", strikes_save=True),
     "power-cut": Kind(3, "SIGKILL of launcher and all ranks; the command is given again"),
     "raise": Kind(6, "an exception on a rank"),
     "segfault": Kind(7, "a segmentation fault on a rank"),
@@ -46,6 +55,12 @@ KINDS = {
     "flip-bit": Kind(51, "a bit of a weight is flipped on one rank"),
     "flip-file": Kind(27, "a bit of the newest checkpoint is flipped, then SIGKILL"),
     "cut-file": Kind(28, "a file of the newest checkpoint is cut short, then SIGKILL"),
+    "drop": Kind(24, "all connections of a rank are reset"),
+    "full-disk": Kind(25, "the disk is full for a rank while it saves", True, 3, "the save, again a step later"),
+    "flaky-disk": Kind(33, "a write of a save fails once", True, 3, "the write, done again"),
+    "slow-disk": Kind(32, "a save takes longer than a hang", True, 3, "patience"),
+    "stall": Kind(21, "SIGSTOP of a rank for less than a hang", False, 1, "patience"),
+    "slow": Kind(20, "a rank is slow for 24 steps", False, SLOW_STEPS + 1, "patience"),
 }
 
 
@@ -74,11 +89,14 @@ def draw(seed: int, kinds: Sequence[str], *, world: int, mean_gap: float, interv
         kind = order[number % len(order)]
         step += 1 + round(chance.expovariate(1 / mean_gap))
         rank, moment = chance.randrange(world), chance.choice(MOMENTS)
-        if kind == "kill-in-save":
+        if KINDS[kind].strikes_save:
             step += -step % interval or interval
+            step -= 1
+        if kind == "kill-in-save":
             moment = chance.choice(SAVE_POINTS)
-            rank, step = 0 if moment in ON_RANK_0 else rank, step - 1
+            rank = 0 if moment in ON_RANK_0 else rank
         yield Planted(number, kind, step, rank, moment)
+        step += KINDS[kind].steps
 
 
 def write(folder: Path, faults: Sequence[Planted], *, stop_at: int | None = None) -> Path:
@@ -105,7 +123,21 @@ def fire(folder: Path, fault: Planted) -> bool:
         return False
 
 
+def heal(folder: Path, fault: Planted) -> None:
+    """Say that `fault` is over, which the run has not ended by."""
+    (folder / f"{fault.number}.healed").write_text(json.dumps({"time": time.time()}))
+
+
+def healed(folder: Path, faults: Sequence[Planted]) -> dict[int, float]:
+    """When each of `faults` was over, by number."""
+    return _times(folder, faults, "healed")
+
+
 def fired(folder: Path, faults: Sequence[Planted]) -> dict[int, float]:
     """When each of `faults` has struck, by number."""
-    files = {one.number: folder / f"{one.number}.fired" for one in faults}
-    return {number: json.loads(path.read_text())["time"] for number, path in files.items() if path.exists()}
+    return _times(folder, faults, "fired")
+
+
+def _times(folder: Path, faults: Sequence[Planted], what: str) -> dict[int, float]:
+    texts = {one.number: path.read_text() for one in faults if (path := folder / f"{one.number}.{what}").exists()}
+    return {number: json.loads(text)["time"] for number, text in texts.items() if text}  # else it is just being written

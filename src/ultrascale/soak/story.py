@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from ultrascale.checkpoint import load_full, newest_valid
 from ultrascale.data.indexed import ShardWriter
 from ultrascale.launch.restarts import Account, read_account
-from ultrascale.soak.storm import KINDS, Planted, draw, fired, write
+from ultrascale.soak.storm import KINDS, Planted, draw, fired, healed, write
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
@@ -41,6 +41,8 @@ POLL_SECONDS = 0.1
 HANG_SECONDS = 4.0
 DIGEST_STEPS = 5
 STOP_SECONDS = 180.0
+IDLE_SECONDS = 180.0
+"""After which a last fault that the run has not noticed had no effect."""
 MARK = ".soak"
 WITHOUT_EFFECT = "nobody: without effect"
 
@@ -113,7 +115,8 @@ def soak(
     stormy = RunFolder.of(run)
     equal = _curve(run) == _curve(calm) and len(_curve(run)) == steps
     struck = fired(folder / "storm", faults)
-    strikes = strikes_of([(one, struck[one.number]) for one in faults if one.number in struck], _events(run))
+    over = healed(folder / "storm", faults)
+    strikes = strikes_of([(one, struck[one.number]) for one in faults if one.number in struck], _events(run), over)
     return Outcome(strikes, steps, equal, same_state(run, calm), read_account(stormy.path / "events.jsonl"), took)
 
 
@@ -179,9 +182,16 @@ class _Storm:
                 self.say(f"fault {number}: {fault.kind} on rank {fault.rank} in step {fault.step} ({fault.moment})")
             self.told = len(struck)
             late = deadline is not None and time.monotonic() > deadline
-            if (late or len(struck) == len(self.faults)) and _is_back(self.run, max(struck.values(), default=0.0)):
+            if (late or len(struck) == len(self.faults)) and self._is_over(struck):
                 return True
         return False
+
+    def _is_over(self, struck: dict[int, float]) -> bool:
+        """Whether the run has come back from the last fault, or never noticed it."""
+        last = max(struck.values(), default=0.0)
+        over = healed(self.folder / "storm", self.faults)
+        is_healed = bool(struck) and max(struck, key=lambda number: struck[number]) in over
+        return _is_back(self.run, last) or is_healed or time.time() > last + IDLE_SECONDS
 
     def _struck(self) -> dict[int, float]:
         return fired(self.folder / "storm", self.faults)
@@ -227,19 +237,25 @@ def _wait(process: subprocess.Popen) -> None:
         raise SoakError(f"the command did not stop within {STOP_SECONDS:.0f} s") from None
 
 
-def strikes_of(struck: list[tuple[Planted, float]], events: list[dict[str, Any]]) -> list[Strike]:
-    """What the events of a run say of each fault that struck it."""
+def strikes_of(
+    struck: list[tuple[Planted, float]], events: list[dict[str, Any]], over: Mapping[int, float] | None = None
+) -> list[Strike]:
+    """What the events of a run say of each fault that struck it. `over`: when those were that a run goes over, by number."""
     struck = sorted(struck, key=lambda one: one[1])
-    ends = [when for _, when in struck[1:]] + [float("inf")]
+    ends = [when for _, when in struck[1:]] + [float("inf")] * bool(struck)
     found = []
     for (fault, when), end in zip(struck, ends, strict=True):
         after = [event for event in events if event["time"] >= when]
+        if over is not None and fault.number in over and not _has_failed(after, over[fault.number]):
+            found.append(_gone_over(fault, when, over[fault.number], after))
+            continue
         answers = [e for e in after if e["event"] in ("failure", "stop", "rewind", "start") and e["time"] < end]
         if not answers and end < float("inf"):
             found.append(Strike(fault, when, WITHOUT_EFFECT, None, None, 0, had_effect=False))
             continue
-        failure = next((e for e in after if e["event"] in ("failure", "stop", "rewind") and e["time"] < end), None)
         start = next((e for e in after if e["event"] in ("start", "rewind")), None)
+        until = min(end, float("inf") if start is None else start["time"])
+        failure = next((e for e in after if e["event"] in ("failure", "stop", "rewind") and e["time"] <= until), None)
         resumed = 0 if start is None else start.get("to", start["step"])
         stepped = next((e for e in after if e["event"] == "stepped"), None)
         found.append(
@@ -250,6 +266,20 @@ def strikes_of(struck: list[tuple[Planted, float]], events: list[dict[str, Any]]
             )
         )  # fmt: skip
     return found
+
+
+def _has_failed(after: list[dict[str, Any]], until: float) -> bool:
+    return any(event["event"] in ("failure", "rewind", "start") and event["time"] < until for event in after)
+
+
+def _gone_over(fault: Planted, when: float, until: float, after: list[dict[str, Any]]) -> Strike:
+    """A fault without a restart: seen by a word of the run, or met without one."""
+    words = {"save failed": KINDS[fault.kind].met_by, "straggler": "the comparison of ranks"}
+    seen = next(
+        (e for e in after if e["event"] in words and e["time"] <= until and e.get("rank", fault.rank) == fault.rank), None
+    )
+    by, seconds = (KINDS[fault.kind].met_by, None) if seen is None else (words[seen["event"]], seen["time"] - when)
+    return Strike(fault, when, by, seconds, until - when, 0)
 
 
 def _detector(failure: dict[str, Any] | None) -> str:

@@ -6,9 +6,11 @@ import ctypes
 import os
 import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from ultrascale.checkpoint.folders import candidates
 from ultrascale.failpoints import VARIABLE
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import local
-from ultrascale.soak.storm import Planted, fire, read
+from ultrascale.soak.in_place import next_save, stand_still
+from ultrascale.soak.storm import KINDS, Planted, fire, heal, read
 from ultrascale.train import worker
 from ultrascale.train.run_folder import RunFolder
 from ultrascale.train.signs_of_life import FOLDER_VARIABLE
@@ -29,6 +32,8 @@ from ultrascale.train.trainer import StepResult, Trainer
 STORM_VARIABLE = "ULTRASCALE_STORM"
 """Where the storm is."""
 FOR_EVER_SECONDS = 3600
+SLOW_SECONDS = 0.3
+"""In each forward pass of a slow rank; the others' take some hundredths."""
 
 
 @dataclass
@@ -42,6 +47,8 @@ class Storm:
     due: Planted | None = field(init=False, default=None)
     """Strikes in this step."""
     trainer: Trainer | None = field(init=False, default=None)
+    over_at: dict[int, Planted] = field(init=False, default_factory=dict)
+    """Faults that are over when so many steps are done."""
 
     @classmethod
     def here(cls) -> Storm:
@@ -58,14 +65,23 @@ class Storm:
         if self.due is not None and self.due.kind in _AT_ONCE and fire(self.folder, self.due):
             _AT_ONCE[self.due.kind](trainer, self.due)
 
+    def after_step(self, steps_done: int) -> None:
+        """Say which faults are over."""
+        for step in [step for step in self.over_at if step <= steps_done]:
+            heal(self.folder, self.over_at.pop(step))
+
     def at(self, moment: str) -> None:
         """Strike if this is the moment."""
         due = self.due
+        if moment == "forward" and any(one.kind == "slow" for one in self.over_at.values()):
+            time.sleep(SLOW_SECONDS)
         if due is None or due.moment != moment or due.kind in _AT_ONCE:
             return
         self.due = None
         if fire(self.folder, due):
             assert self.trainer is not None
+            if due.kind in ("stall", "slow"):
+                self.over_at[due.step + KINDS[due.kind].steps] = due
             _AT_A_MOMENT[due.kind](self.trainer, due)
 
 
@@ -75,7 +91,9 @@ def plant(storm: Storm) -> None:
 
     def step(trainer: Trainer) -> StepResult:
         storm.before_step(trainer)
-        return train_step(trainer)
+        result = train_step(trainer)
+        storm.after_step(trainer.steps_done)
+        return result
 
     def beat_and_strike(doing: str, *, extra_seconds: float | None = None) -> None:
         beat(doing, extra_seconds=extra_seconds)
@@ -117,6 +135,26 @@ def _segfault(trainer: Trainer, fault: Planted) -> None:
 
 def _leave(trainer: Trainer, fault: Planted) -> None:
     os._exit(0)
+
+
+def _drop(trainer: Trainer, fault: Planted) -> None:
+    """As a switch that forgets its connections: whoever reads or writes next is told."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def _disk(trainer: Trainer, fault: Planted) -> None:
+    next_save(Path(os.environ[STORM_VARIABLE]).parent, fault)
+
+
+def _stall(trainer: Trainer, fault: Planted) -> None:
+    stand_still()
+
+
+def _slow_down(trainer: Trainer, fault: Planted) -> None:
+    time.sleep(SLOW_SECONDS)  # and at each "forward" from now on
 
 
 def _stop(trainer: Trainer, fault: Planted) -> None:
@@ -191,12 +229,12 @@ def _shard_of_newest(trainer: Trainer) -> Path | None:
 Strike = Callable[[Trainer, Planted], None]
 _AT_ONCE: dict[str, Strike] = {
     "kill-in-save": _die_in_save, "skip": _skip, "shape": _other_shape, "flip-file": _flip_bit, "cut-file": _cut_short,
-    "nan": _spoil_loss, "flip-bit": _flip_weight,
+    "nan": _spoil_loss, "flip-bit": _flip_weight, "full-disk": _disk, "flaky-disk": _disk, "slow-disk": _disk,
 }  # fmt: skip
 """Before the step."""
 _AT_A_MOMENT: dict[str, Strike] = {
     "kill": _die, "power-cut": _cut_power, "terminate": _terminate_launcher, "raise": _raise, "segfault": _segfault,
-    "leave": _leave, "stop": _stop, "lock": _lock,
+    "leave": _leave, "stop": _stop, "lock": _lock, "drop": _drop, "stall": _stall, "slow": _slow_down,
 }  # fmt: skip
 
 

@@ -15,9 +15,13 @@ the causal square.
 
 from __future__ import annotations
 
+from ultrascale.spec.context_order import Masks, windowed_masks
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import column_source, cut, held_to_the_end, linear, local_source, norm, row_linear
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Scores, Shape, When
+
+BIAS_MULTIPLE = 16
+"""torch pads rows of masks to this for memory-efficient attention on CUDA (`pad_bias` in its attention.cpp)."""
 
 
 def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
@@ -51,7 +55,25 @@ def mask_elements(window: int | None, shape: Shape) -> int:
     s = shape.sequence_length
     if shape.masks_in_kernel or (not shape.documents and (window is None or window >= s)):
         return 0
+    if masks := _context_masks(window, shape):
+        return masks.elements
     return (shape.micro_batch_size if shape.documents else 1) * shape.local_length * s
+
+
+def mask_room(window: int | None, shape: Shape) -> int:
+    """Bytes of booleans, at most at once, while that mask is made: what is hidden."""
+    masks = _context_masks(window, shape)
+    return 3 * mask_elements(window, shape) if masks is None else masks.room_bytes
+
+
+def _context_masks(window: int | None, shape: Shape) -> Masks | None:
+    """Over cp, where a sequence is one document."""
+    if shape.cp == 1 or shape.documents or window is None:
+        return None
+    places, heads = shape.cp_grid
+    place = None if shape.at is None else shape.at.cp // heads
+    row_multiple = BIAS_MULTIPLE if shape.device == "cuda" else 1
+    return windowed_masks(shape.sequence_length, places, place, window, row_multiple, shape.itemsize)
 
 
 def mask_name(window: int | None) -> str:

@@ -168,6 +168,30 @@ def rows_made(length: int, ring: int, place: int, window: int | None) -> int:
     return at_home + sum(view.queries[1] - view.queries[0] for view in seen)
 
 
+class Masks(NamedTuple):
+    """Of one window: elements, rows padded, and bytes of booleans at the highest moment of making them, beyond the masks."""
+
+    elements: int
+    room_bytes: int
+
+
+@lru_cache(maxsize=1024)
+def windowed_masks(length: int, ring: int, place: int | None, window: int, row_multiple: int, itemsize: int) -> Masks:
+    """The masks that `place` makes of a sequence of one document, one for each block of queries and keys that a sliding window
+    cuts; None: of the place that has most. Rows take a multiple of `row_multiple` elements of `itemsize` bytes."""
+    order = ring_order(length, ring)
+    if place is None:
+        return max(windowed_masks(length, ring, each, window, row_multiple, itemsize) for each in range(ring))
+    made = most = 0
+    for distance in range(ring):
+        for view in views(order[place], order[(place + distance) % ring], window):
+            if not view.is_full:
+                rows, keys = (stop - start for start, stop in (view.queries, view.keys))
+                made += rows * -(-keys // row_multiple) * row_multiple
+                most = max(most, made * itemsize + 2 * rows * keys)  # what is seen, and what is not
+    return Masks(made, max(0, most - made * itemsize))
+
+
 @lru_cache(maxsize=64)
 def _needs(length: int, ring: int, window: int | None) -> tuple[tuple[tuple[int, int], ...], ...]:
     """[source][d]: slots of keys of `source` that the place d before it works on."""

@@ -11,6 +11,7 @@ order, input, weight, gradient of product after product as `spec.weights` lists 
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 from ultrascale.spec.layout import Layout
@@ -50,7 +51,9 @@ def block_slots(model: Model, layer: int) -> dict[str, Slots]:
     found: dict[str, Slots] = {}
     first = 0
     for weight in layer_weights(model, layer):
-        if weight.part in ("attention", "mlp") and len(weight.shape) > 1 and not weight.name.endswith(_NARROW):
+        if weight.part not in ("attention", "mlp") or weight.name.endswith(".bias"):  # experts' have a row for each
+            continue
+        if len(weight.shape) > 1 and not weight.name.endswith(_NARROW):
             count = weight.shape[0] if weight.is_expert else 1
             found[weight.name.removeprefix(f"layers.{layer}.").removesuffix(".weight")] = Slots(first, count)
             first += KINDS * count
@@ -70,6 +73,30 @@ def fp8_layers(model: Model, layout: Layout) -> range:
 def is_delayed(layout: Layout) -> bool:
     """Whether there is a history."""
     return layout.precision == "fp8" and layout.fp8_scaling == "delayed"
+
+
+def gathers_fp8(layout: Layout) -> bool:
+    """Whether weights of products in fp8 are gathered in fp8."""
+    return layout.precision == "fp8" and layout.fp8_all_gather and layout.group("shard")[0] > 1
+
+
+def weights_gathered_in_fp8(model: Model, layout: Layout) -> dict[str, bool]:
+    """Names of the weights that are gathered in fp8, and whether ranks of tp (of experts: `expert_tp`) hold other parts of what
+    has one scale."""
+    if not gathers_fp8(layout):
+        return {}
+    found: dict[str, bool] = {}
+    for layer in fp8_layers(model, layout):
+        named = {weight.name: weight for weight in layer_weights(model, layer)}
+        for name in block_slots(model, layer):
+            weight = named[f"layers.{layer}.{name}.weight"]
+            found[weight.name] = layout.fp8_scaling != "row" or weight.tp_dim == len(weight.shape) - 1
+    return found
+
+
+def num_weight_scales(shape: tuple[int, ...], layout: Layout) -> int:
+    """Of a weight of this shape, [F, D] or of experts [X, F, D]: one a row, or one a matrix."""
+    return prod(shape[:-1]) if layout.fp8_scaling == "row" else prod(shape[:-2])
 
 
 def num_slots(model: Model, layout: Layout) -> int:

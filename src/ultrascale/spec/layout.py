@@ -94,6 +94,9 @@ class Layout:
     """With fp8_scaling = "delayed": a scale from the largest of the history, or from the last step alone."""
     fp8_keep_blocks: int = 0
     """With precision = "fp8": so many first and so many last blocks compute in bf16."""
+    fp8_all_gather: bool = False
+    """With precision = "fp8" and a ZeRO stage: weights of products in fp8 are rounded before they are gathered, and travel and
+    stay whole in 8 bits instead of 16. The numbers are the same."""
     reduce_dtype: Precision | None = None
     """Dtype in which gradients are reduced over ranks. None: fp32, or fp64 when `precision` is."""
     layers_per_bucket: int = 1

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import (
+    FP8_BYTES,
     Source,
     column_scales,
     column_source,
@@ -35,11 +36,11 @@ def mlp_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     if not model.is_moe(layer):
         return _dense(model, shape, "mlp", model.intermediate_size, "mlp_in", "mlp_out")
     if not model.shared_expert_intermediate_size:
-        return _experts(model, shape, "mlp_out")
+        return held_to_the_end(_experts(model, shape, "mlp_out"), ("mlp_in",))
     width = model.shared_expert_intermediate_size
     num_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
     total = Op("mlp.add_shared", "elementwise", ("routed_out", "shared_out"), (Activation("mlp_out", num_bytes),),
-               moved_bytes=3 * num_bytes, backward_moved_bytes=2 * num_bytes)  # fmt: skip
+               moved_bytes=3 * num_bytes, backward_moved_bytes=2 * num_bytes, holds=("mlp_in",))  # fmt: skip
     return (
         *_dense(model, shape, "mlp.shared_experts", width, "mlp_in", "shared_out", prefix="shared_"),
         *_experts(model, shape, "routed_out"),  # sent before the shared one is computed, and awaited after it
@@ -213,6 +214,7 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
     """The experts' three products, each one grouped product over the experts of this rank."""
     d, a = model.hidden_size, shape.itemsize
     m = max(1, tokens // local)
+    names = ("gate", "up") if model.gated_mlp else ("up",)
 
     def grouped(
         name: str, source: Source, make: str, columns: int, rows: int, weights: tuple[str, ...],
@@ -221,17 +223,23 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
         flops = 2 * tokens * rows * columns
         sums = 2 * local * tokens * rows if model.mlp_bias else 0  # of each expert's rows, for its bias: a product with ones
         suffixes = ("weight", "bias") if model.mlp_bias else ("weight",)
-        names = tuple(f"mlp.experts.{one}_proj.{suffix}" for one in weights for suffix in suffixes)
+        parameters = tuple(f"mlp.experts.{one}_proj.{suffix}" for one in weights for suffix in suffixes)
         room, backward_room = fp8_room(shape, source, tokens, columns, rows, experts=local)
+        together = names.index(name) + 1 if room and name in names else 1  # of one call in fp8, which has made those before
+        room += (together - 1) * local * rows * columns * FP8_BYTES
+        if room and name == names[0]:  # before the products all weights are rounded, one after the other
+            rounded = local * rows * columns * (len(names) * FP8_BYTES + shape.wide_itemsize)
+            room = max(room, rounded - tokens * rows * a)
+        if model.mlp_bias:  # the products, and of each row its expert's bias, beside the sums
+            room += (together + 1) * tokens * rows * a
+        made = Activation(make, tokens * rows * a)
         return Op(
-            f"mlp.experts.{name}_proj", "matmul", (source.read,), (Activation(make, tokens * rows * a),), source.saved, names,
-            flops, 2 * flops + sums, scratch_bytes=room, backward_scratch_bytes=source.again_bytes + backward_room,
-            product=Product(m, rows, columns, local),
-            collectives=scales,
+            f"mlp.experts.{name}_proj", "matmul", (source.read,), (made,), source.saved, parameters, flops, 2 * flops + sums,
+            scratch_bytes=room, backward_scratch_bytes=source.again_bytes + backward_room,
+            product=Product(m, rows, columns, local), collectives=scales,
         )  # fmt: skip
 
     saved, source = local_source(shape, "expert_in", d, tokens)
-    names = ("gate", "up") if model.gated_mlp else ("up",)
     scales = column_scales(shape, "expert_tp", tokens, local, len(names))
     if shape.kernels.joins_projections and model.gated_mlp:
         ops = [grouped("gate_up", source, "expert_gate_up", d, 2 * f, names, scales)]
@@ -243,7 +251,8 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
     activated = _activate(model, shape, "mlp.experts", reads, "expert_product", tokens * f, extra=weighed)
     narrow, down = local_source(shape, "expert_product", f, tokens, cheap=True)
     of_down = row_scales(shape, "expert_tp", tokens, local, d)
-    return [*saved, *ops, *activated, *narrow, grouped("down", down, "expert_out", f, d, ("down",), of_down)]
+    last = grouped("down", down, "expert_out", f, d, ("down",), of_down)
+    return [*saved, *ops, *activated, *narrow, *held_to_the_end((last,), ("expert_in", *reads, "expert_product"))]
 
 
 def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered: int) -> list[Op]:
@@ -270,9 +279,10 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
     # Backward: the gradient of each row, what came back, and their product, all wide, before the first is narrowed.
     wide = shape.wide_itemsize // a
     room = 0 if weighed else returned * ((3 if wide > 1 else 2) * wide - 1)
+    sums = 0 if weighed else 2 * wide * summed  # forward: the sum and what is added to it, both wide
     ops.append(
         Op("mlp.unpermute", "permute", (name,) if weighed else (name, "scores"), (made,), saves, moved_bytes=returned + summed,
-           backward_moved_bytes=2 * returned + summed, backward_scratch_bytes=room)
+           backward_moved_bytes=2 * returned + summed, scratch_bytes=sums, backward_scratch_bytes=room)
     )  # fmt: skip
     if cut_over_tp:
         whole = shape.num_tokens * d * a

@@ -27,6 +27,11 @@ class NetworkKind:
 
 KINDS = (
     NetworkKind(
+        "EFA v2 under load", ("under load",), 0.955, 2.4e-4,
+        "the Ultra-Scale Playbook's figure of bandwidth by nodes: medians of its runs' all-reduces, all-gathers and "
+        "reduce-scatters of 256 MiB over all ranks of 2 to 64 nodes; the hop that fits them best; 2025",
+    ),
+    NetworkKind(
         "EFA v2", ("efa v2", "efa v3", "efa v4", "3200"), 0.955, 22e-6,
         "awsome-distributed-training, 2 x p5: 69 us for 8 bytes; ml-engineering, 4 x B200 with EFA v4: 382 of 400 GB/s; 2025",
     ),

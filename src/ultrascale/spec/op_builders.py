@@ -80,6 +80,8 @@ def linear(
     suffixes = ("weight", "bias") if bias else ("weight",)
     flops = 2 * n * rows * columns
     room, backward_room = fp8_room(shape, source, n, columns, rows)
+    if room and bias:  # the product beside its sum with the bias
+        room += n * rows * shape.itemsize
     return Op(
         name, "matmul", (source.read,), (Activation(make, n * rows * shape.itemsize),), source.saved,
         tuple(f"{one}.{suffix}" for one in names for suffix in suffixes), flops, 2 * flops,
@@ -94,17 +96,19 @@ def is_fp8(op: Op) -> bool:
 
 
 def fp8_room(shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1) -> tuple[int, int]:
-    """What exists beside a product in fp8, if it is one, and beside its two of the backward pass: the weight rounded; the
-    gradient as both want it, each of which is scaled and divided in fp32 before; and on the CPU the factors and the result of a
-    product in fp32 (`kernels.fp8_linear`). `experts`: one after the other, and each row with its expert's scales beside it."""
+    """What exists beside a product in fp8, if it is one, and beside its two of the backward pass: the weight rounded, before
+    that divided in fp32; the gradient as both want it, each of which is scaled and divided in fp32 before; and on the CPU the
+    factors and the result of a product in fp32 (`kernels.fp8_linear`). `experts`: one after the other, and each row with its
+    expert's scales beside it."""
     if not shape.kernels.own_fp8 or not any(name.endswith("_fp8") for name in source.saved):
         return 0, 0
     a, w = FP8_BYTES, shape.wide_itemsize
     product = w * ((n * columns + n * rows) // experts + rows * columns) if shape.device == "cpu" else 0
-    narrow = experts * rows * columns * a
+    narrow = 0 if shape.fp8_gathered else experts * rows * columns * a
     by_row = shape.fp8_scaling == "row"  # else dW takes the gradient as dx does, turned, and nothing is scaled before
     roundings, wides = (2, 3 if experts > 1 else 2) if by_row else (1, 1)
-    return narrow + product, narrow + roundings * n * rows * a + max(wides * n * rows * w, product)
+    quotient = experts * rows * columns * w - n * rows * shape.itemsize  # while the weight is rounded there is no result yet
+    return narrow + max(product, quotient), narrow + roundings * n * rows * a + max(wides * n * rows * w, product)
 
 
 def local_source(shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False) -> tuple[tuple[Op, ...], Source]:
@@ -112,7 +116,9 @@ def local_source(shape: Shape, read: str, width: int, num_tokens: int, *, cheap:
     num_bytes = num_tokens * width * shape.itemsize
     if shape.precision == "fp8":
         narrow = Activation(f"{read}_fp8", num_tokens * width * FP8_BYTES, False)
-        op = Op(f"{read}.quantise", "elementwise", (), (narrow,), moved_bytes=num_bytes + narrow.num_bytes)
+        quotient = num_tokens * width * shape.wide_itemsize if shape.kernels.own_fp8 else 0
+        op = Op(f"{read}.quantise", "elementwise", (), (narrow,), moved_bytes=num_bytes + narrow.num_bytes,
+                scratch_bytes=quotient)  # fmt: skip
         return (op,), Source(read, (narrow.name,))
     if cheap and shape.kernels.compiled:
         return (), Source(read, (), num_bytes)
@@ -158,24 +164,28 @@ def _agrees_on_scales(shape: Shape, ranks: int) -> bool:
 def column_scales(
     shape: Shape, axis: Literal["tp", "expert_tp"], num_tokens: int, experts: int, projections: int
 ) -> tuple[Collective, ...]:
-    """The largest magnitudes that ranks of column products agree on in fp8: of what has one scale and is cut."""
+    """The largest magnitudes that ranks of column products agree on in fp8: of what has one scale and is cut. Those of weights
+    that were gathered in fp8 are known."""
     ranks = shape.tp if axis == "tp" else shape.expert_tp
     if not _agrees_on_scales(shape, ranks):
         return ()
     if shape.fp8_scaling == "row":
         return (Collective("all_reduce", axis, projections * num_tokens * SCALE_BYTES, "backward"),)
-    of_inputs, of_grads = ((projections + more) * experts * SCALE_BYTES for more in (1, 0))
+    counts = (1 if shape.fp8_gathered else 1 + projections), projections
+    of_inputs, of_grads = (count * experts * SCALE_BYTES for count in counts)
     return Collective("all_reduce", axis, of_inputs, "forward"), Collective("all_reduce", axis, of_grads, "backward")
 
 
 def row_scales(
     shape: Shape, axis: Literal["tp", "expert_tp"], num_tokens: int, experts: int, rows: int
 ) -> tuple[Collective, ...]:
-    """The same of a row product, whose input and weight are cut, and whose gradient is whole."""
+    """The same of a row product, whose input and weight are cut, and whose gradient is whole. The scales of weights that were
+    gathered in fp8 are known."""
     ranks = shape.tp if axis == "tp" else shape.expert_tp
     if not _agrees_on_scales(shape, ranks):
         return ()
-    count = num_tokens + experts * rows if shape.fp8_scaling == "row" else 2 * experts
+    of_input, of_weight = (num_tokens, experts * rows) if shape.fp8_scaling == "row" else (experts, experts)
+    count = of_input + (0 if shape.fp8_gathered else of_weight)
     return (Collective("all_reduce", axis, count * SCALE_BYTES, "forward"),)
 
 

@@ -176,6 +176,8 @@ class Shape:
     """Whose share it is, to the token, where ranks do not divide sequence, vocabulary or widths; None: a mean share of the
     sequence and the largest of the others, for whoever compares layouts."""
     fp8_scaling: Fp8Scaling = "row"
+    fp8_gathered: bool = False
+    """Whether products in fp8 find their weights rounded (`spec.fp8_slots.gathers_fp8`)."""
     kernels: Kernels = KERNELS
 
     @property

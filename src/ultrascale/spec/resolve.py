@@ -21,7 +21,8 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model, RopeScaling
 from ultrascale.spec.model_presets import PRESETS, preset
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.rules import range_problem, run_problems
+from ultrascale.spec.ranges import range_problem
+from ultrascale.spec.rules import run_problems
 from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, LossScale, Optimizer, RampStage, Run
 from ultrascale.spec.run_toml import to_toml
 from ultrascale.spec.schema import BAD, At, convert, leaves

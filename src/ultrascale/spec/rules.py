@@ -1,48 +1,26 @@
-"""Rules of a run that one section cannot see alone, the ranges of plain numbers, and what is set without effect."""
+"""Rules of a run that one section cannot see alone, and what is set without effect."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from math import frexp, inf
-from typing import Any
 
-from ultrascale.spec import layout, model
 from ultrascale.spec.attention_cores import attention_wanted, why_not
 from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.families import export_problems
-from ultrascale.spec.fp8_slots import is_delayed
+from ultrascale.spec.fp8_slots import gathers_fp8, is_delayed
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.progress import tokens_after
+from ultrascale.spec.ranges import MOST
 from ultrascale.spec.run import LossScale, Optimizer, Run
+from ultrascale.spec.time_limits import time_limit_notes
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.units import format_count
 
-MOST = 2**53
-"""Of steps and of tokens: whole numbers that every reader of metrics.jsonl has exactly, since most keep them as doubles."""
 MOST_MICRO_BATCHES = 2**16
 """Of a rank in a step: its schedule is a list with entries for each, and so is what it has read. Far above any run's."""
-LONGEST_WAIT = 2_000_000.0
-"""Seconds, 23 days: the system's waits count milliseconds in 32 bits."""
-
-# key: lowest, highest value. None as a value is always allowed where the field allows it.
-_RANGES: dict[str, tuple[float, float]] = {
-    "steps": (1, MOST), "seed": (0, 2**63 - 1),
-    "batch.sequence_length": (1, MOST), "batch.sequences_per_batch": (1, MOST),
-    "optimizer.learning_rate": (0, inf), "optimizer.warmup_steps": (0, MOST), "optimizer.decay_steps": (1, MOST),
-    "optimizer.min_learning_rate_ratio": (0, 1), "optimizer.weight_decay": (0, inf),
-    "checkpoint.every_steps": (1, MOST), "checkpoint.keep": (0, MOST), "checkpoint.failures_allowed": (0, MOST),
-    "checkpoint.keep_every_steps": (1, MOST),
-    "evaluation.every_steps": (1, MOST), "evaluation.sequences": (1, MOST),
-    "loss_scale.growth_steps": (1, MOST), "log.every_steps": (1, MOST), "log.memory_steps": (0, MOST),
-}  # fmt: skip
-_RANGES |= {f"faults.{key}": (1, MOST) for key in ("digest_every_steps", "repeat_every_steps", "straggler_steps")} | {
-    "faults.spike_factor": (1, inf)
-}
-_RANGES |= {f"layout.{key}": limits for key, limits in layout.RANGES.items()}
-_RANGES |= {f"model.{key}": limits for key, limits in model.RANGES.items()}
 # Settings of an axis that is not used when it has one rank.
 _READ_WITH = {
     "sequence_parallel": "tp", "tp_overlap": "tp", "cp_method": "cp", "cp_heads": "cp", "virtual_stages": "pp",
@@ -50,33 +28,6 @@ _READ_WITH = {
 }  # fmt: skip
 SPLITTING_SCHEDULES = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 """With I and W in the place of some backward passes."""
-_ABOVE_ZERO = ("collective_timeout_seconds", "optimizer.eps", "optimizer.clip_grad_norm", "faults.hang_seconds")
-_WAITS = ("collective_timeout_seconds", "faults.hang_seconds")
-_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def range_problem(key: str, value: Any) -> Problem | None:
-    """The problem of one plain number or name that is out of range, whatever the rest of the run."""
-    if value is None:
-        return None
-    if key in _RANGES:
-        low, high = _RANGES[key]
-        if not low <= value <= high:
-            rule = f"must be at least {low}" if high == inf else f"must be from {low} to {high}"
-            return Problem(key, f"{rule}, is {value}", f"Give {low} or more." if high == inf else "Give a value between them.")
-    if key in _WAITS and value > LONGEST_WAIT:
-        return Problem(key, f"must be at most {LONGEST_WAIT:.0f} seconds, is {value}", "Give a shorter time; 600 is usual.")
-    if key in _ABOVE_ZERO and value <= 0:
-        return Problem(key, f"must be above 0, is {value}", _above_zero_remedy(key))
-    if key in _BELOW_ONE and not 0 <= value < 1:
-        return Problem(key, f"must be at least 0 and below 1, is {value}", "0.9 and 0.95 are usual.")
-    if key == "name" and not _NAME.fullmatch(value):
-        rule = f"must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit, is {value!r}"
-        return Problem(key, rule, "Rename the run.")
-    if key == "folder" and not value:
-        return Problem(key, "must not be empty", 'Write "." for the current folder.')
-    return None
 
 
 def run_problems(run: Run, *, require_data: bool = False, without: frozenset[str] = frozenset()) -> list[Problem]:
@@ -108,7 +59,8 @@ def _trainable(run: Run, without: frozenset[str]) -> Iterator[Problem]:
 
 
 def run_notes(run: Run) -> list[str]:
-    """Settings that are right but do nothing in this layout, a line each: a run made for many ranks may be tried on one."""
+    """Settings that are right but do nothing in this layout, or work against one another, a line each: a run made for many
+    ranks may be tried on one."""
     own = run.layout
     # One process computes in bf16 with copies of its own: no precision makes it gather, cut or reduce anything.
     alone = own.dp * own.cp == 1
@@ -117,7 +69,7 @@ def run_notes(run: Run) -> list[str]:
         "layers_per_bucket": own.layers_per_bucket > 1,
         "reduce_dtype": own.reduce_dtype not in (None, own.master_dtype),
     }
-    notes = []
+    notes = [*time_limit_notes(run)]
     for key, is_set in set_for_nothing.items():
         if alone and is_set:
             notes.append(f"layout.{key} = {getattr(own, key)} has no effect: one process shares nothing (layout.dp = 1).")
@@ -126,9 +78,12 @@ def run_notes(run: Run) -> list[str]:
             notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.{axis} = 1).")
     if own.precision != "fp16" and run.loss_scale != LossScale():
         notes.append(f"loss_scale has no effect: only fp16 scales the loss (layout.precision = {own.precision}).")
-    for key in ("fp8_scaling", "fp8_keep_blocks"):
+    for key in ("fp8_scaling", "fp8_keep_blocks", "fp8_all_gather"):
         if own.precision != "fp8" and getattr(own, key) != getattr(Layout, key):
             notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.precision = {own.precision}).")
+    if own.precision == "fp8" and own.fp8_all_gather and not gathers_fp8(own):
+        why = "one process shares nothing" if alone else "every rank keeps whole weights"
+        notes.append(f"layout.fp8_all_gather = True has no effect: {why} (layout.zero_stage = {own.zero_stage}).")
     for key in ("fp8_amax_history_len", "fp8_amax_compute_algo"):
         if not is_delayed(own) and getattr(own, key) != getattr(Layout, key):
             notes.append(f'layout.{key} = {getattr(own, key)} has no effect: only fp8_scaling = "delayed" keeps a history.')
@@ -141,18 +96,17 @@ def run_notes(run: Run) -> list[str]:
     return notes
 
 
-def _above_zero_remedy(key: str) -> str:
-    return (
-        'Give a positive number, or "none" for no clipping.' if key == "optimizer.clip_grad_norm" else "Give a positive number."
-    )
+def _batch_sizes(run: Run) -> Iterator[tuple[str, int]]:
+    """Sequences of a batch, and of those on the way up to it, by key."""
+    yield "batch.sequences_per_batch", run.batch.sequences_per_batch
+    for index, stage in enumerate(run.batch.ramp):
+        yield f"batch.ramp[{index}].sequences_per_batch", stage.sequences_per_batch
 
 
 def _global_batch(run: Run) -> Iterator[Problem]:
     """Every optimizer step must be whole micro-batches on every rank."""
     share = run.layout.dp * run.layout.micro_batch_size
-    sizes = [("batch.sequences_per_batch", run.batch.sequences_per_batch)]
-    sizes += [(f"batch.ramp[{i}].sequences_per_batch", stage.sequences_per_batch) for i, stage in enumerate(run.batch.ramp)]
-    for key, size in sizes:
+    for key, size in _batch_sizes(run):
         if size < 1:
             if "ramp" in key:  # the other has a range of its own
                 yield Problem(key, f"must be at least 1, is {size}", "Give a positive number.")
@@ -165,9 +119,7 @@ def _global_batch(run: Run) -> Iterator[Problem]:
 def _most_micro_batches(run: Run) -> Iterator[Problem]:
     """A plan counts what is alike; a trainer goes through it."""
     share = run.layout.dp * run.layout.micro_batch_size
-    sizes = [("batch.sequences_per_batch", run.batch.sequences_per_batch)]
-    sizes += [(f"batch.ramp[{i}].sequences_per_batch", stage.sequences_per_batch) for i, stage in enumerate(run.batch.ramp)]
-    for key, size in sizes:
+    for key, size in _batch_sizes(run):
         if share > 0 and size // share > MOST_MICRO_BATCHES:
             rule = f"must be at most {MOST_MICRO_BATCHES} micro-batches on each rank, is {size // share} ({size} sequences)"
             yield Problem(key, rule, f"Give at most {MOST_MICRO_BATCHES * share}, or raise dp or micro_batch_size.")

@@ -188,8 +188,9 @@ class Run:
     Liger's where it has one; auto: each as it is fastest at the run's shapes. The compiler fuses torch's itself."""
     deterministic: bool = False
     """On CUDA the same bits every time, by kernels that add up in one order: slower. The CPU's bits are the same anyway."""
-    collective_timeout_seconds: float = 600.0
-    """A collective that takes longer ends the run with an error."""
+    collective_timeout_seconds: float = 100.0
+    """A collective of a step that takes longer ends the run with an error; the first step and what is slow by nature may take
+    more. Above `faults.hang_seconds`, so that the watchdog speaks first, and below the time that a stop has (120 s)."""
     layout: Layout = field(default_factory=Layout)
     batch: Batch = field(default_factory=Batch)
     data: Data = field(default_factory=Data)

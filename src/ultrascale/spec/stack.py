@@ -74,17 +74,14 @@ class Overheads:
     """Python and the dispatcher need this long to launch one operation of the table; a device that is faster waits."""
     collective_seconds: float = 3e-5
     """The same for a collective inside a block."""
-    crossing_seconds: float = 0.0
-    """Latency that a collective inside a block adds for every node it crosses."""
-    pipeline_seconds: float = 0.0
-    """Of a micro-batch on a rank of a pipeline: shapes are sent before tensors, and Python decides what comes next."""
-    pipelined_collective_seconds: float = 0.0
-    """Instead of `collective_seconds` where a pipeline spans nodes, for each rank of tp: receives from another node are in the
-    way of a ring's steps."""
-    pipelined_collective_tp_seconds: float = 0.0
-    """Added to that, times tp squared."""
+    hops_per_rank: float = 0.0
+    """Where a pipeline spans nodes, a collective of tp takes the host so many hops of the network for every rank of tp, instead
+    of `collective_seconds`; the device computes meanwhile."""
+    hop_growth: float = 0.0
+    """Of those hops, by how much of itself one is longer, times tp squared."""
     stall_seconds: float = 0.0
-    """A stop of every micro-batch (of every step without a pipeline) on `stall_nodes` nodes or more."""
+    """A stop on `stall_nodes` nodes or more: of every micro-batch for each neighbour that a rank has in the pipeline, of every
+    step twice without a pipeline."""
     stall_nodes: int = 0
     products: float = 1.0
     """Time of products over that of the same products in Megatron: what clocks, streams and copies between them cost."""
@@ -132,7 +129,13 @@ class Stack:
     counted (`plan.stage_cut`). by-share: blocks and head in a row, cut where a stage's share of the FLOPs is used up."""
     overlaps_data_parallel: bool = True
     """Gathers and reductions of data parallelism run beside computation."""
+    sums_whole_gradients: bool = False
+    """With ZeRO 1 gradients are all-reduced, not reduce-scattered, after the last backward pass and beside nothing; gathered
+    parameters are copied to their places piece by piece (`plan.copied_pieces`). Read only if gathers = "whole"."""
     overlaps_tensor_parallel: bool = False
+    sends_beside_gradients: bool = False
+    """What the backward pass of a column-parallel product sends over tp travels beside its own two products
+    (`plan.blocks.PartSeconds.tp_beside`), also where nothing else is overlapped."""
     overlaps_expert_parallel: bool = False
     """A forward pass runs beside the backward pass of another micro-batch, and each computes while the other's tokens travel to
     experts and back (Megatron's overlap_moe_expert_parallel_comm, for pipelines of several stages a rank)."""
@@ -184,17 +187,16 @@ STACKS: dict[str, Stack] = {
             keeps_dummy_gradients=True,
         ),
         Stack(
-            "nanotron", 2, 4, 2, gathers="whole", selective="attention", stage_cut="by-share", overlaps_data_parallel=False,
+            "nanotron", 2, 4, 2, gathers="whole", selective="attention", stage_cut="by-share",
+            # Without ZeRO torch's DDP sums buckets of 25 MiB, in fp32 twice that, beside the last backward pass; with ZeRO 1
+            # and sums in fp32 there is no DDP (nanotron's trainer: make_ddp; its issue 261, 2024).
+            bucket_bytes=50 << 20, sums_whole_gradients=True,
             kernels=Kernels(
                 "unfused", swiglu=False, rotary=False, joins_projections=True, value_is_view=True, copies_attended=True,
             ),
-            # What launches and copies of an eager program cost is as in others (`measured_stacks.VINTAGE`). The rest is of the
-            # playbook's scan of 1,139 runs and its network: in a pipeline over nodes a block takes 10 ms at least at tp 2, 15
-            # at 4, 25 at 8, 52 at 16, 130 at 32, on one node 5 at any tp; on 64 nodes micro-batches stopped for over a second.
-            overheads=Overheads(
-                1.2e-4, crossing_seconds=3.6e-4, pipelined_collective_seconds=1.9e-4, pipelined_collective_tp_seconds=7e-6,
-                stall_seconds=1.2, stall_nodes=64, elementwise=2.3,
-            ),
+            sends_beside_gradients=True,  # tp_linear_async_communication
+            # What launches and copies of an eager program cost is as in others (`measured_stacks.VINTAGE`).
+            overheads=Overheads(1.2e-4, hops_per_rank=1.0, elementwise=2.3),
         ),
         Stack(
             "aleph-alpha", 2, 2, 0, gathers="whole", selective="attention", reduce_bytes=2,

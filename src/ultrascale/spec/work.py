@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from ultrascale.spec.attention_work import attended_share, attention_work, mask_elements, mask_name
+from ultrascale.spec.attention_work import attended_share, attention_work, mask_elements, mask_name, mask_room
 from ultrascale.spec.mlp_work import mlp_work
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import add, column_source, cut, dropout, exchanged_bytes, linear, norm, without_fp8
@@ -44,7 +44,7 @@ def shared_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     for window in dict.fromkeys(model.window(layer) for layer in range(model.num_hidden_layers)):
         if elements := mask_elements(window, shape):
             mask = Activation(mask_name(window), elements * shape.itemsize, False)
-            ops.append(Op(mask.name, "elementwise", (), (mask,), scratch_bytes=3 * elements))  # what is hidden, as booleans
+            ops.append(Op(mask.name, "elementwise", (), (mask,), scratch_bytes=mask_room(window, shape)))
     if model.position_embedding == "rotary":
         width = model.qk_rope_head_dim if model.latent_attention else model.head_dim
         planes = rows * width // 2

@@ -16,6 +16,10 @@ from ultrascale.spec.run import Run
 from ultrascale.trace.record import RankTrace
 
 PARTS, EDITS = 8, 3
+MOST_TOGETHER = 3
+"""Changes at once that are tried where fewer are not enough."""
+GO_ON_FROM = 4
+"""Of those that save most; from all of them a table of three would be a hundred plans."""
 
 
 class Part(NamedTuple):
@@ -37,6 +41,8 @@ class Edit(NamedTuple):
     fits: bool
     slower: float | None
     """Of the step's time, as a fraction; None where no rates are known."""
+    at_once: int = 1
+    """How many single changes it is made of."""
 
 
 def biggest_parts(trace: RankTrace, index: int, *, most: int = PARTS) -> list[Part]:
@@ -52,24 +58,83 @@ def biggest_parts(trace: RankTrace, index: int, *, most: int = PARTS) -> list[Pa
 
 
 def edits(run: Run, cluster: Cluster, *, most: int = EDITS) -> list[Edit]:
-    """The changes that help: those that make it fit first, the fastest of them before others; else those that save most."""
-    now = plan_run(run, cluster)
-    found = []
-    for setting, layout in _changes(run.layout, run):
-        with suppress(SpecError):
-            changed = plan_run(replace(run, layout=layout), cluster)
-            saved = now.needed_bytes - changed.needed_bytes
-            if saved > 0:
-                found.append(Edit(setting, changed.needed_bytes, saved, changed.fits, _slower(changed, now)))
-    return sorted(found, key=lambda edit: (not edit.fits, (edit.slower or 0.0) if edit.fits else -edit.saved_bytes))[:most]
+    """The changes that help: those that make it fit first, the fastest of them before others; else those that save most.
+
+    If none makes it fit, the best pair of changes that does comes first, or else the best three: several at once, in one line.
+    """
+    now, found = plan_run(run, cluster), Priced(run, cluster)
+    singles = [edit for change in _changes(run.layout, run) if (edit := found.edit((change,), now)) and edit.saved_bytes > 0]
+    first: list[Edit] = []
+    if not any(edit.fits for edit in singles) and not now.fits:
+        first = _together(run, found, now)
+    return [*first, *_ranked(singles)][:most]
 
 
-def _changes(layout: Layout, run: Run) -> Iterator[tuple[str, Layout]]:
+def _together(run: Run, found: Priced, now: RunPlan) -> list[Edit]:
+    """The fastest of the least changes at once that make it fit, two or three; else what saves most of those tried."""
+    tried: list[Edit] = []
+    chains: list[tuple[Change, ...]] = [(change,) for change in _changes(run.layout, run)]
+    for _ in range(2, MOST_TOGETHER + 1):
+        chains = [
+            (*chain, change)
+            for chain in _most_saving(chains, found, now)
+            for change in _changes(chain[-1].layout, replace(run, layout=chain[-1].layout))
+        ]
+        more = [edit for chain in chains if (edit := found.edit(chain, now))]
+        tried += more
+        if any(edit.fits for edit in more):
+            break
+    return _ranked(tried)[:1]
+
+
+def _most_saving(chains: list[tuple[Change, ...]], found: Priced, now: RunPlan) -> list[tuple[Change, ...]]:
+    """Those to go on from."""
+    saved = [(edit.saved_bytes, number) for number, chain in enumerate(chains) if (edit := found.edit(chain, now))]
+    return [chains[number] for _, number in sorted(saved, reverse=True)[:GO_ON_FROM]]
+
+
+def _ranked(found: list[Edit]) -> list[Edit]:
+    return sorted(found, key=lambda edit: (not edit.fits, (edit.slower or 0.0) if edit.fits else -edit.saved_bytes))
+
+
+class Change(NamedTuple):
+    """Flags, and the layout that they make."""
+
+    setting: dict[str, Any]
+    layout: Layout
+
+
+class Priced:
+    """Changes as the planner has them, each asked once."""
+
+    def __init__(self, run: Run, cluster: Cluster):
+        self.run, self.cluster = run, cluster
+        self._known: dict[Layout, RunPlan | None] = {}
+
+    def edit(self, chain: tuple[Change, ...], now: RunPlan) -> Edit | None:
+        """Of changes one after the other; None for what cannot be planned or trained."""
+        plan = self._plan(chain[-1].layout)
+        if plan is None:
+            return None
+        settings: dict[str, Any] = {}
+        for change in chain:
+            settings |= change.setting
+        words = " ".join(f"--layout.{name.replace('_', '-')} {value}" for name, value in settings.items())
+        return Edit(words, plan.needed_bytes, now.needed_bytes - plan.needed_bytes, plan.fits, _slower(plan, now), len(chain))
+
+    def _plan(self, layout: Layout) -> RunPlan | None:
+        if layout not in self._known:
+            self._known[layout] = None
+            with suppress(SpecError):
+                self._known[layout] = plan_run(replace(self.run, layout=layout), self.cluster)
+        return self._known[layout]
+
+
+def _changes(layout: Layout, run: Run) -> Iterator[Change]:
     """Single changes that need the same number of ranks."""
 
-    def changed(**settings: Any) -> tuple[str, Layout]:
-        words = " ".join(f"--layout.{name.replace('_', '-')} {value}" for name, value in settings.items())
-        return words, replace(layout, **settings)
+    def changed(**settings: Any) -> Change:
+        return Change(settings, replace(layout, **settings))
 
     ways = ["none", "selective", "every-k", "full"]
     at = ways.index(layout.recompute) if layout.recompute in ways else 0

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ultrascale.kernels.device_kind import Kind
-from ultrascale.parallel.groups import ends_of, shares_embedding
 from ultrascale.plan.ledger import Moment
-from ultrascale.plan.memory import MemoryPlan, is_replayed, muon_matrices, num_micro_batches, plan_memory, stage_parts
+from ultrascale.plan.memory import (
+    MemoryPlan,
+    is_replayed,
+    muon_matrices,
+    num_micro_batches,
+    plan_memory,
+    stage_parts,
+    tied_bytes,
+)
 from ultrascale.plan.tally import Traffic, Way, per_step
+from ultrascale.plan.weight_scales import scale_messages, scale_tables
 from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
 from ultrascale.spec.model import Model
@@ -24,7 +32,6 @@ from ultrascale.spec.run import Run
 from ultrascale.spec.stack import SCALED_TOGETHER, UPDATED_TOGETHER
 from ultrascale.spec.weights import Weight, weights
 
-TIED = "embed_tokens.weight"
 NORM_BYTES = 8
 """A sum of squares in fp64."""
 SCALE_BYTES, MOMENTS = 4, 2
@@ -36,6 +43,8 @@ class Planned:
     """One step of a rank."""
 
     peak: Moment
+    highest: dict[str, int]
+    """The most of each category of memory, whenever that is."""
     before_update: Moment
     """When all gradients are there."""
     traffic: dict[Way, Traffic]
@@ -67,7 +76,7 @@ def planned_rank(run: Run, rank: int, device: Kind) -> Planned | None:
             tally.counts[way] += 1
             tally.sizes[way] += elements * _iterated_itemsize(layout)
     products = tally.products + sum(orthogonalising_flops(shape) for shape in owned_shapes(matrices, layout, rank))
-    return Planned(plan.peak_by_step[1], plan.before_update, tally.traffic, products, tally.attention)
+    return Planned(plan.peak_by_step[1], plan.highest_by_step[1], plan.before_update, tally.traffic, products, tally.attention)
 
 
 def _matrices(run: Run, rank: int) -> list[Weight]:
@@ -118,7 +127,7 @@ def _held(run: Run, rank: int) -> Iterator[Weight]:
 
 def _once(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
     """What `parallel.share` sends at the end of a step: shares of gradients that tp leaves, a tied embedding's, the norm,
-    what delayed scales of fp8 follow from."""
+    what delayed scales of fp8 follow from; and before the next what scales of weights gathered in fp8 do."""
     model, layout = run.model, run.layout
     itemsize, at = DTYPE_BYTES[layout.master_dtype], Coordinates.of(layout, rank)
     shares: Counter[int] = Counter()
@@ -130,9 +139,11 @@ def _once(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], in
         yield ("all_reduce", (copies, 1)), elements * itemsize
     yield ("all_reduce", (layout.world_size, 1)), NORM_BYTES
     yield ("all_reduce", (layout.world_size, 1)), num_slots(model, layout) * SLOT_BYTES
-    if shares_embedding(model, layout) and at.pp in ends_of(layout):
-        held = next(weight for weight in weights(model) if weight.name == TIED)
-        yield ("send", (layout.pp, layout.group("pp")[1])), prod(part_shape(held, layout, rank)) * itemsize
+    whole = [replace(weight, shape=place(weight, layout, at).shape) for weight in _held(run, rank)]
+    for group, num_bytes in scale_messages(scale_tables(model, layout, whole), layout):
+        yield ("all_reduce", group), num_bytes
+    if shared := tied_bytes(model, layout, rank, at):
+        yield ("send", (layout.pp, layout.group("pp")[1])), shared
 
 
 def _outside(model: Model, is_first: bool, is_last: bool) -> set[str]:

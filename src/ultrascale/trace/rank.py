@@ -41,11 +41,10 @@ ALLOCATION = {"cpu": 1, "cuda": 512}
 
 
 class EmptySequences:
-    """A loader of token 0. With documents there are two in each sequence, of the same length; where cp cuts sequences one,
-    which is the most that attention can have to do and to send, and what a plan takes."""
+    """A loader of token 0, with so many documents in each sequence, of the same length."""
 
-    def __init__(self, sequence_length: int, *, cp: int = 1):
-        self.length, self.documents = sequence_length, documents_of(cp)
+    def __init__(self, sequence_length: int, *, documents: int):
+        self.length, self.documents = sequence_length, documents
 
     def read(self, numbers: range) -> Sequences:
         """As many sequences as there are numbers."""
@@ -63,14 +62,23 @@ class EmptySequences:
 
 
 def documents_of(cp: int) -> int:
-    """In each sequence, if documents are told apart."""
+    """In each sequence, if documents are told apart: two; where cp cuts sequences one, which is the most that attention can
+    have to do and to send, and what a plan takes."""
     return 1 if cp > 1 else 2
 
 
 def trace_rank(
-    run: Run, rank: int, *, device: Kind = "cuda", steps: int = STEPS, round_to: int | None = None, plays_all: bool = False
+    run: Run,
+    rank: int,
+    *,
+    device: Kind = "cuda",
+    steps: int = STEPS,
+    round_to: int | None = None,
+    plays_all: bool = False,
+    documents: int | None = None,
 ) -> RankTrace:
     """Trace `steps` steps of one rank of `run`. `round_to`: of allocations, if not as the device's allocator rounds.
+    `documents`: in each sequence, if not as many as `documents_of` says.
 
     Without a pipeline all micro-batches but the first and the last are alike, and one stands for them unless `plays_all`.
 
@@ -82,12 +90,13 @@ def trace_rank(
     run = replace(run, compile=False, log=replace(run.log, gradient_noise_scale=False))
     trace = RankTrace(run.model, run.layout, rank, device, round_to=round_to or ALLOCATION[device])
     trace.micro_batches = (traced, count)
+    documents = documents_of(run.layout.cp) if documents is None else documents
     if run.data.document_mask:
-        trace.documents = "one document" if documents_of(run.layout.cp) == 1 else "two documents"
+        trace.documents = {1: "one document", 2: "two documents"}.get(documents, f"{documents} documents")
     with pretended_rank(rank, run.layout.world_size, device) as (ranks, streams), balanced_routing():
         recorder = Recorder(trace, stream_name=lambda: streams.current.name)
         with recorder, named_errors():
-            trainer = Trainer(run, ranks, EmptySequences(run.batch.sequence_length, cp=run.layout.cp))  # pyright: ignore[reportArgumentType]
+            trainer = Trainer(run, ranks, EmptySequences(run.batch.sequence_length, documents=documents))  # pyright: ignore[reportArgumentType]
             record_steps(trainer, recorder, steps)
     return trace
 

@@ -112,6 +112,12 @@ class RankTrace:
         totals = self.totals()
         return totals[self.peak_at(step)] if totals else 0
 
+    def highest_at(self, category: str, step: int) -> int:
+        """Index of the change of a step after which most bytes of a category live."""
+        start, end = self.span(step)
+        sizes = {at: now[category] for at, (tick, now) in enumerate(self.timeline()) if start <= tick < end}
+        return max(sizes, key=sizes.__getitem__, default=0)
+
     def span(self, step: int) -> tuple[int, int]:
         """First tick of a step and the first after it."""
         starts = [mark.tick for mark in self.marks if mark.step == step and mark.phase != "between"]

@@ -74,6 +74,9 @@ def show_parts(parts: list[Part], edits: list[Edit], total: int, console: Consol
     if not edits:
         console.print("no single change of the layout saves memory: take more devices, or shorter sequences")
         return
+    if (together := edits[0].at_once) > 1:
+        does = f"no single change makes it fit: the first line is the best of {together} at once"
+        console.print(does if edits[0].fits else f"{does}, and does not either: take more devices, or shorter sequences")
     table = _table("change", "the fullest rank then needs", "saves", "fits", "step", right=(1, 2, 4))
     for edit in edits:
         slower, fits = "" if edit.slower is None else f"{100 * edit.slower:+.0f} %", "yes" if edit.fits else "no"

@@ -20,7 +20,7 @@ from ultrascale.kernels.attention_contest import AttentionShape, contest
 from ultrascale.kernels.contest import Outcomes, Verdict, decide
 from ultrascale.kernels.flash_packages import not_importable
 from ultrascale.kernels.fused_contest import contest as fused_contest
-from ultrascale.kernels.fused_contest import fused_shape, kernels_of
+from ultrascale.kernels.fused_contest import fused_shape, kernels_of, outside_graphs
 from ultrascale.kernels.implementation import FORMS, choose
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.precision import TORCH_DTYPE
@@ -90,11 +90,12 @@ def _expect_importable(core: str, ranks: Ranks) -> None:
 
 
 def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdict]:
-    """Of norm, rotary positions, SwiGLU and loss; of all together where nothing is timed."""
+    """Of those that no compiler fuses; of all together where nothing is timed."""
     if run.kernels != "auto":
         choose(run.kernels, ranks.device)  # refuses what is not there
         return {"kernels": Verdict("kernels", run.kernels, "as the key kernels says")}
-    reason = "the compiler fuses them" if run.compile else ""
+    kernels = tuple(kernels_of(run.model, run.layout)) if not run.compile else outside_graphs(run.model)
+    reason = "the compiler fuses them" if run.compile and not kernels else ""
     if ranks.device.type == "cpu":
         reason = "ours and torch's operations, the only ones for the CPU"
     elif run.layout.precision == "fp64":
@@ -103,10 +104,7 @@ def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdic
         return {"kernels": Verdict("kernels", "torch", reason)}
     shape = fused_shape(run.model, run.layout, run.batch.sequence_length, TORCH_DTYPE[run.layout.precision])
     hold = partial(fused_contest, model=run.model, shape=shape, device=ranks.device, bitwise=run.deterministic)
-    return {
-        kernel: kept.get(kernel) or decide_together(kernel, ranks, partial(hold, kernel))
-        for kernel in kernels_of(run.model, run.layout)
-    }
+    return {kernel: kept.get(kernel) or decide_together(kernel, ranks, partial(hold, kernel)) for kernel in kernels}
 
 
 def decide_together(what: str, ranks: Ranks, hold: Callable[[], Outcomes]) -> Verdict:

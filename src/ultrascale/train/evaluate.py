@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ultrascale import heartbeat
 from ultrascale.data.loader import Loader
 from ultrascale.parallel.data import release_parameters
 from ultrascale.spec.progress import StepSpan
@@ -31,6 +32,7 @@ def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float:
 
 
 def _batch(trainer: Trainer, loader: Loader, numbers: range, num_sequences: int) -> MicroBatch:
+    heartbeat.beat("reading held-out text")
     sequences = loader.read([min(number, num_sequences - 1) for number in numbers])
     for row, number in enumerate(numbers):
         if number >= num_sequences:

@@ -1,12 +1,29 @@
-"""Whether a run fits its devices, said in one line before it starts."""
+"""Whether a run fits its devices, said in one line before it starts.
+
+The plan is asked first: it takes no time, and is held to traces within `AGREES_WITHIN`. Where that is too little to tell, as
+a stage needs nearly what there is, the fullest stage is traced, and the trace decides. The line says which of the two did.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ultrascale import console, heartbeat
+from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.memory import MemoryPlan, is_replayed, plan_memory
 from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_bytes
+from ultrascale.train.traced_rank import TRACE_SECONDS, NoTraceError, traced_rank
+
+AGREES_WITHIN = 0.03
+"""Of a peak: so near a plan and a trace are held to each other (`tests/agree/test_trace_agrees.py`)."""
+SHARE_OF_TIMEOUT = 0.5
+"""Of the time that ranks wait for each other, a trace may take; the rest is for the ranks to come together."""
+Trace = Callable[[int], str]
+"""Live bytes at the peak of a rank, as a number; or in words why there is no trace of it."""
 
 
 def stage_peaks(run: Run) -> list[int]:
@@ -28,24 +45,30 @@ def _stage_plans(run: Run) -> list[MemoryPlan]:
     ]  # fmt: skip
 
 
-def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False) -> str | None:
+def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False, trace: Trace | None = None) -> str | None:
     """What each stage will need of a device with `capacity_bytes`, in one line; None if it is not planned.
 
-    Raises SpecError if a stage cannot fit, unless `anyway`. Compiled blocks may keep less for the backward pass than planned,
-    so that of those only weights, gradients and optimizer states must fit.
+    `trace`: asked of the fullest stage, where the plan is too near to what there is. Raises SpecError if a stage cannot fit,
+    unless `anyway`. Compiled blocks may keep less for the backward pass than planned, so that of those only weights, gradients
+    and optimizer states must fit; those are exact, and not traced.
     """
     plans = _stage_plans(run)
     if not plans:
         return None
     peaks = [plan.peak.total for plan in plans]
     least = [plan.before_update.total for plan in plans] if run.compile else peaks
-    usable = round(capacity_bytes * (1 - HEADROOM_FRACTION["cuda"])) - HEADROOM_BYTES["cuda"]
+    usable = usable_bytes(capacity_bytes)
+    worst = max(range(len(least)), key=least.__getitem__)
+    rank = worst * (run.layout.world_size // run.layout.pp)
     told = ", ".join(map(format_bytes, peaks)) if len(set(map(format_bytes, peaks))) > 1 else format_bytes(max(peaks))
     whom = f"the {len(peaks)} pipeline stages need" if len(peaks) > 1 else "each rank needs"
-    line = f"memory: {whom} {told} of tensors; a device has {format_bytes(capacity_bytes)}, {format_bytes(usable)} for them"
-    worst = max(range(len(least)), key=least.__getitem__)
-    if least[worst] > usable and not anyway:
-        rank = worst * (run.layout.world_size // run.layout.pp)
+    has = f"a device has {format_bytes(capacity_bytes)}, {format_bytes(usable)} for them"
+    is_near = abs(least[worst] - usable) <= AGREES_WITHIN * least[worst]
+    judged = Judged(least[worst], "")
+    if is_near and trace is not None and not run.compile and not anyway:
+        judged = _asked(rank, trace, least[worst], usable)
+    line = f"memory: {whom} {told} of tensors, as planned; {has}{judged.told}"
+    if judged.needed > usable and not anyway:
         states = f"; weights, gradients and optimizer states alone take {format_bytes(least[worst])}" if run.compile else ""
         rule = f"does not fit: {line.removeprefix('memory: ')}{states}"
         remedy = (
@@ -53,3 +76,52 @@ def expect_fits(run: Run, capacity_bytes: int, *, anyway: bool = False) -> str |
         )
         raise SpecError([Problem("layout", rule, remedy)])
     return line
+
+
+def usable_bytes(capacity_bytes: int) -> int:
+    """Of a GPU's memory, what is left for tensors."""
+    return round(capacity_bytes * (1 - HEADROOM_FRACTION["cuda"])) - HEADROOM_BYTES["cuda"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """By what it is decided whether the fullest stage fits."""
+
+    needed: int
+    told: str
+    """What the line says of a trace."""
+
+
+def _asked(rank: int, trace: Trace, planned: int, usable: int) -> Judged:
+    """What a trace of `rank` says, or the plan where there is none."""
+    near, answer = f"; that is within {AGREES_WITHIN:.0%}", trace(rank)
+    if not answer.isdigit():
+        return Judged(planned, f"{near}, and there is no trace to decide ({answer}), so the plan does")
+    traced = int(answer)
+    does = "fits" if traced <= usable else "does not"
+    return Judged(traced, f"{near}, so a trace decides: rank {rank} needs {format_bytes(traced)}, which {does}")
+
+
+def smallest_bytes(ranks: Ranks, capacity_bytes: int) -> int:
+    """Of the devices of all ranks. Collective: so all ranks judge alike, and ask for a trace together."""
+    return min(map(int, ranks.gather_text(str(capacity_bytes))))
+
+
+def traced_by_first(run: Run, ranks: Ranks) -> Trace:
+    """A trace by rank 0, on its host's processor, while the others wait; for `expect_fits`. What it returns is collective."""
+    limit = SHARE_OF_TIMEOUT * run.collective_timeout_seconds
+    seconds = min(TRACE_SECONDS, limit)
+
+    def trace(rank: int) -> str:
+        heartbeat.beat("waiting for the trace of a stage that hardly fits", extra_seconds=seconds)
+        return ranks.gather_text(_peak_or_why(run, rank, seconds) if ranks.is_first else "")[0]
+
+    return trace
+
+
+def _peak_or_why(run: Run, rank: int, seconds: float) -> str:
+    console.put(f"memory: the plan is too near to the limit; tracing rank {rank}, some ten seconds, {seconds:.0f} at most")
+    try:
+        return str(traced_rank(run, rank, seconds=seconds)["peak_bytes"])
+    except NoTraceError as failure:
+        return str(failure)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,17 +21,19 @@ import torch
 from ultrascale import heartbeat
 from ultrascale.checkpoint import Saver, check_writable
 from ultrascale.data.loader import Loader
-from ultrascale.launch.torchrun import torchrun_notes
 from ultrascale.measure.machine import this_gpu
 from ultrascale.parallel.mesh import Ranks, process_group
+from ultrascale.parallel.time_limits import SLOW_SECONDS, START_SECONDS
 from ultrascale.plan.report import plan_run
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.rules import run_notes
 from ultrascale.spec.run import Run
+from ultrascale.spec.time_limits import grace_notes
 from ultrascale.spec.trainable import expect_trainable
 from ultrascale.train.agreement import expect_same_run
 from ultrascale.train.anomalies import AnomalousStepError, CorruptStateError
+from ultrascale.train.attempts import attempt
 from ultrascale.train.chosen_kernels import choose_kernels
 from ultrascale.train.chosen_recompute import choose_recomputation
 from ultrascale.train.compiled import load_compiled, save_compiled
@@ -40,7 +42,7 @@ from ultrascale.train.deterministic import deterministic, deterministic_line
 from ultrascale.train.digests import compare
 from ultrascale.train.evaluate import evaluate
 from ultrascale.train.export import export_checkpoint, keep_tokenizer
-from ultrascale.train.fit import expect_fits
+from ultrascale.train.fit import expect_fits, smallest_bytes, traced_by_first
 from ultrascale.train.metrics import Metrics, Row, console_line, expect_trackers
 from ultrascale.train.out_of_memory import explained_out_of_memory
 from ultrascale.train.performance import Performance
@@ -48,14 +50,13 @@ from ultrascale.train.resume import changes_since, facts_of, restore_newest, ten
 from ultrascale.train.run_folder import RunFolder, environment
 from ultrascale.train.saves import Saves
 from ultrascale.train.signals import on_stop_signal
-from ultrascale.train.signs_of_life import has_launcher, watched
+from ultrascale.train.signs_of_life import has_launcher, started_by_torchrun, watched
+from ultrascale.train.slow_parts import slow_part
 from ultrascale.train.stragglers import WINDOWS, Stragglers
 from ultrascale.train.trainer import StepResult, StopRequested, Trainer
 
 MOST_REWINDS = 3
 """From the same step."""
-SLOW_DISK_SECONDS = 3600.0
-"""A checkpoint may take so long before the watchdog takes it for a hang; `checkpoint` waits as long for other ranks."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,14 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
     with (
         deterministic(run),
         process_group(
-            run.layout, device=run.device, timeout_seconds=run.collective_timeout_seconds, rendezvous=rendezvous
+            run.layout,
+            device=run.device,
+            rendezvous=rendezvous,
+            timeout_seconds=max(START_SECONDS, run.collective_timeout_seconds),
         ) as ranks,
         ExitStack() as leaving,
     ):
-        leaving.enter_context(watched(run, ranks))
+        signs = leaving.enter_context(watched(run, ranks))
         expect_same_run(run, ranks)
         if ranks.is_first:  # before anything is written
             if not has_launcher():  # which would have the folder already
@@ -98,10 +102,13 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
         run = choose_recomputation(run, ranks, folder, cluster_of(run, ranks.device), memory_bytes(run, ranks.device))
         fits = None
         if ranks.device.type == "cuda":
-            fits = expect_fits(run, memory_bytes(run, ranks.device), anyway=ignore_memory)
+            smallest = smallest_bytes(ranks, memory_bytes(run, ranks.device))
+            fits = expect_fits(run, smallest, anyway=ignore_memory, trace=traced_by_first(run, ranks))
         if ranks.is_first:
             check_writable(folder.checkpoints)
         ranks.barrier()
+        if started_by_torchrun() and ranks.world > 1:
+            leaving.enter_context(attempt(folder, ranks, signs))
         with explained_out_of_memory(run, ranks.rank, folder.path / "run.toml"):
             session = Session.start(run, ranks, allow_changes=allow_changes, kernels=chosen.forms)
         for line in (*deterministic_line(run), *chosen.lines, *([] if fits is None else [fits])):
@@ -141,6 +148,7 @@ class Session:
     row tells."""
     has_stepped: bool = False
     """Whether a step is done since the start, or since the run went back."""
+    has_evaluated: bool = False
     rewinds: list[int] = field(default_factory=list)
     """Steps at which it did."""
     stragglers: Stragglers = field(init=False)
@@ -156,8 +164,9 @@ class Session:
         if run.compile:
             load_compiled(folder.compiled)
         trainer = Trainer(run, ranks, loader, kernels=kernels)
-        found = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes)
-        ranks.barrier()  # whoever lost another rank above must not take its checkpoints for missing ones
+        with slow_part(trainer, "looking for a checkpoint", max(START_SECONDS, run.collective_timeout_seconds)):
+            # Left together: whoever lost another rank in it must not take its checkpoints for missing ones.
+            found = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes)
         if ranks.is_first and trainer.steps_done <= run.steps:
             folder.write_text("run.toml", to_toml(run))
             keep_tokenizer(run)
@@ -167,7 +176,7 @@ class Session:
         metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
         resumed = None if found.folder is None else found.folder.name
         metrics.event("start", step=trainer.steps_done, world=ranks.world, checkpoint=resumed)
-        for note in (*run_notes(run), *torchrun_notes(os.environ)):
+        for note in (*run_notes(run), *grace_notes(run, os.environ)):
             metrics.line(f"note: {note}")
         for rejected in found.rejected:
             metrics.line(f"damaged checkpoint passed over: {rejected.folder}: {rejected.reason}")
@@ -209,6 +218,7 @@ class Session:
         heartbeat.steps_done(self.trainer.steps_done)
         if not self.has_stepped:
             self.has_stepped = True
+            self.trainer.share.mesh.limit_waits(self.ranks, self.run.collective_timeout_seconds)
             self.metrics.event("stepped", step=self.trainer.steps_done)
             if self.run.compile and self.ranks.is_first:
                 save_compiled(self.folder.compiled)
@@ -231,9 +241,9 @@ class Session:
             trainer.to_pass_over.add(step)  # once more did not help: it is not the machine
         self.rewinds.append(step)
         trainer.optimizer.zero_grad(set_to_none=True)
-        self.saves.settle(step)
-        restore_newest(trainer, self.folder.checkpoints, allow_changes=True)
-        self.ranks.barrier()
+        with slow_part(trainer, "going back to a checkpoint", self.run.collective_timeout_seconds):
+            self.saves.settle(step)
+            restore_newest(trainer, self.folder.checkpoints, allow_changes=True)
         if self.ranks.is_first:
             self.folder.forget_metrics_from(trainer.steps_done)
         heartbeat.steps_done(trainer.steps_done)
@@ -255,7 +265,7 @@ class Session:
 
     def finish(self, outcome: Outcome) -> None:
         """Keep what there is, and export it if the run is complete."""
-        heartbeat.beat("waiting for a save", extra_seconds=SLOW_DISK_SECONDS)
+        heartbeat.beat("waiting for a save", extra_seconds=SLOW_SECONDS)
         self.saves.settle(self.trainer.steps_done)
         if outcome.stopped and self.saves.saved_at != self.trainer.steps_done:
             try:
@@ -263,7 +273,7 @@ class Session:
             except CorruptStateError as error:
                 self._rewind(error)  # and leave it at that
                 outcome = replace(outcome, steps_done=self.trainer.steps_done)
-        heartbeat.beat("saving the last checkpoint", extra_seconds=SLOW_DISK_SECONDS)
+        heartbeat.beat("saving the last checkpoint", extra_seconds=SLOW_SECONDS)
         if self.saves.saved_at != self.trainer.steps_done:
             self.save(last=True)
         self.saves.saver.close()
@@ -274,7 +284,7 @@ class Session:
     def save(self, *, last: bool = False) -> None:
         """Save the state as it is now."""
         started = time.perf_counter()
-        heartbeat.beat("saving a checkpoint", extra_seconds=SLOW_DISK_SECONDS)
+        heartbeat.beat("saving a checkpoint", extra_seconds=SLOW_SECONDS)
         self.saves.save(self.trainer.steps_done, tensors_of(self.trainer), facts_of(self.trainer), last=last)
         heartbeat.beat("between steps")
         self.save_seconds = time.perf_counter() - started
@@ -300,7 +310,9 @@ class Session:
         if not self.validation or not (_due(every, self.trainer.steps_done) or (every and self._is_complete())):
             return {}
         sequences = self.run.evaluation.sequences
-        losses: Row = {name: evaluate(self.trainer, loader, sequences) for name, loader in self.validation.items()}
+        compiles, self.has_evaluated = self.run.compile and not self.has_evaluated, True
+        with slow_part(self.trainer, "evaluating", self.run.collective_timeout_seconds) if compiles else nullcontext():
+            losses: Row = {name: evaluate(self.trainer, loader, sequences) for name, loader in self.validation.items()}
         return losses | {"perf/eval_s": time.perf_counter() - started}
 
     def _is_complete(self) -> bool:

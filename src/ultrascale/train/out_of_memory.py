@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +11,10 @@ import torch
 
 from ultrascale import heartbeat
 from ultrascale.plan.memory import is_replayed, plan_memory
-from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_bytes
+from ultrascale.train.traced_rank import TRACE_SECONDS, NoTraceError, traced_rank
 
-TRACE_SECONDS = 180.0
-"""A trace takes some ten seconds; nobody should wait longer for an error."""
 PATIENCE_SHARE = 2 / 3
 """Of the time after which ranks that wait for this one take it for hanging; the rest is for the error to be told."""
 
@@ -71,18 +65,13 @@ def out_of_memory(run: Run, rank: int, measured: Measured, run_file: Path, error
 
 
 def _traced(run: Run, rank: int) -> str:
-    """In a process of its own: this one is a rank of a run."""
+    """What a trace says of it, in words."""
     patience = run.faults.hang_seconds
     seconds = TRACE_SECONDS if patience is None else min(TRACE_SECONDS, PATIENCE_SHARE * patience)
     heartbeat.beat("tracing, after it ran out of memory", extra_seconds=seconds)
     try:
-        with tempfile.NamedTemporaryFile("w", suffix=".toml") as described:  # the run's folder may not have it yet
-            described.write(to_toml(run))
-            described.flush()
-            words = [sys.executable, "-m", "ultrascale", "trace", described.name, "--rank", str(rank), "--device", "cuda"]
-            done = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=seconds, check=True)
-        found = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as failure:
-        return f"no: {type(failure).__name__}"
+        found = traced_rank(run, rank, seconds=seconds)
+    except NoTraceError as failure:
+        return f"no: {failure}"
     parts = ", ".join(f"{part['what']} {format_bytes(part['num_bytes'])}" for part in found["alive_at_peak"][:3])
     return f"{format_bytes(found['peak_bytes'])} at the peak, {format_bytes(found['reserved_bytes'])} reserved; most: {parts}"

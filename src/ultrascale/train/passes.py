@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ultrascale import heartbeat
 from ultrascale.models.experts import scale_auxiliary_losses
 from ultrascale.parallel.data import prepare_action
 from ultrascale.parallel.pipeline import Pipeline
@@ -77,6 +78,8 @@ class Passes:
     def forward(self, batch: MicroBatch, *, stage: int = 0, given: Tensor | None = None) -> Tensor:
         """Of the last stage the loss summed over the valid targets of `batch`, 0-d; of others what they hand on. `given`: what
         the stage before handed on."""
+        if not torch.is_grad_enabled():
+            heartbeat.beat("evaluating")
         decoder, inputs = self.share.stages[stage], batch.tokens if given is None else given
         keys = batch.dropout_keys if torch.is_grad_enabled() else None
         return decoder(

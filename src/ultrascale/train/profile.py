@@ -39,6 +39,7 @@ from ultrascale.measure.spans import Piece
 from ultrascale.measure.step_report import RankSteps, StepReport, plot_steps, write_merged
 from ultrascale.measure.waterfall import TopRow, top, waterfall
 from ultrascale.parallel.mesh import Ranks, process_group
+from ultrascale.parallel.time_limits import START_SECONDS
 from ultrascale.plan.memory import plan_memory
 from ultrascale.plan.report import plan_run
 from ultrascale.plan.step_parts import parts_at, step_parts
@@ -73,7 +74,8 @@ def profile_run(
     """
     expect_trainable(run.model, run.layout)
     run = with_absolute_paths(replace(run, steps=max(run.steps, 2 * last)))
-    joined = process_group(run.layout, device=run.device, timeout_seconds=run.collective_timeout_seconds, rendezvous=rendezvous)
+    timeout_seconds = max(START_SECONDS, run.collective_timeout_seconds)
+    joined = process_group(run.layout, device=run.device, timeout_seconds=timeout_seconds, rendezvous=rendezvous)
     with deterministic(run), joined as ranks:
         expect_same_run(run, ranks)
         folder.mkdir(parents=True, exist_ok=True)

@@ -115,6 +115,7 @@ def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False, 
         tensors |= _unread_tables(trainer.run.model, kept)
     load(checkpoint, tensors, verified=verified)
     _take_back(trainer, tensors)
+    trainer.share.expect_other_weights()
     if history is not None:
         history.begin(amax_updates)
     trainer.steps_done = facts["steps_done"]

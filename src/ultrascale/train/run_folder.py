@@ -7,6 +7,7 @@ environment.json  machine and versions        log.txt           what was said
 checkpoints/      step-*/                     export/           the Hugging Face folder, at the end
 tokenizer.json    a copy of the data's        recompute.json    what recompute = "auto" came down to
 compiled.bin      compiled blocks, with `compile`        chosen_kernels.json   by their speed
+attempt.json      under torchrun, while ranks train: where their signs of life are
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ultrascale.launch.stopping import SAME_WISH_SECONDS, STOP_SIGNALS, is_ignored
+from ultrascale.launch.stopping import SAME_WISH_SECONDS, handled_by
 
 
 @contextmanager
@@ -23,15 +23,11 @@ def on_stop_signal(take_note: Callable[[], None]) -> Iterator[None]:
 
     def handler(number: int, frame: object) -> None:
         if noted and time.monotonic() - noted[0] > SAME_WISH_SECONDS:
-            signal.signal(number, before[signal.Signals(number)])
+            signal.signal(number, before[number])
             signal.raise_signal(number)
         elif not noted:
             noted.append(time.monotonic())
             take_note()
 
-    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS if not is_ignored(number)}
-    try:
+    with handled_by(handler) as before:
         yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

@@ -1,7 +1,7 @@
 """This rank's part in being watched: signs of life, a stack on demand, torch's flight recorder on demand.
 
 Under `ultrascale train --processes N` the launcher has made the folder and started the watchdog. Under torchrun the first rank
-of each node does, and tells the others of its node.
+of each node does, and tells the others of its node; after a failure the next attempt reads what is in it (`train.attempts`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ultrascale import heartbeat
@@ -26,7 +27,33 @@ from ultrascale.spec.run import Run
 
 FOLDER_VARIABLE = "ULTRASCALE_SIGNS_OF_LIFE"
 """Where the launcher wants them."""
+FOLDER_PREFIX = "ultrascale-signs-"
 LOOK_SECONDS = 0.5
+
+
+_given: Path | None = None
+
+
+@dataclass
+class Signs:
+    """Where this rank's signs of life are."""
+
+    folder: Path | None = None
+    """None: nobody watches."""
+    leads: bool = False
+    """Whether this rank made the folder, for the ranks of its node."""
+    is_kept: bool = False
+    """Leave the folder where it is, for the next attempt to find."""
+
+
+def signs_folder() -> Path | None:
+    """Where whoever watches this rank, or comes after it, reads; None if nobody does."""
+    return Path(os.environ[FOLDER_VARIABLE]) if has_launcher() else _given
+
+
+def started_by_torchrun() -> bool:
+    """Whether torchrun has started this rank, and will again if it fails."""
+    return not has_launcher() and "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def has_launcher() -> bool:
@@ -35,14 +62,17 @@ def has_launcher() -> bool:
 
 
 @contextmanager
-def watched(run: Run, ranks: Ranks) -> Iterator[None]:
+def watched(run: Run, ranks: Ranks) -> Iterator[Signs]:
     """While inside, somebody outside this process sees whether it gets on."""
+    global _given
     if ranks.world == 1 or run.faults.hang_seconds is None:
-        yield
+        yield Signs()
         return
     with ExitStack() as leaving:
         given = os.environ.get(FOLDER_VARIABLE)
-        folder = Path(given) if given else leaving.enter_context(_folder_of_node(ranks))
+        signs = Signs(Path(given)) if given else leaving.enter_context(_folder_of_node(ranks))
+        folder = _given = signs.folder
+        assert folder is not None
         stack = leaving.enter_context(open(folder / f"{ranks.rank}.stack", "w"))
         faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
         leaving.callback(faulthandler.unregister, STACK_SIGNAL)
@@ -51,24 +81,26 @@ def watched(run: Run, ranks: Ranks) -> Iterator[None]:
         over = threading.Event()
         threading.Thread(target=_record_on_demand, args=(folder, ranks.rank, over), daemon=True, name="recorder").start()
         leaving.callback(over.set)
-        yield
+        yield signs
 
 
 @contextmanager
-def _folder_of_node(ranks: Ranks) -> Iterator[Path]:
+def _folder_of_node(ranks: Ranks) -> Iterator[Signs]:
     """A folder of this node's ranks, with a watchdog. Collective over all ranks."""
+    signs = Signs()
     node, own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '0')}", ""
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     with ExitStack() as leaving:
         if leads:
-            own = tempfile.mkdtemp(prefix="ultrascale-signs-")
-            leaving.callback(shutil.rmtree, own, ignore_errors=True)
+            own = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
+            leaving.callback(lambda: None if signs.is_kept else shutil.rmtree(own, ignore_errors=True))
             words = [sys.executable, "-m", "ultrascale.launch.watchdog", own, "--parent", str(os.getpid())]
             watchdog = subprocess.Popen(words, stdin=subprocess.DEVNULL)
             leaving.callback(watchdog.wait)
             leaving.callback(watchdog.terminate)
         told = [text.partition("\n") for text in ranks.gather_text(f"{node}\n{own}")]
-        yield Path(next(folder for name, _, folder in told if name == node and folder))
+        signs.folder, signs.leads = Path(next(folder for name, _, folder in told if name == node and folder)), leads
+        yield signs
 
 
 def _record_on_demand(folder: Path, rank: int, over: threading.Event) -> None:

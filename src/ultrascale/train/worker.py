@@ -22,7 +22,7 @@ from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
 from ultrascale.train.loop import train
-from ultrascale.train.signs_of_life import FOLDER_VARIABLE
+from ultrascale.train.signs_of_life import FOLDER_VARIABLE, has_launcher, signs_folder
 
 YIELD_SECONDS = 0.5
 """Whoever lost contact leaves so much later than whoever died: the agent, which looks ten times a second, tells of one."""
@@ -89,7 +89,7 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
     except Exception as error:
         _tell_cause(error)
         has_lost_contact = _has_lost_contact(error)
-        if has_lost_contact and FOLDER_VARIABLE in os.environ:
+        if has_lost_contact and has_launcher():
             time.sleep(YIELD_SECONDS)
         meant_for_people = type(error).__module__.split(".")[0] == "ultrascale"
         if not (meant_for_people or has_lost_contact) or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
@@ -112,12 +112,12 @@ def _has_lost_contact(error: Exception) -> bool:
 
 
 def _tell_cause(error: Exception) -> None:
-    """Leave what this rank died of where the launcher reads it."""
-    folder, rank = os.environ.get(FOLDER_VARIABLE), int(os.environ.get("RANK", "0"))
+    """Leave what this rank died of where the launcher reads it, or the next attempt."""
+    folder, rank = signs_folder(), int(os.environ.get("RANK", "0"))
     if folder is not None:
         text = (str(error).strip().splitlines() or [""])[0]
         cause = {"rank": rank, "lost_contact": _has_lost_contact(error), "text": f"{type(error).__name__}: {text}"}
-        _tell_launcher(Path(folder) / f"{rank}.cause", cause)
+        _tell_launcher(folder / f"{rank}.cause", cause)
 
 
 def _tell_launcher(path: Path, facts: dict[str, object]) -> None:

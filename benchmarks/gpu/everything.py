@@ -1,0 +1,99 @@
+"""All that waits for a GPU, one after the other: figures, the primer, and the tests marked `gpu`.
+
+    python benchmarks/gpu/everything.py --name h200 [--only steps kernels] [--toy]
+
+Each is a process of its own with a limit of time under ten minutes, for machines that are lent by the call, and what fails or
+hangs costs the others nothing. What it prints goes to `results/NAME/*.txt`, what it records to `results/NAME/*.json`; a line
+each says what came of it, and where one failed this exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RECORD = "RECORD"
+"""Among the words of a part: the JSON that it writes."""
+LINES_SHOWN = 15
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process: words of Python's command line, and its limit. `toy`: words more on a CPU."""
+
+    words: tuple[str, ...]
+    limit_seconds: float
+    toy: tuple[str, ...]
+
+
+PARTS = {
+    "steps": Part(
+        (f"{HERE}/step_speed.py", "--output", RECORD), 595, ("--toy", "--shapes", "1b", "--only", "ours", "--steps", "2")
+    ),
+    "primitives": Part((f"{HERE}/primitives.py", "--output", RECORD), 240, ("--toy",)),
+    "kernels": Part((f"{HERE}/kernel_speed.py", "--output", RECORD), 300, ("--only", "norm")),
+    "primer": Part(("-m", "ultrascale", "primer"), 180, ("access",)),
+    "tests": Part(("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "tests/kernels"), 595, ()),
+}
+"""Figures first, then what they rest on."""
+NO_TESTS = 5
+"""pytest's exit code where it runs none, as without a GPU."""
+
+
+def run(name: str, folder: Path, *, toy: bool) -> str:
+    """Run a part; in words what went wrong, empty if nothing did."""
+    part = PARTS[name]
+    words = [str(folder / f"{name}.json") if word == RECORD else word for word in (*part.words, *(part.toy if toy else ()))]
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with (folder / f"{name}.txt").open("w") as told:
+        child = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stdout=told,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = child.wait(part.limit_seconds)
+        except subprocess.TimeoutExpired:
+            return f"was stopped after {part.limit_seconds:.0f} s"
+        finally:
+            end(child)
+    return "" if code == 0 or (toy and name == "tests" and code == NO_TESTS) else f"ended with {code}"
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """End whatever is left of it and of those it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run what is asked for: 0 if all went well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="gpu", help="folder under results")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, on the CPU")
+    asked = parser.parse_args(words)
+    folder = asked.results / asked.name
+    folder.mkdir(parents=True, exist_ok=True)
+    wrong = 0
+    for name in asked.only:
+        begun = time.monotonic()
+        problem = run(name, folder, toy=asked.toy)
+        wrong += bool(problem)
+        print(f"{name}: {problem or 'done'}, {time.monotonic() - begun:.0f} s", flush=True)
+        print(*(folder / f"{name}.txt").read_text().splitlines()[-LINES_SHOWN:], sep="\n", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Faults that a run goes over without a restart: a disk that is full, slow or fails once, a rank that is slow or stands still.
+
+Each is real where it can be: the kernel refuses the bytes (RLIMIT_FSIZE), the process is stopped (SIGSTOP). A file `N.healed`
+says when it was over: the next save has succeeded, or the step is done.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from ultrascale.checkpoint import Saver, files
+from ultrascale.soak.storm import Planted, heal
+
+STALL_SECONDS = 1.5
+"""Less than a hang is (`story.HANG_SECONDS`)."""
+SLOW_DISK_SECONDS = 6.0
+"""More than that: a save may take longer than a step."""
+MOST_FILE_BYTES = 4096
+"""That the full disk has room for: the beginning of a shard."""
+
+
+def next_save(folder: Path, fault: Planted) -> None:
+    """Let the next save of this process meet `fault`; it is over when one succeeds."""
+    save, meeting = Saver.save, [_DISKS[fault.kind]]
+
+    def met(saver: Saver, *arguments: Any, **options: Any) -> Path:
+        with meeting.pop()() if meeting else nullcontext():
+            published = save(saver, *arguments, **options)
+        Saver.save = save
+        heal(folder, fault)
+        return published
+
+    Saver.save = met  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def stand_still() -> None:
+    """Stop this process for a while. Somebody else must let it go on."""
+    subprocess.Popen(["sh", "-c", f"sleep {STALL_SECONDS}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@contextmanager
+def _full() -> Iterator[None]:
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def _flaky() -> AbstractContextManager[None]:
+    return _first_write(_fail)
+
+
+def _slow() -> AbstractContextManager[None]:
+    return _first_write(lambda: time.sleep(SLOW_DISK_SECONDS))
+
+
+def _fail() -> None:
+    raise OSError(errno.EIO, "Input/output error (of the storm)")
+
+
+@contextmanager
+def _first_write(meets: Callable[[], None]) -> Iterator[None]:
+    write = files._write_blocks
+
+    def first(*arguments: Any) -> int:
+        files._write_blocks = write
+        meets()
+        return write(*arguments)
+
+    files._write_blocks = first
+    try:
+        yield
+    finally:
+        files._write_blocks = write
+
+
+_DISKS: dict[str, Callable[[], AbstractContextManager[None]]] = {"full-disk": _full, "flaky-disk": _flaky, "slow-disk": _slow}

@@ -1,0 +1,189 @@
+"""How ranks and launchers end, at the price of a fork: what is named, who outlives whom, and where the next attempt meets."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from planted import fails
+
+from ultrascale.heartbeat import Heart
+from ultrascale.launch import local
+from ultrascale.launch.forked import RankFailed, run_forked
+from ultrascale.launch.local import Ending, launch_local
+from ultrascale.launch.orphans import end_with_launcher, launcher_here
+from ultrascale.parallel import arrival
+from ultrascale.parallel.mesh import process_group
+from ultrascale.spec.layout import Layout
+
+# --- the next attempt --------------------------------------------------------------------------------------------------------
+
+
+def meet_and_die(rendezvous: str, folder: str, dies: bool) -> list[float]:
+    """Ranks that meet as the launcher has them meet, in its folder for the attempt. Rank 1 dies; or else it is late, and rank 0
+    must not go on without it. (What follows from addresses of dead ranks is up to chance: torch meets, fails or hangs.)"""
+    late, waits, comes = os.environ["RANK"] == "1" and not dies, Path(folder) / "waits", Path(folder) / "comes"
+    wait_for_all = arrival.wait_for_all
+
+    def wait_and_look(*places: Any) -> None:
+        waits.touch()
+        wait_for_all(*places)
+        assert dies or comes.exists(), "rank 0 went on before rank 1 had come"
+
+    arrival.wait_for_all = wait_and_look
+    if late:
+        while not waits.exists():
+            time.sleep(0.01)
+        time.sleep(1.0)
+        comes.touch()
+    with process_group(Layout(dp=2), device="cpu", timeout_seconds=30.0, rendezvous=f"file://{folder}/store") as ranks:
+        if dies and ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ranks.sum(torch.ones(1)).tolist()
+
+
+@pytest.mark.catalogue(4)
+def test_after_a_kill_ranks_meet_in_a_store_of_their_own(monkeypatch):
+    attempts: list[Any] = []
+
+    def attempt(asked: local.Attempt, folder: Path, *others: object) -> Ending:
+        attempts.append(None)
+        try:
+            attempts[-1] = run_forked(asked.num_processes, meet_and_die, str(folder), len(attempts) == 1)
+        except RankFailed as error:
+            return Ending(str(error))
+        return Ending("")
+
+    monkeypatch.setattr(local, "_launch_once", attempt)
+    assert launch_local("", 2, max_restarts=1, say=lambda text: None).reason == ""
+    assert attempts == [None, [[2.0], [2.0]]]
+
+
+@pytest.mark.catalogue(4)
+def test_control_with_one_store_for_all_attempts_new_ranks_find_the_addresses_of_dead_ones(tmp_path, monkeypatch):
+    """As torch's own agent has it (pytorch#135712)."""
+    one = SimpleNamespace(TemporaryDirectory=lambda prefix: nullcontext(str(tmp_path)))
+    monkeypatch.setattr(local, "tempfile", one)
+    fails(test_after_a_kill_ranks_meet_in_a_store_of_their_own, monkeypatch, told="rank")
+
+
+# --- what is named -----------------------------------------------------------------------------------------------------------
+
+
+class Failure:
+    """A rank that ended, as torch's agent tells it."""
+
+    def __init__(self, exitcode: int, timestamp: int = 5):
+        self.exitcode, self.timestamp = exitcode, timestamp
+
+    def signal_name(self) -> str:
+        return signal.Signals(-self.exitcode).name
+
+
+def ending(folder: Path, failures: dict[int, Failure], causes: dict[int, tuple[str, bool]]) -> Ending:
+    """`causes`: what ranks said before they left, and whether it was that they had lost another."""
+    for rank, (text, lost) in causes.items():
+        (folder / f"{rank}.cause").write_text(json.dumps({"rank": rank, "lost_contact": lost, "text": text}))
+    return local._failed(SimpleNamespace(failures=failures), folder / "failure.json", folder)
+
+
+MISSED = ("LostRankError: rank 0 waited for rank 1 in a sum", True)
+ENDS = {
+    "killed": ({0: 1, 1: -9}, {}, "rank 1 was ended by SIGKILL"),
+    "segmentation fault": ({0: 1, 1: -11}, {0: MISSED}, "rank 1 was ended by SIGSEGV; rank 0 waited for rank 1 in a sum"),
+    "abort": ({0: 1, 1: -6}, {0: MISSED}, "rank 1 was ended by SIGABRT; rank 0 waited for rank 1 in a sum"),
+    "left with 0": ({0: 1}, {0: MISSED}, f"rank 0 failed with exit code 1: {MISSED[0]}"),
+    "exception": ({0: 1, 1: 1}, {0: MISSED, 1: ("ValueError: no", False)}, "rank 1 failed: ValueError: no"),
+}
+"""Exit codes by rank, what ranks said, and what the launcher says. It looks at rank 0 first."""
+
+
+@pytest.mark.catalogue(6, 7)
+@pytest.mark.parametrize("codes, causes, reason", ENDS.values(), ids=ENDS)
+def test_what_ended_the_first_rank_is_named_for_what_it_is_and_tried_again(tmp_path, codes, causes, reason):
+    found = ending(tmp_path, {rank: Failure(code, timestamp=4 + rank) for rank, code in codes.items()}, causes)
+    assert (found.reason, found.by_signal) == (reason, min(codes.values()) < 0)
+    assert not found.explained and not found.stopped
+
+
+@pytest.mark.catalogue(6, 7)
+@pytest.mark.parametrize("case", ["segmentation fault", "abort"])
+def test_control_who_ends_first_by_the_clock_is_not_who_failed_first(tmp_path, monkeypatch, case):
+    """Torch's own order: the agent looks ten times a second, and a rank that lost another may be seen before it."""
+    by_time = lambda items, key: sorted(items, key=lambda item: item[1].timestamp)  # noqa: E731
+    monkeypatch.setattr(local, "sorted", by_time, raising=False)
+    fails(test_what_ended_the_first_rank_is_named_for_what_it_is_and_tried_again, tmp_path, *ENDS[case], told="rank 0 failed")
+
+
+def test_of_a_rank_that_a_signal_ended_it_is_told_where_it_was(tmp_path):
+    heart = Heart(tmp_path, 1, hang_seconds=1)
+    heart.beat("backward")
+    told = ending(tmp_path, {0: Failure(1), 1: Failure(-9)}, {0: MISSED}).reason
+    assert told == "rank 1 was ended by SIGKILL (its last sign of life: backward); rank 0 waited for rank 1 in a sum"
+
+
+# --- without a launcher ------------------------------------------------------------------------------------------------------
+
+FORK: Any = multiprocessing.get_context("fork")
+
+
+def rank_of(folder: Path) -> Any:
+    process = FORK.Process(target=lambda: [end_with_launcher(folder), signal.pause()])
+    process.start()
+    return process
+
+
+def launcher_of(folder: Path, begin: Callable[[], object]) -> Any:
+    """A process that holds the lock of `folder`, and then does `begin`."""
+    receiving, sending = FORK.Pipe(duplex=False)
+
+    def launch() -> None:
+        with launcher_here(folder):
+            begun = begin()
+            sending.send(getattr(begun, "pid", None))
+            signal.pause()
+
+    process = FORK.Process(target=launch)
+    process.start()
+    return process, receiving.recv()
+
+
+def beside(folder: Path) -> tuple[Any, int]:
+    """A launcher and a rank that something else has forked."""
+    launcher, _ = launcher_of(folder, lambda: None)
+    return launcher, rank_of(folder).pid
+
+
+def below(folder: Path) -> tuple[Any, int]:
+    """The bug: the launcher forks its rank itself, which inherits the lock."""
+    return launcher_of(folder, lambda: rank_of(folder))
+
+
+@pytest.mark.catalogue(16)
+def test_a_rank_ends_once_the_lock_of_its_launcher_is_free(tmp_path, start=beside, seconds=10.0):
+    launcher, pid = start(tmp_path)
+    rank = psutil.Process(pid)
+    try:
+        launcher.kill()
+        launcher.join()
+        _, alive = psutil.wait_procs([rank], timeout=seconds)
+        assert alive == []
+    finally:
+        if rank.is_running():
+            rank.kill()
+
+
+@pytest.mark.catalogue(16)
+def test_control_a_rank_that_holds_the_lock_of_its_launcher_outlives_it(tmp_path):
+    fails(test_a_rank_ends_once_the_lock_of_its_launcher_is_free, tmp_path, start=below, seconds=2.5)

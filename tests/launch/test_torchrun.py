@@ -1,0 +1,140 @@
+"""Ranks that plain torchrun starts and starts again: what ended an attempt is found by the next one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launch.families import ended_after
+from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
+
+from ultrascale.heartbeat import Heart
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.run import Checkpoint, Run
+from ultrascale.train.attempts import ATTEMPT_FILE, _before, _folders, _left_in, failure_of
+from ultrascale.train.run_folder import RunFolder
+
+MOST_SECONDS = 300.0
+"""For what takes ten on a machine that has nothing else to do."""
+
+
+@contextmanager
+def torchrun(run: Run) -> Iterator[subprocess.Popen[bytes]]:
+    """`run` on two ranks under torchrun, its words in `said.log`; whatever is left of it at the end is killed."""
+    file = Path(run.folder) / f"{run.name}.toml"
+    file.write_text(to_toml(run))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    with open(Path(run.folder) / "said.log", "w") as said:
+        process = subprocess.Popen(
+            [sys.executable, *words, "-m", "ultrascale", "train", str(file)],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, stdout=said, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    with ended_after(process):
+        yield process
+
+
+def events(run: Run) -> list[dict[str, Any]]:
+    path = Path(run.folder) / run.name / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + MOST_SECONDS
+    while not holds():
+        assert process.poll() is None and time.monotonic() < deadline, "ended or too slow"
+        time.sleep(0.1)
+
+
+def rank_of(process: subprocess.Popen[bytes], rank: int) -> psutil.Process:
+    children = psutil.Process(process.pid).children()
+    return next(child for child in children if child.environ().get("RANK") == str(rank))
+
+
+@pytest.mark.catalogue(4)
+def test_torchrun_starts_a_killed_rank_again_and_the_next_attempt_tells_what_ended_the_one_before(tmp_path):
+    make_corpus(tmp_path / "tokens")
+    run = small_run(tmp_path, name="under", steps=100_000, layout=Layout(dp=2, zero_stage=3, micro_batch_size=2))
+    run = replace(run, checkpoint=Checkpoint(every_steps=10, keep=3, export=False))
+    rows = RunFolder.of(run).metrics
+    with torchrun(run) as process:
+        wait_until(lambda: rows.exists() and len(rows.read_text().splitlines()) >= 12, process)
+        killed_at = time.time()
+        rank_of(process, 1).kill()
+        wait_until(lambda: [row["event"] for row in events(run)].count("stepped") == 2, process)
+        process.terminate()
+        process.wait(MOST_SECONDS)
+    said = (tmp_path / "said.log").read_text()
+    failure = events(run)[2]
+    assert [row["event"] for row in events(run)] == ["start", "stepped", "failure", "start", "stepped", "stop"], said
+    assert (failure["rank"], failure["again"]) == (1, True) and failure["step"] >= 12
+    assert failure["cause"].startswith("rank 1 ended without a word at ") and "; rank 0 waited " in failure["cause"]
+    assert abs(failure["time"] - killed_at) < events(run)[3]["time"] - killed_at
+    assert f"restart 1: rank 1, node {failure['node']}, step {failure['step']}, " in said and "1 restart, " in said
+    assert not (RunFolder.of(run).path / ATTEMPT_FILE).exists()
+    whole = replace(run, name="undisturbed")
+    train_ranks(whole, before_step=stop_at(len(curve(run))))
+    assert curve(run) == curve(whole) and same(state(run), state(whole))
+
+
+@pytest.fixture
+def signs(tmp_path, monkeypatch) -> Path:
+    """A folder of signs of life where such folders are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / "ultrascale-signs-x1"
+    folder.mkdir()
+    for rank in range(2):
+        heart = Heart(folder, rank, hang_seconds=1)
+        heart.started_at, heart.steps_done = 5, 9 + rank
+        heart.beat("backward")
+    return folder
+
+
+def told(signs: Path, *, world: int = 2) -> dict[str, Any]:
+    node = next(_left_in(signs))["node"]
+    before = {"world": world, "nodes": [{"node": node, "folder": signs.name}]}
+    assert list(_folders(before)) == [signs]
+    return failure_of(_left_in(signs), before, RunFolder(signs.parent))
+
+
+def leave_cause(signs: Path, rank: int, text: str, *, lost_contact: bool) -> None:
+    (signs / f"{rank}.cause").write_text(json.dumps({"rank": rank, "lost_contact": lost_contact, "text": text}))
+
+
+def test_of_ranks_that_left_a_word_the_one_that_did_not_is_blamed_then_the_one_that_missed_nobody(signs):
+    assert told(signs)["cause"] == "ranks 0, 1 ended without a word" and told(signs)["step"] == 10
+    leave_cause(signs, 0, "LostRankError: rank 0 waited for rank 1 in a sum", lost_contact=True)
+    assert told(signs)["cause"] == "rank 1 ended without a word at backward; rank 0 waited for rank 1 in a sum"
+    assert told(signs, world=3)["cause"].startswith("rank 2 left no signs of life: gone, or started anew; rank 0 waited")
+    leave_cause(signs, 1, "ValueError: no", lost_contact=False)
+    assert (told(signs)["rank"], told(signs)["cause"]) == (1, "rank 1 failed: ValueError: no")
+    (signs / "hang.json").write_text(json.dumps({"culprits": [0], "reason": "no sign of life in step 9"}))
+    assert (told(signs)["rank"], told(signs)["cause"]) == (0, "hang: no sign of life in step 9")
+
+
+def test_where_a_node_has_gone_with_its_signs_the_metrics_tell_the_step(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6, "time": 5.5}\n{"step": 7, "time": 6.5}\n{"ste')
+    found = failure_of([], {"world": 2, "nodes": [{"node": "far", "folder": "x"}]}, RunFolder(tmp_path))
+    assert (found["time"], found["step"], found["rank"]) == (6.5, 8, None)
+    assert found["cause"] == "ranks 0, 1 of far left no signs of life: gone, or started anew"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"nodes": 3}', '{"world": 2, "nodes": [{"node": "here", "folder": "../victim"}, {"folder": 3}, 7]}']
+)
+def test_a_spoilt_file_of_the_attempt_before_is_read_as_one_of_nobody_and_leads_to_no_other_folder(tmp_path, text):
+    (tmp_path / ATTEMPT_FILE).write_text(text)
+    before = _before(RunFolder(tmp_path))
+    assert before is not None and before["nodes"] == [] and list(_folders(before)) == []
+    assert "nobody watched it" in failure_of([], before, RunFolder(tmp_path))["cause"]

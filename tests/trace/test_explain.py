@@ -1,0 +1,55 @@
+"""What is offered where a rank runs out of memory: one change of the layout, or as few at once as are enough."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from agree.layouts import MODEL
+from rich.console import Console
+
+from ultrascale.spec.cluster import Cluster, parse_cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.run import Batch, Data, Run
+from ultrascale.trace import explain
+from ultrascale.trace.explain import Edit, edits
+from ultrascale.trace.view import show_parts
+
+RUN = Run(MODEL, layout=Layout(dp=8, micro_batch_size=4), batch=Batch(64, 32), data=Data(document_mask=False))
+
+
+def needed(layout: Layout) -> int:
+    """100 for each sequence of a micro-batch, each part of the state that is whole, and what is not recomputed."""
+    return 100 * (layout.micro_batch_size + 3 - layout.zero_stage + (layout.recompute == "none"))
+
+
+def offered(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[Edit]:
+    """With a planner that has `needed`, on devices of `limit`."""
+
+    def plan(run: Run, cluster: Cluster) -> SimpleNamespace:
+        return SimpleNamespace(needed_bytes=needed(run.layout), fits=needed(run.layout) <= limit, prediction=None)
+
+    monkeypatch.setattr(explain, "plan_run", plan)
+    return edits(RUN, parse_cluster("8xh100"))
+
+
+@pytest.mark.parametrize("limit, at_once", [(500, 1), (300, 2), (200, 3)])
+def test_as_few_changes_at_once_as_make_it_fit_are_offered_before_single_ones(limit, at_once, monkeypatch) -> None:
+    found = offered(limit, monkeypatch)
+    assert len(found) == 3
+    best = found[0]
+    assert (best.fits, best.at_once, best.needed_bytes, best.saved_bytes) == (True, at_once, limit, 800 - limit)
+    assert best.setting.count("--layout.") >= min(at_once, 2)
+    assert [one.at_once for one in found[1:]] == [1, 1]
+
+
+def test_where_three_at_once_are_not_enough_the_best_is_told_and_that_it_is_not(monkeypatch, capsys) -> None:
+    found = offered(100, monkeypatch)
+    assert (found[0].needed_bytes, found[0].at_once, found[0].fits) == (200, 3, False)
+    show_parts([], found, 800, Console())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "no single change makes it fit: the first line is the best of 3 at once, and does not either" in told
+
+
+def test_what_fits_already_is_offered_single_changes_alone(monkeypatch) -> None:
+    assert [one.at_once for one in offered(800, monkeypatch)] == [1, 1, 1]
