@@ -6,6 +6,7 @@ one within seconds is the same, and only a later one ends the ranks without a sa
 
 from __future__ import annotations
 
+import atexit
 import signal
 import threading
 import time
@@ -27,14 +28,27 @@ def is_ignored(number: signal.Signals) -> bool:
 
 
 @contextmanager
-def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[dict[int, Any]]:
-    """While inside, stop signals that are not ignored are `handler`'s. Gives what handled each before, and will again."""
+def handled_by(
+    handler: Callable[[int, FrameType | None], None], *, and_after: Callable[[], bool] = lambda: False
+) -> Iterator[dict[int, Any]]:
+    """While inside, stop signals that are not ignored are `handler`'s. Gives what handled each before, and will again, unless
+    `and_after` says at the end that `handler` is to stay. If it still says so when Python ends, which forgets handlers long
+    before the process is gone, the signals are ignored from there."""
     before: dict[int, Any] = {number: signal.signal(number, handler) for number in STOP_SIGNALS if not is_ignored(number)}
     try:
         yield before
     finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+        if and_after():
+            atexit.register(_ignore_if, and_after, handler)
+        else:
+            for number, previous in before.items():
+                signal.signal(number, previous)
+
+
+def _ignore_if(holds: Callable[[], bool], handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is handler and holds():
+            signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass
@@ -44,25 +58,40 @@ class Wishes:
     first: signal.Signals | None = None
     are_kept: bool = False
     """Until then a signal does what it did before: nothing has been trained that could be lost."""
+    heard_at: float | None = None
+    """When the ranks were last asked, or the first was kept, by `time.monotonic`."""
+
+    @property
+    def heard_just_now(self) -> bool:
+        """Whether another signal is the same wish."""
+        return self.heard_at is not None and time.monotonic() - self.heard_at <= SAME_WISH_SECONDS
 
 
 @contextmanager
 def stop_signals_kept() -> Iterator[Wishes]:
-    """While inside, and not inside `stop_signals_raise`, a stop signal is kept for who asks. Only in a main thread."""
+    """While inside, and not inside `stop_signals_raise`, a stop signal is kept for who asks. Only in a main thread.
+
+    Afterwards the wish that ended it all may still come again, while the process tells how it went: that is passed over.
+    """
     wishes = Wishes()
     if threading.current_thread() is not threading.main_thread():
         yield wishes
         return
 
+    is_over = False
+
     def handler(number: int, frame: FrameType | None) -> None:
-        if not wishes.are_kept:
+        if not wishes.heard_just_now and (is_over or not wishes.are_kept):
             signal.signal(number, before[number])
             signal.raise_signal(number)
-        elif wishes.first is None:
-            wishes.first = signal.Signals(number)
+        elif wishes.first is None and not is_over:
+            wishes.first, wishes.heard_at = signal.Signals(number), time.monotonic()
 
-    with handled_by(handler) as before:
-        yield wishes
+    with handled_by(handler, and_after=lambda: wishes.heard_just_now) as before:
+        try:
+            yield wishes
+        finally:
+            is_over = True
 
 
 @contextmanager
@@ -77,11 +106,10 @@ def stop_signals_raise(wishes: Wishes) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    raised: list[float] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if not raised or time.monotonic() - raised[-1] > SAME_WISH_SECONDS:
-            raised.append(time.monotonic())
+        if not wishes.heard_just_now:
+            wishes.heard_at = time.monotonic()
             name = signal.Signals(number)
             raise SignalException(name.name, sigval=name)
 
