@@ -24,7 +24,7 @@ from train.small_runs import curve, make_corpus, same, small_run, state, stop_at
 
 from ultrascale.checkpoint import newest_valid
 from ultrascale.demo.interrupted import worker_pids
-from ultrascale.launch import local, restarts
+from ultrascale.launch import local, restarts, stopping
 from ultrascale.launch.local import Ending, launch_local
 from ultrascale.launch.restarts import account_of
 from ultrascale.launch.stopping import SAME_WISH_SECONDS, Wishes, stop_signals_raise
@@ -303,7 +303,9 @@ def test_a_stop_without_a_save_is_an_event_of_the_run(monkeypatch):
 
 
 @pytest.mark.catalogue(10)
-def test_a_stop_between_two_attempts_ends_the_command_and_starts_no_rank_again(monkeypatch):
+def test_a_stop_between_two_attempts_ends_the_command_and_starts_no_rank_again(monkeypatch, handled_before):
+    """And for as long as it may be the same wish, another one does nothing; after that it does what it did before."""
+    monkeypatch.setattr(stopping, "SAME_WISH_SECONDS", 1e9)
     attempts: list[int] = []
 
     def fail(*arguments: object) -> Ending:
@@ -325,7 +327,20 @@ def test_a_stop_between_two_attempts_ends_the_command_and_starts_no_rank_again(m
         (KILLED.reason, 7, True),
         (found.reason, 7, False),
     ]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.raise_signal(signal.SIGTERM)
+    assert handled_before == []
+    monkeypatch.setattr(stopping, "SAME_WISH_SECONDS", -1.0)
+    signal.raise_signal(signal.SIGTERM)
+    assert handled_before == [signal.SIGTERM]
+
+
+@pytest.fixture
+def handled_before() -> Iterator[list[int]]:
+    """The SIGTERMs that were left to whoever handled them before."""
+    taken: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: taken.append(number))
+    yield taken
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_a_stop_that_comes_as_the_next_attempt_begins_is_passed_on_at_once():
