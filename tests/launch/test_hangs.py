@@ -58,38 +58,96 @@ def hang(
     folder: Path,
     before_step: BeforeStep,
     *,
-    hang_seconds: float | None = 1.5,
-    timeout_seconds: float = 60.0,
+    hang_seconds: float = 0.5,
+    patience: float = 600.0,
     every_steps: int | None = None,
 ) -> Hang | None:
-    """What the watchdog says of a run on two ranks in which something happens; None if it says nothing until the run ends."""
+    """What the watchdog says of a run on two ranks in which something happens; None if it says nothing until the run ends.
+
+    A rank counts as hanging when what happens says so (`count_from_now`), and not sooner, however slow this machine is."""
     found: list[Hang | None] = []
-    looking = threading.Thread(target=lambda: found.append(watch(folder / "signs", os.getppid())), daemon=True)
+    over = threading.Event()
+    looking = threading.Thread(target=lambda: found.append(watch(folder / "signs", lambda: not over.is_set())), daemon=True)
     looking.start()
-    faults = Faults(hang_seconds=hang_seconds)
-    run = replace(small_run(folder, layout=ZERO_3), faults=faults, collective_timeout_seconds=timeout_seconds)
+    run = replace(small_run(folder, layout=ZERO_3), faults=Faults(hang_seconds=hang_seconds))
     run = replace(run, checkpoint=replace(run.checkpoint, every_steps=every_steps))
+
+    def act(trainer: Trainer) -> None:
+        if trainer.steps_done == 0:
+            own_heart().patience = patience
+        before_step(trainer)
+
     with suppress(RankFailed):
-        train_ranks(run, before_step=before_step)
-    looking.join(2.0)
-    return found[0] if found else None
+        train_ranks(run, before_step=act)
+    over.set()
+    looking.join()
+    return found[0]
+
+
+def own_heart() -> heartbeat.Heart:
+    assert heartbeat._heart is not None
+    return heartbeat._heart
+
+
+def count_from_now() -> None:
+    """From here on this rank is overdue after `hang_seconds`."""
+    own_heart().patience = 0.0
+    own_heart().beat("between steps")
+
+
+def count_once_it_waits_in(what: str) -> None:
+    """The same, but only from when this rank waits in `what`."""
+    heart = own_heart()
+
+    def beat(doing: str, *, waiting: bool = False, extra_seconds: float | None = None) -> None:
+        if waiting and doing.startswith(what):
+            heart.patience = 0.0
+        heartbeat.Heart.beat(heart, doing, waiting=waiting, extra_seconds=extra_seconds)
+
+    heart.beat = beat  # type: ignore[method-assign]
+
+
+def until_the_other_waits(trainer: Trainer) -> int:
+    """Until rank 0 waits in the sum that this step begins with; its process."""
+    while True:
+        for other in heartbeat.read(Path(os.environ[FOLDER_VARIABLE])):
+            at_sum = other.waiting and other.doing == "a sum over all ranks" and other.steps_done == trainer.steps_done
+            if other.rank == 0 and at_sum and other.collectives[-1].line.startswith("train/trainer.py:"):
+                return other.pid
+        time.sleep(0.01)
 
 
 def stop_this_process(trainer: Trainer) -> None:
     """Here: of a signal to the process another thread may take notice, while this one goes on for a while."""
-    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+    until_the_other_waits(trainer)
+    count_from_now()
+    while True:  # also after it was woken for its stack
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def hold_the_lock(trainer: Trainer) -> None:
     """As a C extension that never lets go of the interpreter: no thread of this process runs any more."""
+    until_the_other_waits(trainer)
+    count_from_now()
     library = ctypes.PyDLL(None)
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
+    while True:
         library.usleep(ctypes.c_uint(60_000_000))
 
 
 def skip_a_collective(trainer: Trainer) -> None:
+    until_the_other_waits(trainer)
+    count_once_it_waits_in("the gather of a bucket")
     object.__setattr__(trainer.ranks, "__class__", _Skips)
+
+
+def leave_late(trainer: Trainer) -> None:
+    """Hang for longer than a hang is, and leave by itself, so that the test ends; the other has waited all the while."""
+    until_the_other_waits(trainer)
+    count_from_now()
+    time.sleep(3.0)
+    until_the_other_waits(trainer)
+    (Path(os.environ[FOLDER_VARIABLE]) / "waited").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Skips(Ranks):
@@ -115,25 +173,24 @@ def test_a_stopped_rank_is_named_with_the_collective_that_the_other_waits_in(fol
 
 
 @pytest.mark.catalogue(11)
-def test_a_stop_while_a_collective_hangs_ends_and_leaves_the_checkpoint_before(folder, leave=stop_this_process, timeout=60.0):
+def test_a_stop_while_a_collective_hangs_ends_and_leaves_the_checkpoint_before(folder, leave=stop_this_process):
     """The handler of the rank that waits does not run before its collective ends."""
 
     def ask_and_leave(trainer: Trainer) -> None:
-        (other,) = (beat.pid for beat in heartbeat.read(folder / "signs") if beat.rank == 0)
-        time.sleep(0.3)  # until it waits
-        os.kill(other, signal.SIGTERM)
+        os.kill(until_the_other_waits(trainer), signal.SIGTERM)
         leave(trainer)
 
-    found = hang(folder, at_step(3, ask_and_leave, rank=1), timeout_seconds=timeout, every_steps=2)
+    found = hang(folder, at_step(3, ask_and_leave, rank=1), every_steps=2)
     assert newest_valid(folder / "small" / "checkpoints") == folder / "small" / "checkpoints" / "step-00000002"
     assert found is not None and found.culprits == (1,)
 
 
 @pytest.mark.catalogue(11)
 def test_control_without_a_watchdog_a_stop_waits_for_the_collective(folder, monkeypatch):
-    monkeypatch.setitem(hang.__kwdefaults__, "hang_seconds", None)
+    monkeypatch.setitem(globals(), "watch", lambda folder, is_wanted: None)
     test = test_a_stop_while_a_collective_hangs_ends_and_leaves_the_checkpoint_before
-    fails(test, folder, leave=sleep_a_while, timeout=4.0, told="None is not None")
+    fails(test, folder, leave=leave_late, told="None is not None")
+    assert (folder / "signs" / "waited").exists()
 
 
 @pytest.mark.catalogue(19)
@@ -168,6 +225,8 @@ def test_a_rank_that_skips_a_collective_is_named_with_where_it_went_instead(fold
 @pytest.mark.catalogue(18)
 def test_a_collective_of_another_shape_is_told_although_gloo_aborts_the_process(folder):
     def sum_too_much(trainer: Trainer) -> None:
+        until_the_other_waits(trainer)
+        count_once_it_waits_in("a sum over all ranks")
         trainer.ranks.sum(torch.zeros(3, dtype=torch.int64))
 
     hang(folder, at_step(3, sum_too_much, rank=1))
@@ -187,12 +246,8 @@ def test_control_collectives_noted_without_their_shape_are_all_alike(folder, mon
 
 @pytest.mark.catalogue(17)
 def test_control_without_patience_running_out_a_stopped_rank_is_named_by_nobody(folder):
-    assert hang(folder, at_step(3, sleep_a_while, rank=1), hang_seconds=60.0, timeout_seconds=4.0) is None
-
-
-def sleep_a_while(trainer: Trainer) -> None:
-    """Longer than the other rank's collective waits, so that the test ends; a stopped process would not."""
-    time.sleep(6.0)
+    assert hang(folder, at_step(3, leave_late, rank=1), hang_seconds=600.0) is None
+    assert (folder / "signs" / "waited").exists()
 
 
 @pytest.mark.catalogue(17)
@@ -200,17 +255,22 @@ def test_control_a_rank_that_gets_on_without_signs_of_life_is_taken_for_hanging(
     """They are what the watchdog goes by: a heart that stands still is seen although the rank computes."""
 
     def stop_the_heart(trainer: Trainer) -> None:
-        if trainer.steps_done >= 3 and trainer.ranks.rank == 1:
-            heartbeat._heart = None
-            time.sleep(1.0)
+        until_the_other_waits(trainer)
+        count_from_now()
+        heartbeat._heart = None
+        with open(folder / "signs" / "computed", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes([int(torch.ones(8).sum())]))
+                time.sleep(0.01)
 
-    found = hang(folder, stop_the_heart)
+    found = hang(folder, at_step(3, stop_the_heart, rank=1))
     assert found is not None and found.culprits == (1,)
+    assert (folder / "signs" / "computed").stat().st_size > 10
 
 
 @pytest.mark.catalogue(18)
 def test_control_ranks_that_come_to_the_same_collectives_are_not_accused(folder):
-    assert hang(folder, at_step(3, lambda trainer: None, rank=1)) is None
+    assert hang(folder, at_step(3, lambda trainer: None, rank=1), hang_seconds=60.0, patience=0.0) is None
     assert disagreement(heartbeat.read(folder / "signs")) is None
 
 

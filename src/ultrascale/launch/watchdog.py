@@ -19,7 +19,8 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,11 +29,13 @@ from ultrascale.heartbeat import PASSED_OVER, Beat, read
 
 LOOK_SECONDS = 0.25
 DUMP_SECONDS = 1.5
-"""For stacks and traces to be written."""
-WAKE_SECONDS = 0.5
+"""For a rank that does not wait for others to write its flight recorder; it cannot, where the interpreter's lock is held."""
+MOST_DUMP_SECONDS = 10.0
+"""For all stacks, and the flight recorders of ranks that wait: they can, but a busy machine may take so long."""
 STACK_SIGNAL = signal.SIGUSR2
 MOST_TOLD, MOST_WAITING = 8, 2
-HANG_FILE, DUMP_MARK = "hang.json", "dump"
+HANG_FILE, DUMP_MARK, RECORDED = "hang.json", "dump", "recorded"
+_MASKS = ("SigPnd", "ShdPnd", "SigBlk")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _SIZE = re.compile(r"\((\d+)\)$")
 """Of a group of ranks, at the end of its name."""
@@ -51,9 +54,9 @@ class Hang:
     steps_done: int
 
 
-def watch(folder: Path, parent: int) -> Hang | None:
-    """Look until a rank of `folder` is overdue, and deal with it; None if `parent` has gone before."""
-    while os.getppid() == parent:
+def watch(folder: Path, is_wanted: Callable[[], bool]) -> Hang | None:
+    """Look until a rank of `folder` is overdue, and deal with it; None if nobody wants to know any more before."""
+    while is_wanted():
         if _is_overdue(folder):
             time.sleep(LOOK_SECONDS)  # a machine that slept wakes its ranks a little after its clock
             if _is_overdue(folder):
@@ -71,13 +74,15 @@ def _declare(folder: Path) -> Hang:
     stopped = [beat.rank for beat in beats if _state(beat.pid) in ("T", "t")]
     with suppress(OSError):  # a full disk: the culprit is killed all the same
         (folder / DUMP_MARK).touch()
+    before = {beat.pid: _writing_stacks(beat.pid) for beat in beats}
     for beat in beats:
         with suppress(ProcessLookupError):
             os.kill(beat.pid, STACK_SIGNAL)
-    time.sleep(DUMP_SECONDS)
-    for beat in beats:
-        if beat.rank in stopped:
-            _wake_for_its_stack(folder, beat)
+    _wait_for_dumps(folder, [beat for beat in beats if beat.rank not in stopped], before)
+    with _standing_still([beat for beat in beats if beat.rank not in stopped and stopped]):
+        for beat in beats:
+            if beat.rank in stopped:
+                _wake_for_its_stack(folder, beat, before[beat.pid])
     hang = judge(beats, stopped, {beat.rank: line_of(_stack(folder, beat.rank)) for beat in beats})
     partial = folder / f"{HANG_FILE}.tmp"
     with suppress(OSError):
@@ -90,15 +95,57 @@ def _declare(folder: Path) -> Hang:
     return hang
 
 
-def _wake_for_its_stack(folder: Path, beat: Beat) -> None:
+def _wait_for_dumps(folder: Path, beats: list[Beat], before: dict[int, set[str]]) -> None:
+    """Until every rank has written its stack and its flight recorder, or has had time enough for it."""
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < MOST_DUMP_SECONDS:
+        stacks = all(_has_written(folder, beat, before[beat.pid]) for beat in beats if _state(beat.pid))
+        late = [beat for beat in beats if _state(beat.pid) and not (folder / f"{beat.rank}.{RECORDED}").exists()]
+        if stacks and (not late or (waited > DUMP_SECONDS and not any(beat.waiting for beat in late))):
+            return
+        time.sleep(0.01)
+
+
+def _wake_for_its_stack(folder: Path, beat: Beat, before: set[str]) -> None:
     """A stopped process takes no signal but to go on, and then the one that is waiting first: its stack. It is stopped again as
     soon as that is written. (What a debugger holds does not wake.)"""
+    deadline = time.monotonic() + (MOST_DUMP_SECONDS if _state(beat.pid) == "T" else 0.0)
     with suppress(ProcessLookupError):
         os.kill(beat.pid, signal.SIGCONT)
-        deadline = time.monotonic() + WAKE_SECONDS
-        while not _stack(folder, beat.rank) and time.monotonic() < deadline:
+        while not _has_written(folder, beat, before) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(beat.pid, signal.SIGSTOP)
+
+
+@contextmanager
+def _standing_still(beats: list[Beat]) -> Iterator[None]:
+    """While inside, these ranks are stopped: a culprit that is woken must not get on with them."""
+    try:
+        for beat in beats:
+            with suppress(ProcessLookupError):
+                os.kill(beat.pid, signal.SIGSTOP)
+        yield
+    finally:
+        for beat in beats:
+            with suppress(ProcessLookupError):
+                os.kill(beat.pid, signal.SIGCONT)
+
+
+def _has_written(folder: Path, beat: Beat, before: set[str]) -> bool:
+    """Whether a rank's stack is there, and whole: faulthandler writes it line by line, in the handler of the signal."""
+    return bool(_stack(folder, beat.rank)) and not _writing_stacks(beat.pid) - before
+
+
+def _writing_stacks(pid: int) -> set[str]:
+    """Threads of a process that have the signal for a stack before them or block it, as they do while they handle it. Empty
+    where there is no /proc to tell."""
+    found = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/status"):
+        with suppress(OSError):
+            masks = [line.partition(":") for line in path.read_text(errors="replace").splitlines()]
+            if any(int(mask, 16) >> STACK_SIGNAL - 1 & 1 for name, _, mask in masks if name in _MASKS):
+                found.add(path.parent.name)
+    return found
 
 
 def judge(beats: list[Beat], stopped: list[int], lines: dict[int, str]) -> Hang:
@@ -249,7 +296,7 @@ def main() -> int:
     asked = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # a terminal's or batch system's wish is for the run, which we outlast
-    found = watch(asked.folder, asked.parent)
+    found = watch(asked.folder, lambda: os.getppid() == asked.parent)
     if found is not None:
         console.put(f"ultrascale: hang: {found.reason}", "stderr")
     return 0

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultrascale import heartbeat
-from ultrascale.launch.watchdog import DUMP_MARK, STACK_SIGNAL
+from ultrascale.launch.watchdog import DUMP_MARK, RECORDED, STACK_SIGNAL
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.torch_private import flight_record
 from ultrascale.spec.run import Run
@@ -111,4 +111,5 @@ def _record_on_demand(folder: Path, rank: int, over: threading.Event) -> None:
             with suppress(OSError):
                 if (record := flight_record()) is not None:
                     (folder / f"{rank}.trace.json").write_text(record)
+                (folder / f"{rank}.{RECORDED}").touch()
             return
