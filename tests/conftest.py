@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalogue.table import find_tests, write_results
+from catalogue.table import find_tests, write_results, write_whole_run
 
 # Ranks are forked, and a child has the compiler's pool of processes without the thread that reads from it: it would hang.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -19,6 +19,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Under nohup it is ignored, and so by every process that tests start, which are to save and leave when it comes.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+STARTED = time.monotonic()
 RECORDED: dict[str, dict[str, Any]] = {}
 
 
@@ -70,4 +71,19 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("--record-catalogue") and not hasattr(session.config, "workerinput"):
         of_catalogue = {test.name for test in find_tests()}
-        write_results({name: one for name, one in RECORDED.items() if name in of_catalogue})
+        found = {name: one for name, one in RECORDED.items() if name in of_catalogue}
+        write_results(found)
+        if _is_whole(session.config):
+            write_whole_run(
+                minutes=(time.monotonic() - STARTED) / 60,
+                cases=sum(one["cases"] for one in found.values()),
+                workers=session.config.getoption("numprocesses", None) or 1,
+                load=os.getloadavg()[2],
+                on=time.strftime("%Y-%m-%d"),
+            )
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    """Whether all tests of the catalogue that CI runs were asked for, and no others."""
+    narrowed = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
+    return config.option.markexpr == "catalogue" and not narrowed and os.environ.get("ULTRASCALE_NIGHTLY") != "1"

@@ -31,7 +31,7 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 import torch.distributed as dist
 import torch.distributed.fsdp
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 20.0
 """How long the other ranks may go on after one has failed; a rank blocked in a collective learns of it much sooner."""
 
 

@@ -20,6 +20,8 @@ HERE = Path(__file__).parent
 TESTS = HERE.parent
 PAGE = TESTS.parent / "docs" / "faults.md"
 RESULTS = HERE / "results.json"
+WHOLE = HERE / "whole_run.json"
+"""Of the last recorded run of all that runs in CI: its wall time."""
 TITLES = {
     "processes": "Processes and restart", "hangs": "Hangs, stragglers, network", "storage": "Storage",
     "resume": "Resuming and the order of data", "numerics": "Numbers", "input": "Input and configuration",
@@ -86,15 +88,26 @@ def write_results(new: dict[str, dict[str, Any]]) -> None:
     RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def read_whole_run() -> dict[str, Any] | None:
+    """What is known of the last run of all that runs in CI."""
+    return json.loads(WHOLE.read_text()) if WHOLE.exists() else None
+
+
+def write_whole_run(*, minutes: float, cases: int, workers: int, load: float, on: str) -> None:
+    """Note the wall time of a run of all that runs in CI. `load`: processes that wanted to run, on the average."""
+    whole = {"minutes": round(minutes, 1), "cases": cases, "workers": workers, "load": round(load, 1), "on": on}
+    WHOLE.write_text(json.dumps(whole) + "\n")
+
+
 def without_control(rows: list[Row], tests: list[Cover]) -> list[int]:
     """Numbers of rows that inject a fault and have no control in every run of CI."""
     controlled = {number for test in tests if test.is_control and not test.nightly for number in test.rows}
     return [row.number for row in rows if row.group in INJECTED and row.number not in controlled]
 
 
-def page(rows: list[Row], tests: list[Cover], results: dict[str, dict[str, Any]]) -> str:
+def page(rows: list[Row], tests: list[Cover], results: dict[str, dict[str, Any]], whole: dict[str, Any] | None = None) -> str:
     """The text of docs/faults.md."""
-    lines = [HEAD, "", *_totals(rows, tests, results)]
+    lines = [HEAD, "", *_totals(rows, tests, results), *(["", *_whole(whole)] if whole is not None else [])]
     head = ["| # | fault | promised | tests | controls | run | last result |", "|---|---|---|---|---|---|---|"]
     for group, title in TITLES.items():
         lines += ["", f"## {title}", "", *head]
@@ -124,6 +137,13 @@ def _totals(rows: list[Row], tests: list[Cover], results: dict[str, dict[str, An
     ]
 
 
+def _whole(whole: dict[str, Any]) -> list[str]:
+    return [
+        f"The last whole run of them, on {whole['on']}, took {whole['minutes']:.1f} minutes for {whole['cases']} cases with",
+        f"`-n {whole['workers']}` on two cores, which {whole['load']:.0f} processes wanted in its last quarter of an hour.",
+    ]
+
+
 def _line(row: Row, tests: list[Cover], results: dict[str, dict[str, Any]]) -> str:
     own = [test for test in tests if row.number in test.rows]
     claims = [test for test in own if not test.is_control]
@@ -144,7 +164,9 @@ def _last(tests: list[Cover], results: dict[str, dict[str, Any]]) -> str:
     cases = sum(one["cases"] for one in known)
     what = f"{len(failed)} of {len(known)} failed" if failed else f"passed, {cases} case{'s' * (cases > 1)}"
     missing = len(tests) - len(known)
-    return f"{what}, {max(one['on'] for one in known)}" + (f"; {missing} not recorded" if missing else "")
+    first, last = min(one["on"] for one in known), max(one["on"] for one in known)
+    when = last if first == last else f"{first} to {last}"
+    return f"{what}, {when}" + (f"; {missing} not recorded" if missing else "")
 
 
 def _tests_of(path: Path) -> Iterator[Cover]:
@@ -166,5 +188,5 @@ def _is(mark: Any, name: str) -> bool:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(read_rows(), find_tests(), read_results()))
+    PAGE.write_text(page(read_rows(), find_tests(), read_results(), read_whole_run()))
     print(f"written: {PAGE}")

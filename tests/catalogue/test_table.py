@@ -1,11 +1,11 @@
 """The table of faults says what is tested, and no more."""
 
-from catalogue.table import PAGE, Cover, Row, find_tests, page, read_results, read_rows, without_control
+from catalogue.table import PAGE, Cover, Row, find_tests, page, read_results, read_rows, read_whole_run, without_control
 
 
 def test_the_table_in_the_documentation_is_current():
     told = "run `python tests/catalogue/table.py`"
-    assert PAGE.read_text() == page(read_rows(), find_tests(), read_results()), told
+    assert PAGE.read_text() == page(read_rows(), find_tests(), read_results(), read_whole_run()), told
 
 
 def test_there_are_62_rows_and_every_mark_is_one_of_them():
@@ -26,6 +26,12 @@ def test_a_row_tells_its_tests_when_they_run_and_what_they_came_to():
     assert "1 of the 2 that inject a fault have a control" in text
     assert "took 1.5 minutes: the sum" in text and "reported of its 6 cases" in text
     assert "Of 6 the time of processors" in text and "they waited for:\n1.0 minutes in all" in text
+    earlier = passed | {"on": "2025-12-31"}
+    assert "| passed, 6 cases, 2025-12-31 to 2026-01-02; 1 not" in page(
+        rows, tests, {"a.py::test_x": passed, control.name: earlier}
+    )
+    whole = {"minutes": 7.25, "cases": 9, "workers": 3, "load": 11.6, "on": "2026-01-03"}
+    assert "on 2026-01-03, took 7.2 minutes for 9 cases" in page(rows, tests, {}, whole) and "last whole run" not in text
     assert "1 of 2 failed, 2026-01-02" in page(rows, tests, {"a.py::test_x": passed, "a.py::test_y": failed})
 
 

@@ -8,7 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -224,13 +224,17 @@ def test_a_rename_that_was_carried_out_although_it_failed_is_done_once(tmp_path,
 # --- slow ------------------------------------------------------------------------------------------------------------------
 
 
+MOST_SECONDS = 100.0
+"""That the disk waits to be looked at."""
+
+
 def train_over_a_slow_disk(rank: int, root: Path) -> list[bool]:
-    """Three saves over a disk that takes 0.4 s a save, beside collectives of training; whether each checkpoint was there when
-    `save` returned."""
-    write, written = saver.write_and_publish, []
+    """Three saves over a disk that is not done with one before training has looked, beside collectives of training; whether
+    each checkpoint was there when `save` returned."""
+    write, written, looked = saver.write_and_publish, [], threading.Semaphore(0)
 
     def slowly(plan, *, ranks):
-        time.sleep(0.4)
+        looked.acquire(timeout=MOST_SECONDS)
         written.append(write(plan, ranks=ranks))
         return written[-1]
 
@@ -240,6 +244,7 @@ def train_over_a_slow_disk(rank: int, root: Path) -> list[bool]:
         for step in (1, 2, 3):
             there.append(saving.save(step, state(step), {}).exists())
             assert len(written) >= step - 1, "two saves are pending, and what they hold fills the host's memory"
+            looked.release()
             for _ in range(20):
                 dist.all_reduce(total)
     return there
@@ -271,6 +276,7 @@ class AtOnce(ThreadPoolExecutor):
 )
 def test_control_a_save_that_training_waits_for_and_saves_that_pile_up_are_seen(tmp_path, monkeypatch, name, bug, told):
     monkeypatch.setattr(f"ultrascale.checkpoint.saver.{name}", bug)
+    monkeypatch.setitem(globals(), "MOST_SECONDS", 1.0)
     fails(test_over_a_slow_disk_training_goes_on_and_one_save_is_written_at_a_time, tmp_path, told=told)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import threading
 import time
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_a_disk_full_on_one_rank_fails_the_save_on_all_and_publishes_nothing(tmp
     assert "rank 1 of 2: OSError: [Errno 27] File too large" in first[0]
     assert "Free space" in first[0]
     assert steps(tmp_path) == [1, 3]
-    assert seconds < 5
+    assert seconds < 100, "the other rank has waited for a time-out"
 
 
 def lose_the_folder(rank: int, root: Path) -> str:
@@ -112,10 +113,10 @@ def test_the_write_test_leaves_nothing(tmp_path):
 
 def change_while_saving(rank: int, root: Path) -> None:
     weights = torch.full((64, 256), 1.0)
-    write = saver.write_and_publish
+    write, looked = saver.write_and_publish, threading.Event()
 
     def write_late(plan, *, ranks):
-        time.sleep(0.3)
+        looked.wait(60)
         return write(plan, ranks=ranks)
 
     saver.write_and_publish = write_late
@@ -123,6 +124,7 @@ def change_while_saving(rank: int, root: Path) -> None:
         folder = saving.save(1, {"w": weights}, {})
         weights.fill_(2.0)
         assert not folder.exists(), "save waited for the disk"
+        looked.set()
         total = torch.ones(1)
         dist.all_reduce(total)  # Training's own collectives go on beside those of the save.
         saving.save(2, {"w": weights}, {})

@@ -19,7 +19,7 @@ import torch
 from planted import fails
 
 from ultrascale.heartbeat import Heart
-from ultrascale.launch import local
+from ultrascale.launch import local, orphans
 from ultrascale.launch.forked import RankFailed, run_forked
 from ultrascale.launch.local import Ending, launch_local
 from ultrascale.launch.orphans import end_with_launcher, launcher_here
@@ -28,6 +28,10 @@ from ultrascale.parallel.mesh import process_group
 from ultrascale.spec.layout import Layout
 
 # --- the next attempt --------------------------------------------------------------------------------------------------------
+
+
+LATE_SECONDS = 1.0
+"""Of rank 1, in which a rank 0 that does not wait for it has gone on. The control, which ends there, has more time for that."""
 
 
 def meet_and_die(rendezvous: str, folder: str, dies: bool) -> list[float]:
@@ -45,7 +49,7 @@ def meet_and_die(rendezvous: str, folder: str, dies: bool) -> list[float]:
     if late:
         while not waits.exists():
             time.sleep(0.01)
-        time.sleep(1.0)
+        time.sleep(LATE_SECONDS)
         comes.touch()
     with process_group(Layout(dp=2), device="cpu", timeout_seconds=30.0, rendezvous=f"file://{folder}/store") as ranks:
         if dies and ranks.rank == 1:
@@ -75,6 +79,7 @@ def test_control_with_one_store_for_all_attempts_new_ranks_find_the_addresses_of
     """As torch's own agent has it (pytorch#135712)."""
     one = SimpleNamespace(TemporaryDirectory=lambda prefix: nullcontext(str(tmp_path)))
     monkeypatch.setattr(local, "tempfile", one)
+    monkeypatch.setitem(globals(), "LATE_SECONDS", 60.0)
     fails(test_after_a_kill_ranks_meet_in_a_store_of_their_own, monkeypatch, told="rank")
 
 
@@ -171,7 +176,7 @@ def below(folder: Path) -> tuple[Any, int]:
 
 
 @pytest.mark.catalogue(16)
-def test_a_rank_ends_once_the_lock_of_its_launcher_is_free(tmp_path, start=beside, seconds=10.0):
+def test_a_rank_ends_once_the_lock_of_its_launcher_is_free(tmp_path, start=beside, seconds=200.0):
     launcher, pid = start(tmp_path)
     rank = psutil.Process(pid)
     try:
@@ -187,3 +192,19 @@ def test_a_rank_ends_once_the_lock_of_its_launcher_is_free(tmp_path, start=besid
 @pytest.mark.catalogue(16)
 def test_control_a_rank_that_holds_the_lock_of_its_launcher_outlives_it(tmp_path):
     fails(test_a_rank_ends_once_the_lock_of_its_launcher_is_free, tmp_path, start=below, seconds=2.5)
+
+
+def test_a_rank_that_does_not_stop_in_order_is_ended_ten_seconds_after_its_launcher(tmp_path, monkeypatch):
+    assert orphans.LOOK_SECONDS + orphans.GRACE_SECONDS < 10
+    monkeypatch.setattr(orphans, "GRACE_SECONDS", 0.1)
+
+    def deaf() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_with_launcher(tmp_path)  # of which there is none
+        while True:
+            signal.pause()
+
+    process = FORK.Process(target=deaf)
+    process.start()
+    process.join(200)
+    assert process.exitcode == 1

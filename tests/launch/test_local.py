@@ -149,18 +149,20 @@ def test_a_second_command_for_a_live_run_is_refused_and_the_run_never_knows_of_i
     ids=["SIGHUP", "SIGTERM three times", "SIGUSR1 to all", "SIGTERM to all until the last has left"],
 )
 def test_every_wish_to_stop_is_one_save_and_one_end(endless, number, times, group):
-    """To all: as a terminal that closes, a service and a batch system do. The fork server is one of them."""
+    """To all: as a terminal that closes, a service and a batch system do. The fork server is one of them. All within a second
+    and a half, so that a slow machine has time to deliver them as one wish."""
+    assert SAME_WISH_SECONDS >= 10
     with launched(endless) as process:
         wait_until(lambda: steps_logged(endless) >= 2, process)
         family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-        until = time.monotonic() + SAME_WISH_SECONDS - 0.5
+        until = time.monotonic() + 1.5
         for _ in range(times):
+            if time.monotonic() > until:
+                break
             for pid in family if group else family[:1]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
             time.sleep(0.1 if times < 10 else 0.02)
-            if time.monotonic() > until:
-                break
         told, code = process.communicate(timeout=PATIENCE)[0], process.returncode
     assert code == 0 and "saved; the same command goes on from here" in told, told
     assert "Traceback" not in told and "spawn.py" not in told, told
@@ -209,17 +211,26 @@ def test_ranks_that_a_stop_ends_before_they_saved_are_told(tmp_path):
 
 
 @pytest.mark.catalogue(16)
-def test_ranks_whose_launcher_is_killed_stop_within_ten_seconds(endless):
+def test_ranks_whose_launcher_is_killed_stop_by_themselves(endless):
+    """Within ten seconds, on a machine that lets them: `test_ends`."""
     with launched(endless) as process:
         wait_until(lambda: steps_logged(endless) >= 2, process)
         ranks = ranks_of(process)
         process.kill()
-        _, left = psutil.wait_procs(ranks, timeout=10)
-        # One that has ended is there as long as the fork server, its parent, has not looked.
-        alive = [rank for rank in left if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+        until = time.monotonic() + PATIENCE / 2
+        while any(is_alive(rank) for rank in ranks) and time.monotonic() < until:
+            time.sleep(0.1)
+        alive = [rank for rank in ranks if is_alive(rank)]
         for rank in alive:
             rank.kill()
     assert len(ranks) == 2 and alive == []
+
+
+def is_alive(rank: psutil.Process) -> bool:
+    """One that has ended is there as long as the fork server, its parent, has not looked."""
+    with suppress(psutil.NoSuchProcess):
+        return rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 AGAIN = {

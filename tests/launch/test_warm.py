@@ -22,9 +22,9 @@ def test_a_rank_that_nobody_reads_leaves_and_the_agent_can_still_tell_the_others
     read = context.Event()
     process = context.Process(target=rank, args=(read,))
     process.start()
-    process.join(20)
+    process.join(200)
     assert process.exitcode == 0
     telling = threading.Thread(target=read.set, daemon=True)
     telling.start()
-    telling.join(20)
+    telling.join(200)
     assert not telling.is_alive() and read.is_set()

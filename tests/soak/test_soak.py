@@ -22,6 +22,9 @@ from ultrascale.soak.story import Outcome, same_bits, same_state, soak, strikes_
 from ultrascale.spec.run import Run
 from ultrascale.train.trainer import Trainer
 
+NO_HANG_SECONDS = 12.0
+"""A machine that is busy keeps no rank from its next beat for so long."""
+
 
 def drawn(seed: int = 0, count: int = 200, **options) -> list[Planted]:
     kinds = options.pop("kinds", tuple(KINDS))
@@ -161,7 +164,8 @@ def test_a_fault_that_the_run_goes_over_is_told_with_who_saw_it_and_when_it_was_
 @pytest.mark.catalogue(20, 21, 25, 32, 33)
 def test_disks_that_are_full_or_fail_or_are_slow_and_ranks_that_are_need_no_restart_and_leave_no_trace(tmp_path):
     kinds = ("full-disk", "flaky-disk", "slow-disk", "stall", "slow")
-    outcome = soak(tmp_path / "soak", processes=2, kinds=kinds, num_faults=5, mean_gap=2.0, seed=1, say=lambda line: None)
+    storm = {"kinds": kinds, "num_faults": 5, "mean_gap": 2.0, "seed": 1, "hang_seconds": NO_HANG_SECONDS}
+    outcome = soak(tmp_path / "soak", processes=2, say=lambda line: None, **storm)
     assert outcome.holds and len(outcome.strikes) == 5 and all(one.is_survived for one in outcome.strikes)
     met = {one.fault.kind: one.detected_by for one in outcome.strikes}
     assert met["full-disk"] == "the save, again a step later" and met["flaky-disk"] == "the write, done again"
@@ -178,7 +182,8 @@ def spoil(run: Run) -> None:
 
 @pytest.mark.catalogue(2)
 def test_a_run_survives_kills_of_random_ranks_at_random_moments_to_the_same_bits(tmp_path):
-    outcome = soak(tmp_path / "soak", processes=2, kinds=("kill",), num_faults=3, mean_gap=4.0, seed=1, say=lambda line: None)
+    storm = {"kinds": ("kill",), "num_faults": 3, "mean_gap": 4.0, "seed": 1, "hang_seconds": 90.0}
+    outcome = soak(tmp_path / "soak", processes=2, say=lambda line: None, **storm)
     assert outcome.holds and len(outcome.strikes) == 3
     assert {one.detected_by for one in outcome.strikes} == {"agent"}
     assert max(one.steps_lost for one in outcome.strikes) <= 10

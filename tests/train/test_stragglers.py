@@ -153,7 +153,7 @@ def sleep_in_forward(trainer: Trainer) -> None:
         forward = trainer.passes.forward
 
         def slow(*arguments, **at):
-            time.sleep(0.15)
+            time.sleep(0.4)  # many times what a step takes on a busy machine
             return forward(*arguments, **at)
 
         trainer.passes.forward = slow  # type: ignore[method-assign]

@@ -18,7 +18,8 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal is gone. SIGUSR1: what Slurm is mostly asked to send some time before the end of a job."""
-SAME_WISH_SECONDS = 3.0
+SAME_WISH_SECONDS = 10.0
+"""Counted from handler to handler: where a machine is busy, or a rank writes to its disk, one runs seconds after its signal."""
 
 
 def is_ignored(number: signal.Signals) -> bool:

@@ -20,17 +20,16 @@ from typing import Any
 from ultrascale.checkpoint import Saver, files
 from ultrascale.soak.storm import Planted, heal
 
-STALL_SECONDS = 1.5
-"""Less than a hang is (`story.HANG_SECONDS`)."""
-SLOW_DISK_SECONDS = 6.0
-"""More than that: a save may take longer than a step."""
+STALL, SLOW_DISK = 0.375, 1.5
+"""Of the seconds that are a hang: a rank stands still for less, and a save takes longer."""
 MOST_FILE_BYTES = 4096
 """That the full disk has room for: the beginning of a shard."""
 
 
-def next_save(folder: Path, fault: Planted) -> None:
+def next_save(folder: Path, fault: Planted, hang_seconds: float) -> None:
     """Let the next save of this process meet `fault`; it is over when one succeeds."""
-    save, meeting = Saver.save, [_DISKS[fault.kind]]
+    disks = {"full-disk": _full, "flaky-disk": _flaky, "slow-disk": lambda: _slow(SLOW_DISK * hang_seconds)}
+    save, meeting = Saver.save, [disks[fault.kind]]
 
     def met(saver: Saver, *arguments: Any, **options: Any) -> Path:
         with meeting.pop()() if meeting else nullcontext():
@@ -42,9 +41,9 @@ def next_save(folder: Path, fault: Planted) -> None:
     Saver.save = met  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def stand_still() -> None:
+def stand_still(hang_seconds: float) -> None:
     """Stop this process for a while. Somebody else must let it go on."""
-    subprocess.Popen(["sh", "-c", f"sleep {STALL_SECONDS}; kill -CONT {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep {STALL * hang_seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -63,8 +62,8 @@ def _flaky() -> AbstractContextManager[None]:
     return _first_write(_fail)
 
 
-def _slow() -> AbstractContextManager[None]:
-    return _first_write(lambda: time.sleep(SLOW_DISK_SECONDS))
+def _slow(seconds: float) -> AbstractContextManager[None]:
+    return _first_write(lambda: time.sleep(seconds))
 
 
 def _fail() -> None:
@@ -85,6 +84,3 @@ def _first_write(meets: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         files._write_blocks = write
-
-
-_DISKS: dict[str, Callable[[], AbstractContextManager[None]]] = {"full-disk": _full, "flaky-disk": _flaky, "slow-disk": _slow}

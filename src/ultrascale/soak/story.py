@@ -97,15 +97,17 @@ def soak(
     seconds: float | None = None,
     num_faults: int | None = None,
     mean_gap: float = MEAN_GAP,
+    hang_seconds: float = HANG_SECONDS,
     say: Callable[[str], None] = print,
 ) -> Outcome:
     """Let a storm strike for `seconds`, or until `num_faults` have struck; then do as many steps in the calm, and compare.
+    `hang_seconds`: of the run; what stands still for less, or is slow for longer, goes by it.
 
     Raises SpecError for kinds that there are not or a folder of something else, and SoakError if the run does not come back.
     """
     faults = list(islice(draw(seed, kinds, world=processes, mean_gap=mean_gap, interval=INTERVAL), num_faults or 10_000))
     make_folder(folder)
-    run = make_run(folder, processes)
+    run = make_run(folder, processes, hang_seconds=hang_seconds)
     began = time.monotonic()
     steps = _Storm(folder, run, faults, say).carry_through(None if seconds is None else began + seconds)
     took = time.monotonic() - began
@@ -130,7 +132,7 @@ def make_folder(folder: Path) -> None:
     (folder / MARK).touch()
 
 
-def make_run(folder: Path, processes: int, *, name: str = "stormy") -> Run:
+def make_run(folder: Path, processes: int, *, name: str = "stormy", hang_seconds: float = HANG_SECONDS) -> Run:
     """A run of a very small model on random tokens, half of whose ranks at least hold copies of one another's state."""
     tokens = folder / "tokens"
     if not Path(f"{tokens}.bin").exists():
@@ -147,7 +149,7 @@ def make_run(folder: Path, processes: int, *, name: str = "stormy") -> Run:
         data=Data(sources=(Source(str(tokens)),)), 
         optimizer=Optimizer(learning_rate=3e-3, warmup_steps=20, schedule="constant"),
         checkpoint=Checkpoint(every_steps=INTERVAL, keep=3, export=False), log=Log(memory_steps=0),
-        faults=Faults(hang_seconds=HANG_SECONDS, on_anomaly="rewind", digest_every_steps=DIGEST_STEPS),
+        faults=Faults(hang_seconds=hang_seconds, on_anomaly="rewind", digest_every_steps=DIGEST_STEPS),
     )  # fmt: skip
 
 

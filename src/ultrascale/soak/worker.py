@@ -146,11 +146,17 @@ def _drop(trainer: Trainer, fault: Planted) -> None:
 
 
 def _disk(trainer: Trainer, fault: Planted) -> None:
-    next_save(Path(os.environ[STORM_VARIABLE]).parent, fault)
+    next_save(Path(os.environ[STORM_VARIABLE]).parent, fault, _hang_seconds(trainer))
 
 
 def _stall(trainer: Trainer, fault: Planted) -> None:
-    stand_still()
+    stand_still(_hang_seconds(trainer))
+
+
+def _hang_seconds(trainer: Trainer) -> float:
+    seconds = trainer.run.faults.hang_seconds
+    assert seconds is not None, "a storm runs under a watchdog"
+    return seconds
 
 
 def _slow_down(trainer: Trainer, fault: Planted) -> None:
