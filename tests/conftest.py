@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 import torch
 from catalogue.table import find_tests, write_results, write_whole_run
+from hypothesis import HealthCheck, settings
 
 # Ranks are forked, and a child has the compiler's pool of processes without the thread that reads from it: it would hang.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Under nohup it is ignored, and so by every process that tests start, which are to save and leave when it comes.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# How long an example takes, or drawing it, tells of the machine and of what else it does.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 STARTED = time.monotonic()
 RECORDED: dict[str, dict[str, Any]] = {}

@@ -154,7 +154,7 @@ def test_workers_are_found_among_the_children_of_the_launcher_and_nowhere_else()
     workers = [subprocess.Popen([sys.executable, "-c", WORKER_LINE]) for _ in range(2)]
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        deadline = time.monotonic() + 10  # the command of a process is its parent's until it has started
+        deadline = time.monotonic() + 50  # the command of a process is its parent's until it has started
         while len(found := found_workers()) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert found == sorted(worker.pid for worker in workers)
@@ -187,7 +187,7 @@ start(0)
 for step in range(5):
     row(step, 9.0 - step)
 assert worker.wait() == -signal.SIGKILL
-time.sleep(0.5)  # a restart takes its time: whoever killed has looked at the clock by then
+time.sleep(2.5)  # a restart takes its time: whoever killed has looked at the clock by then
 (folder / "metrics.jsonl").write_text("".join(line + "\\n" for line in (folder / "metrics.jsonl").read_text().splitlines()[:3]))
 start(3)
 for step in range(3, 8):
@@ -214,7 +214,7 @@ def test_a_kill_is_told_with_the_steps_it_cost_and_whether_the_losses_came_back(
     assert (cut.steps_before, cut.resumed_at, cut.steps_redone) == (5, 3, 2)
     assert cut.redone_losses == [(6.0, 6.0), (5.0, 5.0)]
     assert cut.same_losses
-    assert 0 < cut.recovery_seconds < 20
+    assert 0 < cut.recovery_seconds < 200
 
 
 def test_losses_that_did_not_come_back_are_noticed(tmp_path, monkeypatch):
