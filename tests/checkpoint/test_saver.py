@@ -124,7 +124,7 @@ def change_while_saving(rank: int, root: Path) -> None:
         folder = saving.save(1, {"w": weights}, {})
         weights.fill_(2.0)
         assert not folder.exists(), "save waited for the disk"
-        looked.set()
+        threading.Timer(0.3, looked.set).start()
         total = torch.ones(1)
         dist.all_reduce(total)  # Training's own collectives go on beside those of the save.
         saving.save(2, {"w": weights}, {})
