@@ -4,7 +4,8 @@
 
 Each is a process of its own with a limit of time under ten minutes, for machines that are lent by the call, and what fails or
 hangs costs the others nothing. What it prints goes to `results/NAME/*.txt`, what it records to `results/NAME/*.json`; a line
-each says what came of it, and where one failed this exits with 1.
+each says what came of it, and where one failed this exits with 1. Nothing need be installed of this project; what is missing of
+others' packages is said first, with what it costs, and may lie in `benchmarks/gpu/packages` (`pip install --target`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -33,30 +35,65 @@ class Part:
     words: tuple[str, ...]
     limit_seconds: float
     toy: tuple[str, ...]
+    needs: tuple[str, ...] = ("torch", "numpy")
+    """Packages without which it does not run at all."""
 
+
+TESTS = ("-m", "pytest", "-v", "-rs", "-m", "gpu")
+"""Each is told as soon as it has run: what is stopped at its limit has said what it found."""
+KERNEL_TESTS = "tests/gpu/test_kernels_cuda.py"
+TESTS_NEED = ("torch", "numpy", "safetensors", "rich", "pytest", "hypothesis")
 
 PARTS = {
     "steps": Part(
         (f"{HERE}/step_speed.py", "--output", RECORD), 595, ("--toy", "--shapes", "1b", "--only", "ours", "--steps", "2")
     ),
     "primitives": Part((f"{HERE}/primitives.py", "--output", RECORD), 240, ("--toy",)),
+    "gathers": Part((f"{HERE}/gather_speed.py", "--output", RECORD), 595, ("--toy", "--steps", "2")),
     "kernels": Part((f"{HERE}/kernel_speed.py", "--output", RECORD), 300, ("--only", "norm")),
-    "primer": Part(("-m", "ultrascale", "primer"), 180, ("access",)),
-    "tests": Part(("-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "tests/kernels"), 595, ()),
+    "primer": Part(("-m", "ultrascale.primer"), 180, ("access",), ("torch", "numpy", "triton")),
+    "tests": Part((*TESTS, "tests/gpu", f"--ignore={KERNEL_TESTS}"), 595, (), TESTS_NEED),
+    "kernel-tests": Part((*TESTS, KERNEL_TESTS, "tests/kernels"), 595, (), TESTS_NEED),
 }
 """Figures first, then what they rest on."""
 NO_TESTS = 5
 """pytest's exit code where it runs none, as without a GPU."""
+PACKAGES = HERE / "packages"
+OPTIONAL = {
+    "triton": "no kernels of ours, nothing compiled", "transformers": "no Hugging Face beside us",
+    "liger_kernel": "no Liger beside us",
+}  # fmt: skip
+"""What goes on without, and what is lost."""
+
+
+def search_path() -> list[str]:
+    """Where the parts find packages before their own places."""
+    return [str(ROOT / "src"), *([str(PACKAGES)] if PACKAGES.is_dir() else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+
+
+def is_there(package: str) -> bool:
+    """Whether a part can import it; it is not imported here."""
+    places = [place for one in search_path() for place in one.split(os.pathsep)]
+    return PathFinder.find_spec(package, [*places, *sys.path]) is not None
+
+
+def say_what_is_missing(names: list[str]) -> None:
+    """One line for each package that is not there."""
+    needed = {package: [one for one in names if package in PARTS[one].needs] for one in names for package in PARTS[one].needs}
+    lost = {package: f"{', '.join(parts)} cannot run" for package, parts in needed.items()}
+    for package, cost in (OPTIONAL | lost).items():
+        if not is_there(package):
+            where = PACKAGES.relative_to(ROOT)
+            print(f"{package} is not installed: {cost}. `pip install --target {where} {package.replace('_', '-')}`", flush=True)
 
 
 def run(name: str, folder: Path, *, toy: bool) -> str:
     """Run a part; in words what went wrong, empty if nothing did."""
     part = PARTS[name]
     words = [str(folder / f"{name}.json") if word == RECORD else word for word in (*part.words, *(part.toy if toy else ()))]
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     with (folder / f"{name}.txt").open("w") as told:
         child = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stdout=told,
+            [sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}, stdout=told,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
@@ -65,7 +102,7 @@ def run(name: str, folder: Path, *, toy: bool) -> str:
             return f"was stopped after {part.limit_seconds:.0f} s"
         finally:
             end(child)
-    return "" if code == 0 or (toy and name == "tests" and code == NO_TESTS) else f"ended with {code}"
+    return "" if code == 0 or (toy and "pytest" in part.words and code == NO_TESTS) else f"ended with {code}"
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
@@ -86,6 +123,7 @@ def main(words: list[str] | None = None) -> int:
     folder = asked.results / asked.name
     folder.mkdir(parents=True, exist_ok=True)
     wrong = 0
+    say_what_is_missing(asked.only)
     for name in asked.only:
         begun = time.monotonic()
         problem = run(name, folder, toy=asked.toy)

@@ -134,13 +134,14 @@ def planned(run: Any, device: torch.device) -> dict[str, Any]:
 
 
 def plain(case: Case, model: Model) -> tuple[Step, dict[str, Any]]:
-    """A hand-written decoder and loop, compiled as a whole."""
+    """A hand-written decoder and loop, compiled as a whole; `graphs`: replayed as CUDA graphs, which launches nothing."""
     from plain_decoder import PlainDecoder
 
     device = torch.device(case.device)
     with device:
         decoder = PlainDecoder(model)
-    forward = torch.compile(decoder) if compiles(case) else decoder
+    mode = "reduce-overhead" if case.has("graphs") else None
+    forward = torch.compile(decoder, mode=mode) if compiles(case) else decoder
 
     def loss_of(tokens: torch.Tensor) -> torch.Tensor:
         return forward(tokens[:, :-1], tokens[:, 1:])

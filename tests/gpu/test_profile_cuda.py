@@ -1,4 +1,4 @@
-"""A profiled step, and the primer, on one CUDA device: python -m pytest -m gpu."""
+"""A profiled step, and the primer, on one CUDA device, without the command line and its packages: python -m pytest -m gpu."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.cli.main import main
 from ultrascale.measure.profile_events import read_trace
+from ultrascale.primer.tell import tell
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
-from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Batch, Data, Run, Source
+from ultrascale.train.profile import profile_run
 
 pytestmark = pytest.mark.gpu
 LLAMA = Model(
@@ -36,16 +36,16 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_profiled_step_is_told_by_kernels_and_sums_to_the_step(corpus, tmp_path, capfd, compiled, recompute):
+def test_a_profiled_step_is_told_by_kernels_and_sums_to_the_step(corpus, tmp_path, compiled, recompute):
     run = Run(
         LLAMA, folder=str(tmp_path), device="cuda", compile=compiled,
         layout=Layout(micro_batch_size=4, precision="bf16", recompute=recompute), batch=Batch(1024, 8),
         data=Data(sources=(Source(str(corpus / "tokens")),), document_mask=False),
     )  # fmt: skip
-    (tmp_path / "run.toml").write_text(to_toml(run))
     out = tmp_path / "out"
-    assert main(["measure", "step", str(tmp_path / "run.toml"), "--steps", "4-6", "--out", str(out), "--json"]) == 0
-    report = json.loads(capfd.readouterr().out)
+    found = profile_run(run, 4, 6, out, pictures=False)
+    assert found is not None
+    report = found.to_json()
     events = read_trace(out / "rank-0.json.gz")
     assert len(events.kernels) > 100 and all(one.launched <= one.start + 1e-4 for one in events.kernels)
     parts = report["by_category"]
@@ -57,7 +57,7 @@ def test_a_profiled_step_is_told_by_kernels_and_sums_to_the_step(corpus, tmp_pat
 
 
 def test_every_kernel_of_the_primer_is_right_and_told_against_the_peak(capfd):
-    assert main(["primer", "--json"]) == 0
+    assert tell(as_json=True) == 0
     told = json.loads(capfd.readouterr().out)
     shares = {one["name"]: one["share"] for lesson in told["lessons"] for one in lesson["variants"]}
     assert told["all_right"] and 0 < shares["every 32. element"] < shares["neighbours"] < 1.1

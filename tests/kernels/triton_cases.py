@@ -95,6 +95,127 @@ def loss(dtype: torch.dtype, columns: int) -> None:
     assert not logits[2].any()
 
 
+def norm_at_the_edges() -> None:
+    """Two columns; a width of no power of two; a program of several rows, and the last of fewer; strides; wide weights."""
+    from ultrascale.kernels import triton_norm
+
+    triton_norm._PROGRAMS = 4
+    single = torch.float32
+    for rows, columns, scale in ((3, 2, 1.0), (11, 33, 1.0), (5, 40, 1e17), (5, 40, 1e-18)):
+        x, w, added = random(rows, columns, dtype=single, seed=0) * scale, random(columns, dtype=single, seed=1), None
+        hold(lambda x, w: triton_norm.rms_norm(x, w, 1e-5), plain_norm, [x, w])
+        added = random(rows, columns, dtype=single, seed=2) * scale
+        both = lambda x, a, w: triton_norm.add_rms_norm(x, a, w, 1e-5)  # noqa: E731
+        hold(both, lambda x, a, w: (plain_norm(x + a, w), x + a), [x, added, w])
+    strided, every_second = random(40, 9, dtype=single, seed=0).t(), random(80, dtype=single, seed=1)[::2]
+    torch.testing.assert_close(triton_norm.rms_norm(strided, every_second, 1e-5), plain_norm(strided, every_second))
+    narrow, wide = (
+        random(6, 40, dtype=torch.bfloat16, seed=0).requires_grad_(),
+        random(40, dtype=single, seed=1).requires_grad_(),
+    )
+    of_narrow, of_wide = torch.autograd.grad(triton_norm.rms_norm(narrow, wide, 1e-5).sum(), (narrow, wide))
+    assert (of_narrow.dtype, of_wide.dtype) == (torch.bfloat16, single)
+
+
+def norm_of_a_sum_where_one_result_is_read() -> None:
+    """Of the other there is no gradient; and a gradient may be one number, expanded."""
+    from ultrascale.kernels.triton_norm import add_rms_norm
+
+    for read in (0, 1):
+        given = [random(5, 40, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1)]
+        weight = random(40, dtype=torch.float32, seed=2).requires_grad_()
+        add_rms_norm(*given, weight, 1e-5)[read].sum().backward()
+        found = [one.grad for one in (*given, weight)]
+        plain = [one.detach().requires_grad_() for one in (*given, weight)]
+        total = plain[0] + plain[1]
+        (plain_norm(total, plain[2]) if read == 0 else total + 0 * plain[2]).sum().backward()
+        for one, other in zip(found, plain, strict=True):
+            torch.testing.assert_close(one, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def nothing_at_all() -> None:
+    """No rows: results and gradients are empty, and the weight's gradient is zero."""
+    from ultrascale.kernels.triton_loss import loss_and_gradient_
+    from ultrascale.kernels.triton_norm import add_rms_norm
+    from ultrascale.kernels.triton_rotary import rotate
+    from ultrascale.kernels.triton_swiglu import swiglu
+
+    x, weight = torch.empty(0, 40, requires_grad=True), torch.ones(40, requires_grad=True)
+    out, total = add_rms_norm(x, x, weight, 1e-5)
+    assert out.shape == total.shape == (0, 40)
+    assert not torch.autograd.grad([out, total], weight, [out, total])[0].any()
+    assert swiglu(x, x).shape == torch.autograd.grad(swiglu(x, x).sum(), x)[0].shape == (0, 40)
+    heads, angle = torch.empty(1, 0, 2, 8, requires_grad=True), torch.empty(1, 0, 1, 4)
+    assert torch.autograd.grad(rotate(heads, (angle, angle)).sum(), heads)[0].shape == heads.shape
+    assert loss_and_gradient_(torch.empty(0, 9), torch.empty(0, dtype=torch.int64)).shape == (0,)
+
+
+def swiglu_at_the_edges() -> None:
+    """Numbers whose exponentials overflow; strides; and what is no number stays none, clamped too."""
+    from ultrascale.kernels import swiglu as ours
+    from ultrascale.kernels.triton_swiglu import swiglu as kernel
+
+    far = torch.tensor([-1e15, -1e4, -104.0, -90.0, -7.0, 0.0, 7.0, 90.0, 104.0, 1e4, 1e15])
+    for clamped, plain in ((False, ours.swiglu), (True, ours.clamped_swiglu)):
+        narrow = [far.clone().requires_grad_(), far.flip(0).requires_grad_()]
+        wide = [one.detach().double().requires_grad_() for one in narrow]
+        found, expected = kernel(*narrow, clamped=clamped), plain(*wide)
+        for one, other in zip(
+            (found, *torch.autograd.grad(found.sum(), narrow)),
+            (expected, *torch.autograd.grad(expected.sum(), wide)),
+            strict=True,
+        ):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-30)
+        gate, up = (random(7, 30, dtype=torch.float32, seed=seed) for seed in (0, 1))
+        found = kernel(gate.t(), up.t(), clamped=clamped)
+        torch.testing.assert_close(found, plain(gate.t(), up.t()), rtol=1e-5, atol=1e-6)
+        for place in (0, 1):
+            given = [torch.ones(3), torch.ones(3)]
+            given[place][1] = float("nan")
+            leaves = [one.requires_grad_() for one in given]
+            out = kernel(*leaves, clamped=clamped)
+            of_other = torch.autograd.grad(out.sum(), leaves)[1 - place]
+            assert out.isnan().tolist() == of_other.isnan().tolist() == [False, True, False]
+
+
+def rotary_at_the_edges() -> None:
+    """One head, one plane, heads that are a part of a wider row, and angles of one token for all."""
+    from ultrascale.kernels import rotary as ours
+    from ultrascale.kernels.triton_rotary import rotate as kernel
+
+    angle = random(1, 5, 1, 1, dtype=torch.float32, seed=3)
+    hold(
+        lambda x: kernel(x, (angle.cos(), angle.sin())),
+        lambda x: ours.rotate(x, (angle.cos().double(), angle.sin().double())),
+        [random(1, 5, 1, 2, dtype=torch.float32, seed=0)],
+    )
+    part = random(2, 5, 7, 24, dtype=torch.float32, seed=0)[:, :, 1:4, 4:16]
+    wide = random(1, 1, 1, 6, dtype=torch.float32, seed=3).expand(2, 5, 1, 6)
+    angles = wide.cos(), wide.sin()
+    torch.testing.assert_close(kernel(part, angles), ours.rotate(part, angles))
+
+
+def loss_at_the_edges() -> None:
+    """A vocabulary of one; masked logits, of whole blocks too; logits whose exponentials overflow; targets with strides."""
+    from ultrascale.kernels.triton_loss import loss_and_gradient_
+
+    masked, far = random(3, 9000, dtype=torch.float32, seed=0), random(3, 70, dtype=torch.float32, seed=0) * 1e4
+    masked[:, 10:8500] = float("-inf")
+    masked[1, :4200] = float("-inf")
+    for logits in (random(3, 1, dtype=torch.float32, seed=0), masked, far):
+        columns = logits.shape[1]
+        targets = torch.tensor([0, 7, columns - 1, 7, -100, 7])[::2]
+        wide = logits.double().requires_grad_()
+        expected = F.cross_entropy(wide, targets, reduction="none")
+        found = loss_and_gradient_(logits, targets)
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+        (gradient,) = torch.autograd.grad(expected.sum(), wide)
+        torch.testing.assert_close(logits.double(), gradient, rtol=1e-4, atol=1e-6)
+    faulty = torch.zeros(2, 70)
+    faulty[0, 3] = float("nan")
+    assert loss_and_gradient_(faulty, torch.tensor([5, 5])).isnan().tolist() == [True, False]
+
+
 def step_of_a_model() -> None:
     """Where a run asks for Triton: every kernel inside a model, in place of torch's; the sum after attention with its norm."""
     from ultrascale.kernels import implementation, triton_norm
@@ -139,7 +260,12 @@ def contests() -> None:
         assert implementation._CHOSEN[kernel] == "torch"
 
 
-CASES: dict[str, Callable[[], None]] = {"contests": contests, "a step of a model": step_of_a_model}
+CASES: dict[str, Callable[[], None]] = {
+    "contests": contests, "a step of a model": step_of_a_model, "norm at the edges": norm_at_the_edges,
+    "norm of a sum where one result is read": norm_of_a_sum_where_one_result_is_read, "nothing at all": nothing_at_all,
+    "swiglu at the edges": swiglu_at_the_edges, "rotary at the edges": rotary_at_the_edges,
+    "loss at the edges": loss_at_the_edges,
+}  # fmt: skip
 for _dtype, _name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
     CASES |= {
         f"norm {_name} {columns}": (lambda d=_dtype, c=columns: norm(d, c)) for columns in (64, 100)

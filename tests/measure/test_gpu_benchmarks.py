@@ -71,7 +71,18 @@ def test_the_command_for_all_runs_every_script_and_every_test_that_needs_a_gpu()
     marked = {
         path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py") if f"pytest.mark.{word}" in path.read_text()
     }
-    assert {f"tests/{folder}" for folder in marked} == {one for one in words if one.startswith("tests/")}
+    assert marked == {one.split("/")[1] for one in words if one.startswith("tests/")}
+    left_out = {one.partition("=")[2] for one in words if one.startswith("--ignore=")}
+    assert left_out and left_out <= set(words), "what one part of the tests leaves out is another's"
+
+
+def test_packages_that_are_missing_are_told_with_what_they_cost(monkeypatch, capsys):
+    monkeypatch.setattr(everything, "is_there", lambda package: package not in ("pytest", "liger_kernel"))
+    everything.say_what_is_missing(["steps", "tests"])
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition(". ")[0] for line in told] == [
+        "liger_kernel is not installed: no Liger beside us", "pytest is not installed: tests cannot run",
+    ]  # fmt: skip
 
 
 def test_the_primitives_run(tmp_path, bare):
@@ -79,6 +90,15 @@ def test_the_primitives_run(tmp_path, bare):
     run_toy("primitives.py", bare, "--output", str(output))
     kinds = [row["kind"] for row in json.loads(output.read_text())["rows"]]
     assert kinds == ["product", "input gradient", "weight gradient", "attention", "attention backward", "copy", "add"]
+
+
+def test_gathers_in_fp8_send_half_and_change_no_loss(tmp_path, bare):
+    output = tmp_path / "record.json"
+    run_toy("gather_speed.py", bare, "--steps", "1", "--output", str(output))
+    record = json.loads(output.read_text())
+    cast, *rounded = [row["bytes_sent"] for row in record["shards"]]
+    assert [2 * one for one in rounded] == [cast, cast]
+    assert [(row["scaling"], row["ranks"]) for row in record["steps"]] == [("row", 2)], "it ends where losses differ"
 
 
 def test_depth_is_cut_only_where_states_do_not_fit():

@@ -28,6 +28,8 @@ from ultrascale.spec.rules import SPLITTING_SCHEDULES, run_problems
 from ultrascale.spec.run import Batch, Log, Optimizer, Run
 from ultrascale.train.trainer import Trainer
 
+LATENT = replace(EXPERT_FAMILIES["deepseek-v2"], first_k_dense_replace=2)
+"""Attention of its own, and no layer of experts among two."""
 SINKS = replace(FAMILIES["llama"], model_type="gpt_oss", attention_sinks=True, sliding_window=7)
 LENGTH, STEPS = 24, 3
 FP32 = 1e-5
@@ -77,12 +79,15 @@ def both(rank: int, model: Model, layout: Layout) -> list[Trained]:
     ("llama", Layout(cp=2), False),
     ("sinks", Layout(cp=2, cp_method="all-to-all", recompute="selective"), False),
     ("llama", Layout(cp=2, cp_method="all-gather", recompute="full"), False),
+    ("llama", Layout(cp=4, cp_method="ring+all-to-all", cp_heads=2), False),
+    ("latent", Layout(cp=2), False),
+    ("latent", Layout(cp=2, cp_method="all-to-all", recompute="selective"), False),
     ("mixtral", Layout(dp=2, ep=2), True),  # experts sort and count
 ])  # fmt: skip
 def test_compiled_blocks_compute_what_eager_ones_do(model, layout, breaks):
-    chosen = replace((FAMILIES | EXPERT_FAMILIES | {"sinks": SINKS})[model], num_hidden_layers=2)
+    chosen = replace((FAMILIES | EXPERT_FAMILIES | {"sinks": SINKS, "latent": LATENT})[model], num_hidden_layers=2)
     layout = replace(layout, precision="fp32")
-    eager, compiled = run_ranks(2, both, chosen, layout, timeout_seconds=240)[0]
+    eager, compiled = run_ranks(layout.world_size, both, chosen, layout, timeout_seconds=240)[0]
     assert max(abs(a / b - 1) for a, b in zip(compiled.numbers, eager.numbers, strict=True)) < FP32
     assert eager.graphs == 0 and compiled.graphs > 0
     assert (compiled.breaks > 0) == breaks and (breaks or compiled.graphs <= 2)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.kernels.implementation import form_of
 
-LARGEST_ROW = 2**16
-"""Elements that a program of the Triton kernel holds."""
+LARGEST_ROW = 2**14
+"""Elements that a program of the Triton kernel holds in registers: of more, some would spill into memory (`triton_launch`)."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

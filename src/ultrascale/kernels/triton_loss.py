@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ultrascale.kernels.cross_entropy_columns import IGNORED
+from ultrascale.kernels.triton_launch import warps_for
 
 _LARGEST_BLOCK = 4096
-"""Logits that a program has in registers at a time: 32 for each of its 128 threads."""
+"""Logits that a program has in registers at a time."""
 
 
 def loss_and_gradient_(logits: Tensor, targets: Tensor) -> Tensor:
@@ -28,11 +29,14 @@ def loss_and_gradient_(logits: Tensor, targets: Tensor) -> Tensor:
 
     logits contiguous, 16 bits or fp32; targets [N] int64, inside the vocabulary or -100.
     """
+    assert logits.is_contiguous(), "they are written over, row after row"
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         block = min(_LARGEST_BLOCK, triton.next_power_of_2(columns))
-        _loss[(rows,)](logits, targets, losses, columns, IGNORED_TARGET=IGNORED, BLOCK=block)
+        _loss[(rows,)](
+            logits, targets.contiguous(), losses, columns, IGNORED_TARGET=IGNORED, BLOCK=block, num_warps=warps_for(block)
+        )
     return losses
 
 
@@ -57,6 +61,7 @@ def _loss(logits, targets, losses, columns, IGNORED_TARGET: tl.constexpr, BLOCK:
     counts = target != IGNORED_TARGET
     wanted = tl.load(start + tl.where(counts, target, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(counts, normalizer - wanted, 0.0))
+    tl.debug_barrier()  # a warp that is ahead would write over what another has yet to read
     for first in range(0, columns, BLOCK):
         inside = first + offsets < columns
         x = tl.load(start + first + offsets, mask=inside, other=0.0).to(tl.float32)

@@ -5,7 +5,7 @@
                 the shares [programs, D] are summed by torch, in one order: the same bits every time
 
 Moves of an element, in units of its size: forward 2 (with a sum 4), backward 3 (4). Nothing else is read or written. Computes
-in fp32. Saves x (or the sum), the weight and 1/rms. A row must fit a program's registers: D up to 2^16 elements.
+in fp32. Saves x (or the sum), the weight and 1/rms. A row must fit a program's registers: D up to 2^14 elements.
 """
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
@@ -19,8 +19,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels.norm import LARGEST_ROW
+from ultrascale.kernels.triton_launch import warps_for
 
 _PROGRAMS = 512
 """Of the backward pass, at most: a few for each multiprocessor of an H100 (132) or B200 (148)."""
@@ -39,7 +41,7 @@ def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-        x = x.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
         columns, rows = x.shape[-1], x.numel() // x.shape[-1]
         assert columns <= LARGEST_ROW, f"rows of {columns} do not fit a program"
         out, inverse_rms = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
@@ -47,13 +49,14 @@ class _Norm(torch.autograd.Function):
         if rows:
             _forward[(rows,)](
                 x, x if added is None else added.contiguous(), weight, out, total, inverse_rms, columns, eps,
-                ADDS=added is not None, BLOCK=triton.next_power_of_2(columns),
+                ADDS=added is not None, **_size(columns),
             )  # fmt: skip
         ctx.save_for_backward(total, weight, inverse_rms)
         ctx.adds = added is not None
         return out, None if added is None else total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, inverse_rms = ctx.saved_tensors
         grad = torch.zeros_like(x) if grads[0] is None else grads[0].contiguous()
@@ -63,9 +66,14 @@ class _Norm(torch.autograd.Function):
         grad_x, shares = torch.empty_like(x), x.new_empty(programs, columns, dtype=torch.float32)
         _backward[(programs,)](
             grad, grad if beside is None else beside, x, weight, inverse_rms, grad_x, shares, rows, columns,
-            -(-rows // programs), ADDS=beside is not None, BLOCK=triton.next_power_of_2(columns),
+            -(-rows // programs), ADDS=beside is not None, **_size(columns),
         )  # fmt: skip
         return grad_x, grad_x if ctx.adds else None, shares.sum(0).to(weight.dtype), None
+
+
+def _size(columns: int) -> dict[str, int]:
+    block = triton.next_power_of_2(columns)
+    return {"BLOCK": block, "num_warps": warps_for(block)}
 
 
 @triton.jit

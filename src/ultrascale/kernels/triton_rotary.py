@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels.rotary import Angles
+from ultrascale.kernels.triton_launch import warps_for
 
 
 def rotate(x: Tensor, angles: Angles, *, start: int = 0, neighbours: bool = False) -> Tensor:
@@ -32,6 +34,7 @@ class _Rotate(torch.autograd.Function):
         return _turned(x, cos, sin, start, neighbours, 1.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (cos, sin), (start, neighbours) = ctx.saved_tensors, ctx.place
         return _turned(grads[0], cos, sin, start, neighbours, -1.0), None, None, None, None
@@ -43,8 +46,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, start: int, neighbours: bool, s
     if x.numel():
         _turn[(batch * length,)](
             x, cos, sin, out, cos.numel() // planes, heads, width, planes, start, sign, NEIGHBOURS=neighbours,
-            HEADS=triton.next_power_of_2(heads), PLANES=triton.next_power_of_2(planes),
-            WIDTH=triton.next_power_of_2(width), STILL=width > 2 * planes,
+            HEADS=(block := triton.next_power_of_2(heads)), PLANES=(turning := triton.next_power_of_2(planes)),
+            WIDTH=triton.next_power_of_2(width), STILL=width > 2 * planes, num_warps=warps_for(block * turning),
         )  # fmt: skip
     return out
 

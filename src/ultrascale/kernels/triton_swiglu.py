@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ultrascale.kernels.swiglu import CLAMPED_LIMIT, CLAMPED_SLOPE
 
@@ -39,6 +40,7 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         grad, count, (limit, slope) = grads[0].contiguous(), gate.numel(), _limits(ctx.clamped)
@@ -55,14 +57,19 @@ def _limits(clamped: bool) -> tuple[float, float]:
 
 
 @triton.jit
+def _at_most(x, limit):
+    return tl.where(x > limit, limit, x)  # `minimum` would make a number of what is none, and hide a fault
+
+
+@triton.jit
 def _forward(gate, up, out, count, limit, slope, CLAMPED: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
     if CLAMPED:
-        g = tl.minimum(g, limit)
-        u = tl.minimum(tl.maximum(u, -limit), limit) + 1.0
+        g = _at_most(g, limit)
+        u = -_at_most(-_at_most(u, limit), limit) + 1.0
     tl.store(out + place, (g / (1.0 + tl.exp(-slope * g)) * u).to(out.dtype.element_ty), mask=inside)
 
 
@@ -75,8 +82,8 @@ def _backward(grad, gate, up, grad_gate, grad_up, count, limit, slope, CLAMPED: 
     u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
     low, shifted = g, u
     if CLAMPED:
-        low = tl.minimum(g, limit)
-        shifted = tl.minimum(tl.maximum(u, -limit), limit) + 1.0
+        low = _at_most(g, limit)
+        shifted = -_at_most(-_at_most(u, limit), limit) + 1.0
     share = 1.0 / (1.0 + tl.exp(-slope * low))
     # d/dx of x sigmoid(a x) is s + a x s (1 - s).
     of_gate = of_out * shifted * (share + slope * low * share * (1.0 - share))
