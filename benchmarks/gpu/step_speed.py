@@ -50,7 +50,14 @@ SHAPES = {"1b": ("llama-3.2-1b", 4), "3b": ("smollm3-3b", 2), "8b": ("llama-3.1-
 """Model and micro-batch."""
 CONTESTANTS = ("ours", "plain", "transformers", "liger", "ours, fp8")
 """In the first round, for each shape; then `MORE`, of the first shape alone, as far as time goes."""
-MORE = ("ours, eager", "ours, full", "ours, documents", "plain, graphs", "transformers, layers compiled", "transformers, bf16 weights")
+MORE = (
+    "ours, eager",
+    "ours, full",
+    "ours, documents",
+    "plain, graphs",
+    "transformers, layers compiled",
+    "transformers, bf16 weights",
+)
 SEQUENCE = {False: 4096, True: 64}
 """By whether it is a toy."""
 LIMIT_SECONDS = 150.0
