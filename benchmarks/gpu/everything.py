@@ -5,13 +5,16 @@
 Each is a process of its own with a limit of time under ten minutes, for machines that are lent by the call, and what fails or
 hangs costs the others nothing. What it prints goes to `results/NAME/*.txt`, what it records to `results/NAME/*.json`; a line
 each says what came of it, and where one failed this exits with 1. Nothing need be installed of this project; what is missing of
-others' packages is said first, with what it costs, and may lie in `benchmarks/gpu/packages` (`pip install --target`).
+others' packages is said first, with what it costs, and may lie in `benchmarks/gpu/packages` (`pip install --target`). Machine,
+versions and commit are in `results/NAME/place.json`; `--commit` tells it where the tree is a copy that git does not know.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -19,6 +22,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -87,6 +91,26 @@ def say_what_is_missing(names: list[str]) -> None:
             print(f"{package} is not installed: {cost}. `pip install --target {where} {package.replace('_', '-')}`", flush=True)
 
 
+def said_by(*words: str) -> str:
+    """What a command prints; nothing where it fails or is not there."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT, timeout=30).stdout.strip()
+    return ""
+
+
+def place(commit: str) -> dict[str, object]:
+    """Where and with what everything runs."""
+    versions = {}
+    for package in ("torch", "triton", "numpy", *OPTIONAL, "flash_attn"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "commit": commit or said_by("git", "describe", "--always", "--dirty"), "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(), "packages": versions,
+        "gpus": said_by("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines(),
+    }  # fmt: skip
+
+
 def run(name: str, folder: Path, *, toy: bool) -> str:
     """Run a part; in words what went wrong, empty if nothing did."""
     part = PARTS[name]
@@ -119,9 +143,11 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--toy", action="store_true", help="tiny sizes, on the CPU")
+    parser.add_argument("--commit", default="", help="of this tree, where git does not know it")
     asked = parser.parse_args(words)
     folder = asked.results / asked.name
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "place.json").write_text(json.dumps(place(asked.commit), indent=1) + "\n")
     wrong = 0
     say_what_is_missing(asked.only)
     for name in asked.only:

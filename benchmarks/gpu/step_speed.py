@@ -278,7 +278,10 @@ def machine(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
     peak = peak_flops("auto", "bf16", device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the contestants want all of it
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE)
+    commit = ""
+    with suppress(OSError):  # a bare machine may have no git
+        asked = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(asked, capture_output=True, text=True, check=False, cwd=HERE).stdout.strip()
     return {
         "device": ceiling.device,
         "ceiling_flops_per_second": ceiling.flops_per_second,
@@ -288,7 +291,7 @@ def machine(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "command": " ".join(["python", "benchmarks/gpu/step_speed.py", *sys.argv[1:]]),
         "conventions": "MFU: 6N + attention over the dense bf16 peak, attention causal or as the full square; median step",
     }

@@ -54,13 +54,14 @@ def test_contestants_take_turns_and_one_that_fails_is_a_row(tmp_path, bare):
 
 
 def test_all_that_waits_for_a_gpu_is_one_command_and_a_part_that_fails_costs_the_others_nothing(tmp_path, monkeypatch, capsys):
-    words = ["--name", "toy", "--results", str(tmp_path), "--toy"]
+    words = ["--name", "toy", "--results", str(tmp_path), "--toy", "--commit", "abc"]
     failing = everything.Part(("-c", "import time; print('begun', flush=True); time.sleep(60)"), 1.0, ())
     monkeypatch.setitem(everything.PARTS, "primer", failing)
     assert everything.main([*words, "--only", "primer", "primitives"]) == 1
     told = capsys.readouterr().out
     assert "primer: was stopped after 1 s" in told and "begun" in told and "primitives: done" in told
     assert json.loads((tmp_path / "toy" / "primitives.json").read_text())["rows"]
+    assert json.loads((tmp_path / "toy" / "place.json").read_text())["commit"] == "abc"
 
 
 def test_the_command_for_all_runs_every_script_and_every_test_that_needs_a_gpu():
