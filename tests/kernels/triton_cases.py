@@ -122,11 +122,11 @@ def norm_of_a_sum_where_one_result_is_read() -> None:
     from ultrascale.kernels.triton_norm import add_rms_norm
 
     for read in (0, 1):
-        given = [random(5, 40, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1)]
+        x, added = (random(5, 40, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1))
         weight = random(40, dtype=torch.float32, seed=2).requires_grad_()
-        add_rms_norm(*given, weight, 1e-5)[read].sum().backward()
-        found = [one.grad for one in (*given, weight)]
-        plain = [one.detach().requires_grad_() for one in (*given, weight)]
+        add_rms_norm(x, added, weight, 1e-5)[read].sum().backward()
+        found = [one.grad for one in (x, added, weight)]
+        plain = [one.detach().requires_grad_() for one in (x, added, weight)]
         total = plain[0] + plain[1]
         (plain_norm(total, plain[2]) if read == 0 else total + 0 * plain[2]).sum().backward()
         for one, other in zip(found, plain, strict=True):

@@ -9,6 +9,7 @@ of the logits' size is made. Computes in fp32. This is what lies between the mat
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ orthogonal: its backward pass is the turn by the opposite angle, and nothing but
 
 # What `triton.jit` makes of a function has no types, and triton need not be installed.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
