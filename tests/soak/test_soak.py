@@ -194,6 +194,7 @@ def test_a_run_survives_kills_of_random_ranks_at_random_moments_to_the_same_bits
 
 @pytest.mark.nightly
 @pytest.mark.catalogue(1, 2, 3, 6, 7, 10, 17, 18, 19, 20, 21, 24, 25, 27, 28, 32, 33)
+@pytest.mark.timeout(3600)  # 42 faults, a quarter of an hour where many share a machine, and as many steps in the calm
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_storm_of_every_kind_leaves_no_trace(tmp_path, processes):
     outcome = soak(tmp_path / "soak", processes=processes, num_faults=2 * len(KINDS), say=lambda line: None)
