@@ -34,6 +34,6 @@ def reserved_bytes(allocated: Floats) -> Floats:
 def outside_bytes(table: LayoutTable) -> Floats:
     """What lies outside torch's allocator, [layouts]."""
     world = table.tp * table.cp * table.dp * table.pp
-    axes = [table.tp > 1, table.pp > 1, (table.cp > 1), (table.dp * table.cp > 1) & (table.tp * table.pp > 1), table.ep > 1]
-    communicators = np.sum(axes, axis=0)
+    of_data = (table.dp * table.cp > 1) & (table.tp * table.pp > 1)
+    communicators = 1 * (table.tp > 1) + (table.pp > 1) + (table.cp > 1) + of_data + (table.ep > 1)
     return CONTEXT_BYTES + np.where(world > 1, WORLD_BYTES, 0.0) + COMMUNICATOR_BYTES * communicators

@@ -23,6 +23,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import without_fp8
 from ultrascale.spec.ops import Op, Scores, Shape
+from ultrascale.spec.stack import Kernels
 from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
 
 Floats = NDArray[np.float64]
@@ -91,25 +92,22 @@ class Blocks:
     kinds: tuple[int, ...]
     """A layer of each kind of block."""
     kind_of_layer: tuple[int, ...]
-    block: tuple[PartSeconds, ...]
-    """By kind."""
-    embedding: PartSeconds
-    head: PartSeconds
-    prediction: PartSeconds
-    """What a block of multi-token prediction does before it is a block like others."""
+    prices: Floats
+    """[parts, columns of `PartSeconds`, shapes]: a block of each kind, the embedding, the head, and what a block of multi-token
+    prediction does before it is a block like others."""
 
 
 def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape], NDArray[np.intp]]:
     """The shapes of one micro-batch on one rank that occur in `table`, and for each layout the number of its own."""
+    columns = [getattr(table, name) for name in SHAPE_FIELDS]
     if len(table) == 1:
-        return [_shape(workload, table, 0)], np.zeros(1, dtype=np.intp)
+        return [_shape(workload, [column.item() for column in columns])], np.zeros(1, dtype=np.intp)
     key = np.zeros(len(table), dtype=np.int64)
-    for name in SHAPE_FIELDS:
-        column = getattr(table, name)
+    for column in columns:
         key = key * (int(column.max(initial=0)) + 1) + column
     _, first, shape_of = np.unique(key, return_index=True, return_inverse=True)
-    shapes = [_shape(workload, table, int(row)) for row in first]
-    return shapes, shape_of
+    fields = zip(*(column[first].tolist() for column in columns), strict=True)
+    return [_shape(workload, one) for one in fields], shape_of
 
 
 def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
@@ -119,17 +117,20 @@ def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
     known = workload.priced_shapes
     if new := [shape for shape in shapes if shape not in known]:
         known.update(zip(new, _price_shapes(workload, kinds, new), strict=True))
-    parts = [PartSeconds(*columns) for columns in np.stack([known[shape] for shape in shapes], axis=-1)]
-    return Blocks(shapes, shape_of, kinds, kind_of_layer, tuple(parts[:-3]), *parts[-3:])
+    return Blocks(shapes, shape_of, kinds, kind_of_layer, _by_part([known[shape] for shape in shapes]))
 
 
-def price_kept_blocks(workload: Workload, blocks: Blocks) -> tuple[PartSeconds, ...]:
-    """By kind: blocks that stay in bf16 beside those in fp8."""
+def price_kept_blocks(workload: Workload, blocks: Blocks) -> Floats:
+    """[kinds, columns, shapes]: blocks that stay in bf16 beside those in fp8."""
     known, shapes = workload.priced_shapes, [without_fp8(shape) for shape in blocks.shapes]
     if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
         known.update(zip(new, _price_shapes(workload, blocks.kinds, new), strict=True))
-    parts = np.stack([known[shape] for shape in shapes], axis=-1)
-    return tuple(PartSeconds(*columns) for columns in parts[: len(blocks.kinds)])
+    return _by_part([known[shape] for shape in shapes])[: len(blocks.kinds)]
+
+
+def _by_part(known: list[Floats]) -> Floats:
+    """[parts, columns, shapes] of what is known of each shape."""
+    return known[0][:, :, None] if len(known) == 1 else np.stack(known, axis=-1)
 
 
 def _price_shapes(workload: Workload, kinds: Sequence[int], shapes: list[Shape]) -> Floats:
@@ -169,26 +170,39 @@ def price_ops(workload: Workload, shape: Shape, ops: tuple[Op, ...]) -> PartSeco
     return _price(workload, [shape], [ops])
 
 
-def _shape(workload: Workload, table: LayoutTable, row: int) -> Shape:
+def _shape(workload: Workload, fields: Sequence[int]) -> Shape:
+    return _known_shape(
+        workload.sequence_length, workload.documents, workload.expert_imbalance, workload.stack.kernels, *fields
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 16)
+def _known_shape(
+    sequence_length: int, documents: bool, expert_imbalance: float, kernels: Kernels, micro_batch_size: int, precision: int,
+    tp: int, sequence_parallel: int, cp: int, cp_method: int, cp_heads: int, ep: int, expert_tp: int, mlp_chunks: int,
+    partition_checkpoints: int, fp8_scaling: int, fp8_gathered: int,
+) -> Shape:  # fmt: skip
+    """The one object of a shape, found in tables of what is known of it without comparing fields; in the order of
+    `SHAPE_FIELDS`."""
     return Shape(
-        micro_batch_size=int(table.micro_batch_size[row]),
-        sequence_length=workload.sequence_length,
-        precision=PRECISIONS[table.precision[row]],
-        documents=workload.documents and not (workload.stack.kernels.own_fp8 and table.cp[row] > 1),  # `plan.memory.rank_shape`
+        micro_batch_size=micro_batch_size,
+        sequence_length=sequence_length,
+        precision=PRECISIONS[precision],
+        documents=documents and not (kernels.own_fp8 and cp > 1),  # `plan.memory.rank_shape`
         device="cuda",
-        tp=int(table.tp[row]),
-        sequence_parallel=bool(table.sequence_parallel[row]) and int(table.tp[row]) > 1,
-        cp=int(table.cp[row]),
-        cp_method=CP_METHODS[table.cp_method[row]],
-        cp_heads=int(table.cp_heads[row]),
-        ep=int(table.ep[row]),
-        expert_tp=int(table.expert_tp[row]),
-        mlp_chunks=int(table.mlp_chunks[row]),
-        partition_checkpoints=bool(table.partition_checkpoints[row]),
-        fp8_scaling=FP8_SCALINGS[table.fp8_scaling[row]],
-        fp8_gathered=bool(table.gathers_fp8[row]),
-        expert_imbalance=workload.expert_imbalance,
-        kernels=workload.stack.kernels,
+        tp=tp,
+        sequence_parallel=bool(sequence_parallel) and tp > 1,
+        cp=cp,
+        cp_method=CP_METHODS[cp_method],
+        cp_heads=cp_heads,
+        ep=ep,
+        expert_tp=expert_tp,
+        mlp_chunks=mlp_chunks,
+        partition_checkpoints=bool(partition_checkpoints),
+        fp8_scaling=FP8_SCALINGS[fp8_scaling],
+        fp8_gathered=bool(fp8_gathered),
+        expert_imbalance=expert_imbalance,
+        kernels=kernels,
     )
 
 

@@ -54,12 +54,16 @@ def collective_seconds(
     assert kind in KINDS, kind
     if isinstance(size, int) and isinstance(stride, int) and isinstance(num_bytes, int | float):
         return np.asarray(_one(cluster, kind, num_bytes, size, stride, concurrent)[0])
-    every = np.broadcast(num_bytes, size, stride)
+    widths, sizes, strides = np.asarray(num_bytes, dtype=np.float64), np.asarray(size), np.asarray(stride)
+    if widths.size <= FEW and sizes.size == strides.size == 1 and widths.ndim >= max(sizes.ndim, strides.ndim):
+        ranks, apart = sizes.item(), strides.item()
+        found = [_one(cluster, kind, n, ranks, apart, concurrent)[0] for n in widths.ravel().tolist()]
+        return np.array(found, dtype=np.float64).reshape(widths.shape)
+    every = np.broadcast(widths, sizes, strides)
     if every.size <= FEW:  # NumPy's fixed costs would be most of it
         found = [_one(cluster, kind, float(n), int(of), int(apart), concurrent)[0] for n, of, apart in every]
         return np.array(found, dtype=np.float64).reshape(every.shape)
-    sizes, strides = np.broadcast_arrays(np.asarray(size), np.asarray(stride))
-    widths = np.asarray(num_bytes, dtype=np.float64)
+    sizes, strides = np.broadcast_arrays(sizes, strides)
     pairs, which = _distinct(sizes.ravel(), strides.ravel())
     if all(ranks <= 1 for ranks, _ in pairs):
         return np.zeros(np.broadcast_shapes(widths.shape, sizes.shape))

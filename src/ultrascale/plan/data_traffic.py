@@ -18,11 +18,11 @@ from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.copied_pieces import copy_seconds
 from ultrascale.plan.fp8_state import gathered_in_fp8
-from ultrascale.plan.layouts import PRECISIONS, LayoutTable
+from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.passes import Passes
+from ultrascale.plan.rank_state import COMPUTE_BYTES
 from ultrascale.plan.stages import Stages
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.op_builders import FP8_BYTES
 
 Floats = NDArray[np.float64]
@@ -43,30 +43,30 @@ def data_parallel_seconds(
     world = tp * cp * table.dp
     dense_shard = (table.dp_shard * cp, tp)
     dense_copies = (table.dp // table.dp_shard, tp * cp * table.dp_shard)
-    expert_cut = table.ep * table.expert_tp
-    expert_group = world // expert_cut
-    expert_shard = (np.maximum(1, np.minimum(expert_group, dense_shard[0])), expert_cut)
-    expert_copies = (np.maximum(1, expert_group // expert_shard[0]), expert_cut * expert_shard[0])
     zero = table.zero_stage
     cut = zero > 0
     at_once = (zero == 1) & stack.sums_whole_gradients
     reduce_bytes = np.minimum(stack.reduce_bytes, table.reduce_itemsize)
-    itemsize = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)[table.precision]
+    itemsize = COMPUTE_BYTES[table.precision]
     in_fp8 = gathered_in_fp8(workload, table, stages)
 
     gathers = np.zeros((3, len(table)))
     reductions = np.zeros((3, len(table)))
     copies = np.zeros((3, len(table)))
-    for parameters, narrow, shard, copy in (
-        (stages.dense_parameters, in_fp8[0], dense_shard, dense_copies),
-        (stages.expert_parameters, in_fp8[1], expert_shard, expert_copies),
-    ):
-        if not parameters.any():
-            continue
+    sorts = [(stages.dense_parameters, in_fp8[0], dense_shard, dense_copies)]
+    if stages.expert_parameters.any():
+        expert_cut = table.ep * table.expert_tp
+        expert_group = world // expert_cut
+        expert_shard = (np.maximum(1, np.minimum(expert_group, dense_shard[0])), expert_cut)
+        expert_copies = (np.maximum(1, expert_group // expert_shard[0]), expert_cut * expert_shard[0])
+        sorts.append((stages.expert_parameters, in_fp8[1], expert_shard, expert_copies))
+    for parameters, narrow, shard, copy in sorts:
         buckets = np.where(at_once, 1.0, _num_buckets(stack.bucket_bytes, parameters * reduce_bytes, stages))
         size, stride = shard
         whole = parameters / buckets
-        gathered = (parameters * itemsize - narrow * (itemsize - FP8_BYTES)) / buckets
+        gathered = (
+            parameters * itemsize - narrow * (itemsize - FP8_BYTES) if narrow.any() else parameters * itemsize
+        ) / buckets
         gather = collective_seconds(cluster, "all_gather", gathered, size=size, stride=stride)
         reduce = collective_seconds(cluster, "reduce_scatter", whole * reduce_bytes, size=size, stride=stride)
         if at_once.any():

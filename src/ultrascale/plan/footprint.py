@@ -11,6 +11,7 @@ Whole columns in NumPy; a single layout takes about a millisecond. For our own t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from ultrascale.plan.allocator import outside_bytes, reserved_bytes
 from ultrascale.plan.fp8_state import fp8_bytes
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.rank_activations import Kept, rank_activations
-from ultrascale.plan.rank_moments import MOMENTS, aside_bytes, rank_moments
+from ultrascale.plan.rank_moments import MOMENTS, NOTHING, Moment, aside_bytes, rank_moments
 from ultrascale.plan.rank_state import rank_state
 from ultrascale.plan.stages import Stages, cut_stages
 from ultrascale.plan.workload import Workload
@@ -99,17 +100,15 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
     always = state.weights + state.optimizer + kept_beside
     shape = (3, len(table))
 
-    known: dict[str, Floats] = {}
+    known = _all_columns(moments, shape) if len(table) <= FEW else {}
 
     def columns(name: str) -> Floats:
-        """[moments, 3, layouts]; of few layouts kept for the next time."""
+        """[moments, 3, layouts]"""
         if name in known:
             return known[name]
         found = np.empty((len(moments), *shape))
         for row, one in zip(found, moments, strict=True):
             row[:] = getattr(one, name)
-        if len(table) <= FEW:
-            known[name] = found
         return found
 
     live = columns("activations") + columns("gathered")
@@ -117,15 +116,15 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
         live += columns(name)
     sums = np.where(exists, live + always, 0.0)
     moment = sums.argmax(axis=0)
-    by_rank = np.take_along_axis(sums, moment[None], axis=0)[0]
-    worst = by_rank.argmax(axis=0)
-    when = moment[worst, np.arange(len(table))]
+    by_rank = sums.max(axis=0)
+    every, worst = np.arange(len(table)), by_rank.argmax(axis=0)
+    when = moment[worst, every]
 
     def at(name: str) -> Floats:
-        return columns(name)[when, worst, np.arange(len(table))]
+        return columns(name)[when, worst, every]
 
     def of_worst(column: Floats) -> Floats:
-        return np.broadcast_to(column, shape)[worst, np.arange(len(table))]
+        return (column if column.shape == shape else np.broadcast_to(column, shape))[worst, every]
 
     categories = {
         "weights": of_worst(state.weights),
@@ -142,6 +141,16 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
     return Footprint(
         categories, allocated, reserved_bytes(pooled), outside_bytes(table), capacity, by_rank, worst, when
     )  # fmt: skip
+
+
+def _all_columns(moments: Sequence[Moment], shape: tuple[int, int]) -> dict[str, Floats]:
+    """Every field of `moments`, [moments, 3, layouts], in one array."""
+    found = np.zeros((len(Moment._fields), len(moments), *shape))
+    for number, one in enumerate(moments):
+        for field, value in enumerate(one):
+            if value is not NOTHING:
+                found[field, number] = value
+    return dict(zip(Moment._fields, found, strict=True))
 
 
 def _batch_bytes(workload: Workload, table: LayoutTable) -> Floats:

@@ -130,6 +130,11 @@ class LayoutTable:
         return Layout(**row, reduce_dtype="bf16") if narrow else layout
 
 
+def distinct(column: Column) -> Column:
+    """The values that occur; of one layout without sorting."""
+    return column if len(column) < 2 else np.unique(column)
+
+
 COLUMNS = tuple(field.name for field in fields(LayoutTable) if field.name != "modes")
 
 

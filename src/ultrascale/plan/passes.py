@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from ultrascale.spec.op_builders import without_fp8
 from ultrascale.spec.work import input_gather
 
 Floats = NDArray[np.float64]
+COLUMNS = {column.name: number for number, column in enumerate(fields(PartSeconds))}
 FEW = 64
 """Layouts up to which all sums are worked out in one call: NumPy's fixed costs would be most of it."""
 
@@ -82,17 +83,18 @@ def pass_seconds(
     """What ranks or chunks cost that hold so many blocks of each kind, [rows, kinds, layouts], and ends, [rows, layouts].
     `kept`: of `layers`, those that stay in bf16 beside blocks in fp8."""
     stack, some_kept = workload.stack, bool(kept.any())
-    of_blocks = (*blocks.block, *(price_kept_blocks(workload, blocks) if some_kept else ()))
-    in_blocks = np.concatenate([layers - kept, kept], axis=1) if some_kept else layers  # embedding and head left out
-    parts = (*of_blocks, blocks.embedding, blocks.head, blocks.prediction)
+    prices, in_blocks = blocks.prices, layers  # without embedding and head
+    if some_kept:
+        prices = np.concatenate([prices[:-3], price_kept_blocks(workload, blocks), prices[-3:]])
+        in_blocks = np.concatenate([layers - kept, kept], axis=1)
     more = workload.model.num_nextn_predict_layers
     weights = np.concatenate([in_blocks, embedding[:, None], head[:, None] * (1 + more), head[:, None] * more], axis=1)
-    few = _all_sums(parts, blocks.shape_of, weights, in_blocks) if table.tp.size <= FEW else None
+    few = _all_sums(prices[:, :, blocks.shape_of], weights, in_blocks) if table.tp.size <= FEW else None
 
     def sum_of(name: str, counts: Floats = weights) -> Floats:
         if few is not None:
             return few[name][counts is in_blocks]
-        by_shape = np.array([getattr(part, name) for part in parts[: counts.shape[1]]])
+        by_shape = np.ascontiguousarray(prices[: counts.shape[1], COLUMNS[name]])
         return np.einsum("rpn,pn->rn", counts, by_shape[:, blocks.shape_of])
 
     derate = product_derate(workload, constants)
@@ -156,14 +158,12 @@ def product_derate(workload: Workload, constants: Constants) -> float:
     return derate * constants.device_derates.get(workload.cluster.accelerator.name, 1.0)
 
 
-def _all_sums(
-    parts: Sequence[PartSeconds], shape_of: NDArray[np.intp], weights: Floats, in_blocks: Floats
-) -> dict[str, tuple[Floats, Floats]]:
-    """By column of `PartSeconds`: its sum over all parts, and over blocks only; each [rows, layouts]."""
-    every = np.array([list(vars(part).values()) for part in parts])[:, :, shape_of]  # [parts, columns, layouts]
+def _all_sums(every: Floats, weights: Floats, in_blocks: Floats) -> dict[str, tuple[Floats, Floats]]:
+    """By column of `PartSeconds`: its sum over all parts, and over blocks only; each [rows, layouts]. `every`: [parts, columns,
+    layouts]."""
     whole = np.einsum("rpn,pcn->crn", weights, every)
     blocks = np.einsum("rpn,pcn->crn", in_blocks, every[: in_blocks.shape[1]])
-    return dict(zip(vars(parts[0]), zip(whole, blocks, strict=True), strict=True))
+    return dict(zip(COLUMNS, zip(whole, blocks, strict=True), strict=True))
 
 
 def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:

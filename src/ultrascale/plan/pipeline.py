@@ -12,16 +12,16 @@ A sender never waits for its message: what it waits for is the answer. Any price
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ultrascale.plan.pipeline_activations import InFlight, in_flight, peak_activation_bytes, rank_in_flight
-from ultrascale.plan.pipeline_program import Program, Wave, compile_schedule, program_of
+from ultrascale.plan.pipeline_board import Board, give_back, take_board
+from ultrascale.plan.pipeline_program import Program, compile_schedule, program_of
 from ultrascale.schedules.executable import Schedule
 
 __all__ = [
@@ -119,48 +119,26 @@ def step_seconds(program: Program, seconds: StageSeconds) -> Floats:
 
 def play_many(program: Program, seconds: StageSeconds) -> Floats:
     """When every action ends, for many cases at once: [actions + 1, cases], the last row zeros. Wave by wave."""
-    prices = action_prices(program, seconds)
-    ends = np.zeros((len(program.codes) + 1, prices.work.shape[1]))
-    play_waves(program.moves, prices, ends)
+    board = priced_board(program, seconds)
+    board.play()
+    ends = board.ends.copy()
+    give_back(program, board)
     return ends
 
 
-class Prices(NamedTuple):
-    """What every action costs, and how late what it needs arrives."""
-
-    work: Floats
-    """[actions, cases], or with more axes behind."""
-    late: Floats | None
-    """[1, or 2 where there are pairs, actions, cases]: seconds on the way from its sources; None where no message takes any
-    beside computing."""
-
-
-def action_prices(program: Program, seconds: StageSeconds) -> Prices:
-    """The prices of stages as those of actions."""
+def priced_board(program: Program, seconds: StageSeconds) -> Board:
+    """A board with the prices of stages as those of actions."""
     table, send = duration_table(program, seconds), _send_table(program, seconds)
-    work = table[program.codes]
-    lags = send[program.borders.T if program.pairs else program.borders.T[:1]]
+    board = take_board(program, max(table.shape[1], send.shape[1]))
+    if table.shape == (len(table), board.work.shape[1]):
+        table.take(program.codes, 0, board.work, "clip")
+    else:
+        board.work[:] = table[program.codes]
+    lags = send[program.borders.T[: len(board.lags)]]
     if seconds.receives_block:
-        work = work + lags.max(axis=0)
-    work = np.broadcast_to(work, (len(work), max(table.shape[1], send.shape[1])))
-    return Prices(work, None if seconds.receives_block or not send.any() else lags)
-
-
-def play_waves(waves: Sequence[Wave], prices: Prices, ends: Floats) -> None:
-    """Fill `ends` [actions + 1, cases, ...] for the actions of `waves`, from those before them and the last row."""
-    work, late = prices
-    for numbers, previous, sources, others in waves:
-        # As few calls as can be: a wave is short, and a step has thousands.
-        arrived = ends.take(sources, 0)  # [wave, cases, ...]
-        if late is not None:
-            arrived += late[0, numbers]
-        if others is not None:
-            beside = ends.take(others, 0)
-            if late is not None:
-                beside += late[1, numbers]
-            np.maximum(arrived, beside, out=arrived)
-        np.maximum(arrived, ends[previous], out=arrived)
-        np.add(arrived, work[numbers], out=ends[numbers])
+        board.work += lags.max(axis=0)
+    board.lags[:] = 0.0 if seconds.receives_block else lags
+    return board
 
 
 def _ends_of_one(program: Program, durations: Floats, seconds: StageSeconds) -> list[float]:
@@ -191,14 +169,15 @@ def duration_table(program: Program, seconds: StageSeconds) -> Floats:
         "backward_communication",
     )  # fmt: skip
     columns = [as_columns(getattr(seconds, name), count) for name in names]
-    ahead, inputs, weights, more_input, more_weight, ahead_talk, back_talk = np.broadcast_arrays(*columns)
+    if any(column.shape != columns[0].shape for column in columns):
+        columns = np.broadcast_arrays(*columns)
+    ahead, inputs, weights, more_input, more_weight, ahead_talk, back_talk = columns
     back = inputs + weights
     rows = [ahead, back, inputs + more_input, weights + more_weight]
     if program.pairs:
-        f, b = np.array(program.pairs).T
-        talk = ahead_talk[f] + back_talk[b]
-        computing = ahead[f] + back[b] - talk
-        rows.append(np.max([computing, talk, ahead[f], back[b]], axis=0))
+        f, b = program.pair_stages
+        f_alone, b_alone, talk = ahead[f], back[b], ahead_talk[f] + back_talk[b]
+        rows.append(np.maximum(np.maximum(f_alone + b_alone - talk, talk), np.maximum(f_alone, b_alone)))
     return np.concatenate(rows)
 
 

@@ -17,6 +17,7 @@ schedule, so that the longest is a lower bound where messages are long: over F, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def bubble_seconds(
 ) -> Floats:  # fmt: skip
     """Seconds of a step in which a rank computes nothing, even stages assumed. Arguments as in `balanced_step_seconds`."""
     columns = (pp, virtual_stages, num_micro_batches, forward, input_gradient, weight_gradient, send)
-    return np.maximum(_FILLS[schedule](*(np.asarray(column) for column in np.broadcast_arrays(*columns))), 0.0)
+    return np.maximum(_FILLS[schedule](*map(np.asarray, columns)), 0.0)
 
 
 def balanced_step_seconds(
@@ -72,27 +73,32 @@ def in_flight_stages(
 
     Exact for every schedule, rank and number of micro-batches. Columns broadcast.
     """
-    p, v, m, r = (np.asarray(column) for column in np.broadcast_arrays(pp, virtual_stages, num_micro_batches, rank))
-    none = np.zeros_like(m)
-    if schedule == "zb-h1":
-        return np.minimum(m, p), np.minimum(m, p) - np.minimum(m, p - r)
-    near = np.minimum(r, p - 1 - r)
-    entering = np.where(near == r, (m + 1) // 2, m // 2)
-    most = {
-        "afab": lambda: m,
-        "breadth-first": lambda: m * v,
-        "1f1b": lambda: np.minimum(m, p - r),
-        "interleaved": lambda: np.minimum(m * v, (v - 1) * _largest_round(p, m) + 2 * (p - r) - 1),
-        "zb-v": lambda: np.minimum(np.minimum(2 * p, 2 * m), m + r + 1),
-        "dualpipe-v": lambda: np.minimum(np.minimum(2 * p + 1, 2 * m), m + r + 1),
-        "dualpipe": lambda: np.minimum(np.minimum(p + 1, m), entering + near + 1),
-    }
-    return most[schedule](), none
+    p, v, m, r = map(np.asarray, (pp, virtual_stages, num_micro_batches, rank))
+    most = _IN_FLIGHT[schedule](p, v, m, r) + 0 * r  # of every rank, where it is the same on all
+    return most, most - np.minimum(m, p - r) if schedule == "zb-h1" else np.zeros_like(most)
 
 
 def _largest_round(p: NDArray, m: NDArray) -> NDArray:
     """Micro-batches of `schedules.interleaved.rounds`'s first round."""
     return -(-m // np.maximum(1, m // p))
+
+
+def _in_flight_dualpipe(p, v, m, r):
+    near = np.minimum(r, p - 1 - r)
+    entering = np.where(near == r, (m + 1) // 2, m // 2)
+    return np.minimum(np.minimum(p + 1, m), entering + near + 1)
+
+
+_IN_FLIGHT: dict[str, Callable[..., NDArray[np.int64]]] = {
+    "afab": lambda p, v, m, r: m,
+    "breadth-first": lambda p, v, m, r: m * v,
+    "1f1b": lambda p, v, m, r: np.minimum(m, p - r),
+    "interleaved": lambda p, v, m, r: np.minimum(m * v, (v - 1) * _largest_round(p, m) + 2 * (p - r) - 1),
+    "zb-h1": lambda p, v, m, r: np.minimum(m, p),
+    "zb-v": lambda p, v, m, r: np.minimum(np.minimum(2 * p, 2 * m), m + r + 1),
+    "dualpipe-v": lambda p, v, m, r: np.minimum(np.minimum(2 * p + 1, 2 * m), m + r + 1),
+    "dualpipe": _in_flight_dualpipe,
+}
 
 
 def _afab(p, v, m, f, i, w, s):
@@ -122,7 +128,7 @@ def _zb_h1(p, v, m, f, i, w, s):
         q * f + short * i + (2 * q + np.where(full, q, m - 3)) * s,
         q * (f + i) - np.minimum(q, m - 1) * w + (2 * q + 2 * np.where(full, q, m - 2)) * s,
     ]
-    return np.max(paths, axis=0)
+    return reduce(np.maximum, paths)
 
 
 def _zb_v(p, v, m, f, i, w, s):
@@ -134,7 +140,7 @@ def _zb_v(p, v, m, f, i, w, s):
         2 * q * f - (2 * q + 1) * w + 4 * q * s, (2 * q - 1) * f + i - 2 * q * w + (4 * q - 2) * s,
     ]  # fmt: skip
     enough = ENOUGH["zb-v"](p, m)
-    return np.where(q == 0, 0.0, np.where(enough, np.max(paths, axis=0), _there_and_back(2 * p, m, 2, f, i, w)))
+    return np.where(q == 0, 0.0, np.where(enough, reduce(np.maximum, paths), _there_and_back(2 * p, m, 2, f, i, w)))
 
 
 def _dualpipe_v(p, v, m, f, i, w, s):
@@ -157,7 +163,7 @@ def _meeting(q, crossed, f, i, w, s, *, more, split):
         (q - 1) * f + q * i + (crossed + more) * s,
         (q - 1) * f + 2 * q * i - q * w + (crossed + more + split) * s,
     ]
-    return np.max(paths, axis=0)
+    return reduce(np.maximum, paths)
 
 
 def _there_and_back(num_stages, m, stages_a_rank, f, i, w):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule, is_file
 from ultrascale.schedules.executable import Schedule, Wiring, shape_of, wire
+
+if TYPE_CHECKING:
+    from ultrascale.plan.pipeline_board import Board
 
 TABLE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 """Order of the rows of a table of durations: these kinds, every stage of each, and then the pairs."""
@@ -25,8 +28,7 @@ class Wave(NamedTuple):
     previous: NDArray[np.intp] | slice
     """A slice where the numbers are without gaps."""
     sources: NDArray[np.intp]
-    others: NDArray[np.intp] | None
-    """What passes beside them need; None where a schedule has no pairs."""
+    """[1, or 2 in a schedule with pairs, wave]"""
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,21 @@ class Program:
     @cached_property
     def moves(self) -> list[Wave]:
         """The waves, ready to be played."""
-        of_pairs = bool(self.pairs)
+        sources = self.sources.T[: 2 if self.pairs else 1]
         return [
-            Wave(slice(*wave), _in_a_row(self.previous[slice(*wave)]), self.sources[slice(*wave), 0].copy(),
-                 self.sources[slice(*wave), 1].copy() if of_pairs else None)
-            for wave in self.waves
-        ]  # fmt: skip
+            Wave(numbers, _in_a_row(self.previous[numbers]), sources[:, numbers].copy())
+            for numbers in (slice(*wave) for wave in self.waves)
+        ]
+
+    @cached_property
+    def pair_stages(self) -> NDArray[np.intp]:
+        """[2, pairs]: the stages of F and of B."""
+        return np.array(self.pairs, dtype=np.intp).reshape(-1, 2).T
+
+    @cached_property
+    def boards(self) -> list[Board]:
+        """Where it was played before (`plan.pipeline_board`)."""
+        return []
 
 
 def program_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> Program:

@@ -23,15 +23,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.pipeline import (
-    Floats,
-    Prices,
-    StageSeconds,
-    action_prices,
-    as_columns,
-    play_waves,
-    step_seconds,
-)
+from ultrascale.plan.pipeline import Floats, StageSeconds, as_columns, priced_board, step_seconds
+from ultrascale.plan.pipeline_board import Board, give_back
 from ultrascale.plan.pipeline_levels import level_step_seconds
 from ultrascale.plan.pipeline_program import Program, program_of
 from ultrascale.schedules.build import is_file
@@ -123,30 +116,32 @@ def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | 
 
 def _with_more_rounds(rounds: Rounds, more: int, seconds: StageSeconds) -> Floats:
     """The step, [cases], with so many rounds put in."""
-    program, prices = rounds.program, action_prices(rounds.program, seconds)
-    ends = np.zeros((len(program.codes) + 1, prices.work.shape[1]))
-    begin, last = rounds.first, rounds.first + rounds.waves * rounds.inside
-    play_waves(program.moves[:begin], prices, ends)
+    program, board = rounds.program, priced_board(rounds.program, seconds)
+    ends, begin = board.ends, rounds.first
+    board.play(0, begin)
     number, actions = program.waves[begin][0], rounds.actions
     before = ends[number + rounds.carried]
-    play_waves(program.moves[begin : begin + rounds.waves], prices, ends)
+    board.play(begin, begin + rounds.waves)
     after = ends[number + actions + rounds.carried]
     drains = number + actions * rounds.inside
-    ends[drains + rounds.carried] = _rounds_later(rounds, prices, before, after, rounds.inside + more - 1)
-    play_waves(program.moves[last:], prices, ends)
-    return ends[drains:-1].max(axis=0)
+    ends[drains + rounds.carried] = _rounds_later(rounds, board, before, after, rounds.inside + more - 1)
+    board.play(begin + rounds.waves * rounds.inside)
+    last = ends[drains:-1].max(axis=0)
+    give_back(program, board)
+    return last
 
 
-def _rounds_later(rounds: Rounds, prices: Prices, before: Floats, after: Floats, count: int) -> Floats:
+def _rounds_later(rounds: Rounds, board: Board, before: Floats, after: Floats, count: int) -> Floats:
     """What `after` [carried, cases] is `count` rounds later; it was `before` one earlier."""
-    if _in_rhythm(before, after):
-        return after + count * (after - before)
-    power, now = _round_matrix(rounds, prices), after.T  # [cases, to, from], [cases, carried]
+    before, now = before.T, after.T  # [cases, carried]
+    if _in_rhythm(before, now):
+        return after + count * (after - before.T)
+    power = _round_matrix(rounds, board)  # [cases, from, to]
     while count:
         if power.size * power.shape[1] + STEP_ELEMENTS > count // 2 * (power.size + STEP_ELEMENTS):
             for left in range(count, 0, -1):
                 before, now = now, _after(power, now)
-                if _in_rhythm(before.T, now.T):
+                if _in_rhythm(before, now):
                     return (now + (left - 1) * (now - before)).T
             break
         if count % 2:
@@ -157,24 +152,27 @@ def _rounds_later(rounds: Rounds, prices: Prices, before: Floats, after: Floats,
 
 
 def _after(matrix: Floats, ends: Floats) -> Floats:
-    return (matrix + ends[:, None, :]).max(axis=2)
+    return np.maximum.reduce(matrix + ends[:, :, None], axis=1)
 
 
 def _in_rhythm(before: Floats, after: Floats) -> bool:
-    longer = after - before
-    return bool((longer.max(axis=0) - longer.min(axis=0) <= SAME * after.max(axis=0)).all())
+    """Whether all is later by the same; each [cases, ...], few enough for plain floats."""
+    for longer, ends in zip((after - before).tolist(), after.tolist(), strict=True):
+        if max(longer) - min(longer) > SAME * max(ends):
+            return False
+    return True
 
 
-def _round_matrix(rounds: Rounds, prices: Prices) -> Floats:
-    """[cases, carried, carried]: seconds to an end a round later from one before it; minus infinity where none leads there."""
+def _round_matrix(rounds: Rounds, board: Board) -> Floats:
+    """[cases, from, to]: seconds to an end a round later from one before it; minus infinity where none leads there."""
     program, carried = rounds.program, rounds.carried
     number, size = program.waves[rounds.first][0], len(carried)
-    ends = np.empty((len(program.codes) + 1, prices.work.shape[1], size))
+    ends = np.empty((*board.ends.shape, size))
     ends[-1] = ends[number + carried] = -np.inf
     ends[number + carried, :, np.arange(size)] = 0.0
-    wide = Prices(prices.work[..., None], None if prices.late is None else prices.late[..., None])
-    play_waves(program.moves[rounds.first : rounds.first + rounds.waves], wide, ends)
-    return np.ascontiguousarray(ends[number + rounds.actions + carried].transpose(1, 0, 2))
+    round_end = rounds.first + rounds.waves
+    Board(program, board.work[..., None], board.lags[..., None], ends, rounds.first, round_end).play()
+    return np.ascontiguousarray(ends[number + rounds.actions + carried].transpose(1, 2, 0))
 
 
 def _forward_first(seconds: StageSeconds, pp: int, num_micro_batches: int, virtual_stages: int) -> Floats:

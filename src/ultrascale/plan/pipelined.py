@@ -7,6 +7,7 @@ played, stage by stage, with every stage's own price (`plan.pipeline`).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -16,7 +17,7 @@ from ultrascale.plan.blocks import Blocks, price_blocks
 from ultrascale.plan.collectives import send_seconds
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.cut_backward import CUTTING
-from ultrascale.plan.layouts import SCHEDULES, LayoutTable
+from ultrascale.plan.layouts import SCHEDULES, LayoutTable, distinct
 from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline import StageSeconds
 from ultrascale.plan.pipeline_bounds import bubble_seconds
@@ -26,6 +27,8 @@ from ultrascale.spec.layout import Layout
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
+CUTS = np.array([name in CUTTING for name in SCHEDULES])
+"""By number: schedules that cut backward passes in two."""
 
 
 def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> StageSeconds:
@@ -54,11 +57,15 @@ def chunk_parts(workload: Workload, layout: Layout, blocks: Blocks) -> tuple[Flo
     """Blocks of each kind [stages, kinds, 1], whether embedding and head are there [stages, 1], and of the blocks those that
     stay in bf16 beside fp8, of one layout's stages."""
     chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
-    ends = list(accumulate(chunks))
-    num_kinds = len(blocks.kinds)
-    kept = layout.fp8_keep_blocks if layout.precision == "fp8" else 0
-    of_layer = kinds_with_kept(workload.model, blocks.kind_of_layer, num_kinds, kept)
-    of_stage = [of_layer[end - count : end] for count, end in zip(chunks, ends, strict=True)]
+    num_kinds, kept = len(blocks.kinds), layout.fp8_keep_blocks if layout.precision == "fp8" else 0
+    return _parts_of(tuple(chunks), kinds_with_kept(workload.model, blocks.kind_of_layer, num_kinds, kept), num_kinds)
+
+
+@lru_cache(maxsize=1024)
+def _parts_of(
+    chunks: tuple[int, ...], of_layer: tuple[int, ...], num_kinds: int
+) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
+    of_stage = [of_layer[end - count : end] for count, end in zip(chunks, accumulate(chunks), strict=True)]
     both = np.array([[[kinds.count(kind)] for kind in range(2 * num_kinds)] for kinds in of_stage], dtype=float)
     in_fp8, in_bf16 = both[:, :num_kinds], both[:, num_kinds:]
     embedding, head = np.zeros((len(chunks), 1)), np.zeros((len(chunks), 1))
@@ -114,18 +121,18 @@ def waiting_seconds(
     """
     pp, v = table.pp, table.virtual_stages
     share = stages.exists / (pp * v)
-    is_cut = np.isin(np.array(SCHEDULES)[table.schedule], CUTTING)
+    is_cut = CUTS[table.schedule]
     forward = ((passes.forward + passes.forward_traffic) * share).sum(axis=0)
     inputs = passes.input_gradient + passes.recompute + passes.backward_traffic + is_cut * passes.cut_input
     inputs = (inputs * share).sum(axis=0)
     weights = ((passes.weight_gradient + is_cut * passes.cut_weight) * share).sum(axis=0)
     send = _one_send(workload, table)
     bubble, sends = np.zeros(len(table)), np.zeros(len(table))
-    for number in np.unique(table.schedule[pp > 1]):
+    for number in distinct(table.schedule[pp > 1]):
         rows = np.flatnonzero((table.schedule == number) & (pp > 1))
-        shape = (SCHEDULES[number], pp[rows], v[rows], micro_batches[rows], forward[rows], inputs[rows], weights[rows])
-        bubble[rows] = bubble_seconds(*shape)
-        sends[rows] = bubble_seconds(*shape, send=send[rows]) - bubble[rows]
+        columns = (column[rows] for column in (pp, v, micro_batches, forward, inputs, weights))
+        without, whole = bubble_seconds(SCHEDULES[number], *columns, send=np.array([np.zeros(len(rows)), send[rows]]))
+        bubble[rows], sends[rows] = without, whole - without
     if not workload.stack.overlaps_sends:
         sends += np.where(pp > 1, 2 * micro_batches * v * send * constants.send_exposed, 0.0)
     return bubble, sends

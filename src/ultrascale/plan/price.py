@@ -329,6 +329,8 @@ def _hidden_by_pairs(workload: Workload, table: LayoutTable, parts: dict[str, Fl
 
     All but about pp micro-batches are in pairs (DeepSeek-V3, section 3.2.1; `plan.pipeline.duration_table`).
     """
+    if not parts["expert_parallel"].any():
+        return np.zeros(len(table))
     by_program = workload.stack.overlaps_expert_parallel & (table.virtual_stages > 1)
     paired = (PAIRED[table.schedule] | by_program) & (table.pp > 1)
     in_pairs = np.maximum(1 - table.pp / micro_batches, 0.0)
@@ -343,7 +345,7 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     dense, expert, cut, expert_cut = shards(table, stages)
     own, whole = dense / cut + expert / expert_cut, dense + expert
     per_parameter = stack.gradient_bytes + 2 * (stack.master_bytes + stack.moment_bytes) + stack.weight_bytes
-    unscaling = np.where(np.array(PRECISIONS)[table.precision] == "fp16", 2.0 * stack.gradient_bytes, 0.0) * own
+    unscaling = np.where(table.precision == PRECISIONS.index("fp16"), 2.0 * stack.gradient_bytes, 0.0) * own
     passes = 4 if stack.sums_whole_gradients else 2  # nanotron zeroes, takes the norm of and clips them whole
     of_gradients = passes * stack.gradient_bytes * np.where(table.zero_stage >= 2, own, whole)
     num_bytes = (own * per_parameter + unscaling + of_gradients).max(axis=0)

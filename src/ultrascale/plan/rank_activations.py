@@ -24,7 +24,7 @@ from ultrascale.plan.block_memory import (
     head_memory,
 )
 from ultrascale.plan.blocks import distinct_shapes, layer_kinds
-from ultrascale.plan.layouts import RECOMPUTE, SCHEDULES, LayoutTable
+from ultrascale.plan.layouts import RECOMPUTE, SCHEDULES, LayoutTable, distinct
 from ultrascale.plan.pipeline_activations import rank_in_flight
 from ultrascale.plan.pipeline_bounds import in_flight_stages
 from ultrascale.plan.stages import Stages
@@ -160,9 +160,9 @@ def in_flight(table: LayoutTable, micro_batches: NDArray[np.int64]) -> Floats:
     Fractions are stages of `virtual_stages`: a rank may hold one stage of a micro-batch more than another.
     """
     pp, v = table.pp, table.virtual_stages
-    rank = np.stack([np.zeros_like(pp), np.minimum(1, pp - 1), pp - 1])
+    rank = np.array([np.zeros_like(pp), np.minimum(1, pp - 1), pp - 1])
     flight = np.ones((3, len(table)))
-    for number in np.unique(table.schedule[pp > 1]):
+    for number in distinct(table.schedule[pp > 1]):
         most, _ = in_flight_stages(SCHEDULES[number], pp, v, micro_batches, rank)
         flight = np.where((table.schedule == number) & (pp > 1), most / v, flight)
     return flight
@@ -209,15 +209,17 @@ def _blocks(
     mode = np.where(table.recompute == every, MODES.index("none"), table.recompute)
     by_mode: dict[int, Floats] = {}
     kinds = layer_kinds(workload)[0]
-    for number in sorted(set(np.unique(mode).tolist()) | ({MODES.index("full")} if share.any() else set())):
+    for number in sorted(set(distinct(mode).tolist()) | ({MODES.index("full")} if share.any() else set())):
         memories = [
             [block_memory(workload.model, layer, shape, recompute=MODES[number], stack=workload.stack) for shape in shapes]
             for layer in kinds
         ]
         by_mode[number] = np.stack([_parts(row) for row in memories], axis=1)
-    used = np.stack(list(by_mode.values()))
-    position = np.searchsorted(sorted(by_mode), mode)
-    plain = np.moveaxis(used[position, :, :, shape_of], 0, -1)
+    if len(by_mode) == 1:
+        plain = next(iter(by_mode.values()))[:, :, shape_of]
+    else:
+        position = np.searchsorted(sorted(by_mode), mode)
+        plain = np.stack(list(by_mode.values()))[position, :, :, shape_of].transpose(1, 2, 0)
     again = by_mode[MODES.index("full")][:, :, shape_of] if share.any() else plain
     return plain, again, share
 

@@ -28,6 +28,9 @@ from ultrascale.spec.op_builders import FP8_BYTES
 Floats = NDArray[np.float64]
 MASTER_BYTES = {"fp64": 8}
 """Of one master parameter by precision; 4 for all others."""
+MASTERS = np.array([MASTER_BYTES.get(name, 4) for name in PRECISIONS], dtype=float)
+COMPUTE_BYTES = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)
+"""Both by number of the precision."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +70,15 @@ class RankState:
 def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64]) -> RankState:
     """The state of every layout of `table`."""
     stack = workload.stack
-    compute = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)[table.precision]
-    master = np.array([MASTER_BYTES.get(name, 4) for name in PRECISIONS], dtype=float)[table.precision]
+    compute, master = COMPUTE_BYTES[table.precision], MASTERS[table.precision]
     wide = compute >= master
     dense, expert, shard, expert_shard = shards(table, stages)
     # DualPipe runs two pipelines towards each other: a rank holds a stage of either.
     both_ways = np.where(table.schedule == SCHEDULES.index("dualpipe"), 2.0, 1.0)
-    joins, embedding = _prediction_parameters(workload, table, stages)
-    dense, expert, root = (
-        dense * both_ways + joins + embedding,
-        expert * both_ways,
-        stages.root_parameters * both_ways + embedding,
-    )
+    dense, expert, root = dense * both_ways, expert * both_ways, stages.root_parameters * both_ways
+    if workload.model.num_nextn_predict_layers:
+        joins, embedding = _prediction_parameters(workload, table, stages)
+        dense, root = dense + joins + embedding, root + embedding
     total, cut = dense + expert, dense / shard + expert / expert_shard
     in_buckets = stack.gathers == "buckets"
     gathers = np.full(len(table), in_buckets) | ((table.zero_stage == 3) & (shard > 1))
@@ -127,8 +127,6 @@ def _prediction_parameters(workload: Workload, table: LayoutTable, stages: Stage
     """Of multi-token prediction, on the rank with the head: what its blocks have beyond others, and a copy of the embedding if
     that is on another rank (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
     model, last = workload.model, workload.model.num_hidden_layers
-    if not model.num_nextn_predict_layers:
-        return np.zeros((3, 1)), np.zeros((3, 1))
     ways, which = np.unique(table.tp, return_inverse=True)
     more = [block_parameters(model, last, int(tp))[0] - block_parameters(model, last - 1, int(tp))[0] for tp in ways]
     has_head, elsewhere = stages.has_head > 0, stages.has_embedding == 0

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.blocks import layer_kinds
-from ultrascale.plan.layouts import SCHEDULES, LayoutTable
+from ultrascale.plan.layouts import SCHEDULES, Column, LayoutTable
 from ultrascale.plan.share_cut import layers_by_share
 from ultrascale.plan.stage_cut import balanced_layers
 from ultrascale.plan.workload import Workload
@@ -42,8 +42,6 @@ class Stages:
     """Of one rank, after tp; tied embeddings are counted on both ends if pp > 1."""
     expert_parameters: Floats
     """Of one rank, after ep and expert_tp."""
-    block_parameters: Floats
-    """Dense ones of the largest block, after tp: what FSDP gathers at once."""
     root_parameters: Floats
     """Those outside the blocks, after tp."""
     kept_layers: Floats
@@ -54,42 +52,52 @@ class Stages:
 
 def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
     """The stages of every layout of `table`. `layers_per_stage`: a cut of one's own, for a table of one layout."""
-    key = (table.pp * 4096 + table.virtual_stages) * len(SCHEDULES) + table.schedule * FOLDED[table.schedule]
-    key = key * (int(table.kept_blocks.max(initial=0)) + 1) + table.kept_blocks
-    _, rows, which = np.unique(key, return_index=True, return_inverse=True)
+    kept_blocks = table.kept_blocks
+    rows, which = _distinct_cuts(table, kept_blocks)
     kinds, kind_of_layer = layer_kinds(workload)
     sorts = []
     for row in rows:
         pp, name = int(table.pp[row]), SCHEDULES[table.schedule[row]]
         chunks = chunk_layers_of(workload, pp * int(table.virtual_stages[row]), layers_per_stage)
-        own_kinds = kinds_with_kept(workload.model, kind_of_layer, len(kinds), int(table.kept_blocks[row]))
+        own_kinds = kinds_with_kept(workload.model, kind_of_layer, len(kinds), int(kept_blocks[row]))
         sorts.append(_sorts_of_ranks(tuple(chunks), pp, name, own_kinds, 2 * len(kinds)))
-    every = np.array(sorts)[which]  # [layouts, 3, 2 kinds + 3]
-    in_fp8, kept = (np.moveaxis(part, 0, -1) for part in (every[:, :, : len(kinds)], every[:, :, len(kinds) : -3]))
+    every = np.array(sorts)[which].transpose(1, 2, 0)  # [3, 2 kinds + 3, layouts]
+    in_fp8, kept = every[:, : len(kinds)], every[:, len(kinds) : -3]
     layers = in_fp8 + kept
-    embedding, head, chunk_layers = np.moveaxis(every[:, :, -3:], 0, -1).swapaxes(0, 1)
-    ones, none, one = np.ones(len(table)), np.zeros(len(table)), table.pp == 1
+    embedding, head, chunk_layers = every[:, -3], every[:, -2], every[:, -1]
     per_layer, expert = parameters_by_kind(workload, table)
     outside_embedding, outside_head, tied = _outside(workload, table)
-    expert_cut = table.ep * table.expert_tp
-    dense_parameters = (layers * per_layer).sum(axis=1) + embedding * outside_embedding
-    dense_parameters = dense_parameters + head * np.where(tied & (embedding > 0), 0.0, outside_head)
-    expert_parameters = (layers * (expert[:, None] / expert_cut)).sum(axis=1)
-    root = embedding * outside_embedding + head * np.where(tied & (embedding > 0), 0.0, outside_head)
+    of_embedding = embedding * outside_embedding
+    of_head = head * (np.where(embedding > 0, 0.0, outside_head) if tied else outside_head)
+    expert_parameters = np.zeros((3, len(table)))
+    if expert.any():
+        expert_parameters = (layers * (expert[:, None] / (table.ep * table.expert_tp))).sum(axis=1)
+    exists = np.ones((3, len(table)))
+    exists[MIDDLE], exists[LAST] = np.maximum(table.pp - 2, 0), table.pp > 1
     return Stages(
         layers=layers,
         chunk_layers=chunk_layers,
         has_embedding=embedding,
         has_head=head,
-        dense_parameters=dense_parameters,
+        dense_parameters=(layers * per_layer).sum(axis=1) + of_embedding + of_head,
         expert_parameters=expert_parameters,
-        block_parameters=np.broadcast_to(per_layer.max(axis=0), (3, len(table))),
-        root_parameters=root,
+        root_parameters=of_embedding + of_head,
         kept_layers=kept,
-        exists=np.stack([ones, np.maximum(table.pp - 2, 0), np.where(one, none, ones)]),
+        exists=exists,
     )
 
 
+def _distinct_cuts(table: LayoutTable, kept_blocks: Column) -> tuple[Sequence[int] | Column, Sequence[int] | Column]:
+    """A row of each way to cut the model, and for each layout which it is."""
+    if len(table) == 1:
+        return [0], [0]
+    key = (table.pp * 4096 + table.virtual_stages) * len(SCHEDULES) + table.schedule * FOLDED[table.schedule]
+    key = key * (int(kept_blocks.max(initial=0)) + 1) + kept_blocks
+    _, rows, which = np.unique(key, return_index=True, return_inverse=True)
+    return rows, which
+
+
+@lru_cache(maxsize=1024)
 def kinds_with_kept(model: Model, kind_of_layer: tuple[int, ...], num_kinds: int, kept: int) -> tuple[int, ...]:
     """The kind of every layer, the `kept` first and last ones, which stay in bf16, told apart by `num_kinds` more."""
     last = model.num_hidden_layers - kept
@@ -156,10 +164,16 @@ def _stages_of_ranks(num_stages: int, pp: int, schedule: str) -> list[list[int]]
 
 def parameters_by_kind(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
     """Parameters of one block of each kind: dense ones on one rank of tp, [kinds, layouts]; all routed experts, [kinds]."""
-    model, kinds = workload.model, layer_kinds(workload)[0]
+    kinds = layer_kinds(workload)[0]
     ways, which = (table.tp, [0]) if len(table) == 1 else np.unique(table.tp, return_inverse=True)
-    both = np.array([[block_parameters(model, layer, int(tp)) for tp in ways] for layer in kinds], dtype=float)
+    both = _parameters(workload.model, kinds, tuple(ways.tolist()))
     return both[:, which, 0], both[:, 0, 1]
+
+
+@lru_cache(maxsize=1024)
+def _parameters(model: Model, layers: tuple[int, ...], ways: tuple[int, ...]) -> Floats:
+    """[layers, ways of tp, 2]"""
+    return np.array([[block_parameters(model, layer, tp) for tp in ways] for layer in layers], dtype=float)
 
 
 @lru_cache(maxsize=4096)
