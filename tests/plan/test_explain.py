@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from ultrascale.plan.cost import cost
 from ultrascale.plan.explain import MORE_MEMORY_BYTES, binding, changes, marginals, rungs
 from ultrascale.plan.price import predict
 from ultrascale.plan.search import SearchResult, needed_bytes, search
-from ultrascale.plan.search_view import batch_words, layout_words
+from ultrascale.plan.search_view import MAX_FRONT, batch_words, layout_words, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.stack import STACKS
+from ultrascale.spec.units import format_bytes, format_seconds
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +109,20 @@ def test_a_training_costs_hours_energy_and_money() -> None:
     assert day.kilowatt_hours == pytest.approx(64 * 24 * 10.2 / 8)  # a DGX H100 draws 10.2 kW at most
     assert day.dollars == pytest.approx(64 * 24 * cluster.accelerator.dollars_per_hour.value)
     assert "MWh" in day.words and "$" in day.words
+
+
+def test_the_front_of_time_and_memory_is_told_from_end_to_end(result: SearchResult) -> None:
+    console = Console(width=100, record=True, force_terminal=False)
+    show_explanation(result, [], [], console)
+    lines = console.export_text().split("Time against memory", 1)[1].splitlines()[2:]
+    ends = [result.front[0], result.front[-1]]
+    for line, one in zip((lines[0], lines[MAX_FRONT - 1]), ends, strict=True):
+        assert line.split()[:2] == format_seconds(one.step_seconds).split()
+        assert format_bytes(float(needed_bytes(one.memory))) in line
+    assert f"{len(result.front) - MAX_FRONT} more between them" in lines[MAX_FRONT]
+
+
+def test_a_ranking_says_how_far_its_times_may_be_off(result: SearchResult) -> None:
+    console = Console(width=100, record=True, force_terminal=False)
+    show_ranking(result, console, top=3)
+    assert "step: four runs in five take 0.88 to 1.41 of it." in console.export_text()

@@ -23,7 +23,7 @@ def test_a_column_parallel_layer_hides_its_own_backward_traffic_where_it_is_fuse
     gathering the gradient of a row-parallel layer has nothing beside it. Without, it sums the column-parallel layer's alone."""
     layout = Layout(dp=8, tp=8, sequence_parallel=sequence_parallel, zero_stage=1, precision="bf16")
     fused = Workload(preset("llama-3-70b"), parse_cluster("64xh100"), 8192, 64, STACKS["megatron"])
-    block = price_blocks(fused, LayoutTable.of([layout])).block[0]
+    block = price_blocks(fused, LayoutTable.of([layout])).part(0)
     assert block.tp_beside[0] / block.tp_backward[0] == pytest.approx(share, rel=0.02)
     alone = replace(fused, stack=replace(fused.stack, overlaps_tensor_parallel=False))
     exposed = [predict(one, layout).waterfall["tensor_parallel"] for one in (fused, alone)]

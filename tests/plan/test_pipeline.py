@@ -17,6 +17,7 @@ from ultrascale.plan.pipeline import (
     simulate,
     step_seconds,
 )  # fmt: skip
+from ultrascale.plan.pipeline_board import give_back, take_board
 from ultrascale.plan.pipeline_levels import level_step_seconds
 from ultrascale.plan.pipeline_steady import few_micro_batches, long_step_seconds, rounds_of
 from ultrascale.schedules.actions import Kind, backward, forward
@@ -139,6 +140,27 @@ def test_ends_of_all_actions_are_in_the_program_s_order():
     ends = play_many(program, EVEN)[:, 0]
     timeline = play(program, EVEN)
     assert [ends[nodes].tolist() for nodes in program.node_of] == timeline.end
+
+
+def test_a_board_that_was_played_on_leaves_nothing_for_the_next_prices():
+    """Its arrays are used again: other prices, other numbers of cases and messages between them change no end."""
+    program = program_of("dualpipe-v", 4, 12)
+    random = np.random.default_rng(5)
+    asked = [
+        priced(random.random((3, 8, cases)) + 0.5, random.random((7, cases)), 0.1, blocks=blocks)
+        for cases, blocks in ((2, False), (3, False), (2, True), (2, False))
+    ]
+    found = [play_many(program, one) for one in (*asked, *asked)]
+    fresh = [play_many(compile_schedule(build_schedule("dualpipe-v", 4, 12)), one) for one in (*asked, *asked)]
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found, fresh, strict=True))
+
+
+def test_boards_that_two_threads_play_on_are_not_one():
+    program = program_of("zb-v", 2, 8)
+    first, second = take_board(program, 2), take_board(program, 2)
+    assert first is not second
+    give_back(program, first)
+    assert take_board(program, 2) is first
 
 
 @settings(max_examples=120, deadline=None)

@@ -42,7 +42,7 @@ def test_torchtitans_policy_keeps_no_grouped_product_of_experts():
 
 def test_torchtitans_policy_computes_all_experts_again_and_half_of_the_rest():
     workload = Workload(PRESETS["mixtral-8x7b"], parse_cluster("64xh100"), 4096, 256, STACKS["torchtitan"])
-    blocks = price_blocks(workload, LayoutTable.of([Layout(dp=64, ep=8, zero_stage=3, precision="bf16")])).block[0]
+    blocks = price_blocks(workload, LayoutTable.of([Layout(dp=64, ep=8, zero_stage=3, precision="bf16")])).part(0)
     experts, others = float(blocks.grouped_product[0]), float((blocks.product - blocks.grouped_product)[0])
     assert experts > 3 * others
     again, plain = (

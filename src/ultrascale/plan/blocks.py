@@ -96,6 +96,10 @@ class Blocks:
     """[parts, columns of `PartSeconds`, shapes]: a block of each kind, the embedding, the head, and what a block of multi-token
     prediction does before it is a block like others."""
 
+    def part(self, number: int) -> PartSeconds:
+        """One part's prices by name."""
+        return PartSeconds(*self.prices[number])
+
 
 def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape], NDArray[np.intp]]:
     """The shapes of one micro-batch on one rank that occur in `table`, and for each layout the number of its own."""

@@ -13,6 +13,7 @@ from rich.text import Text
 from ultrascale.plan.explain import Change, Marginal, Rung, binding, changes, marginals, rungs
 from ultrascale.plan.footprint import MARGIN
 from ultrascale.plan.price import Prediction
+from ultrascale.plan.report import step_interval
 from ultrascale.plan.scaling import PAYS, Scaled, most_that_pay
 from ultrascale.plan.search import TIE, SearchResult, needed_bytes
 from ultrascale.spec.cluster import Cluster
@@ -21,6 +22,8 @@ from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.units import format_bytes, format_count, format_seconds
 
 INDENT = (0, 0, 0, 3)
+MAX_FRONT = 8
+"""Layouts of the front of time and memory that are told."""
 MAX_REFUSED = 12
 """Families left out that are told one by one; the rest is counted."""
 
@@ -62,6 +65,7 @@ def _summary(result: SearchResult) -> str:
     lines = [
         f"  = within {TIE:.0%} of the first, {tied} with those that differ only in details: only a" if tied > 1 else "",
         "    measurement can tell them apart." if tied > 1 else "",
+        f"  step: four runs in five take {_interval_words(result)} of it.",
         f"  memory: of a GPU's {capacity}, allocator and NCCL included; {MARGIN:.0%} must stay free.",
         "  runs: `ultrascale train` runs it today; --runnable searches only that."
         if result.workload.stack.name == "ultrascale"
@@ -71,6 +75,12 @@ def _summary(result: SearchResult) -> str:
         _batch_note(result),
     ]
     return "\n".join(line for line in lines if line)
+
+
+def _interval_words(result: SearchResult) -> str:
+    best = result.ranked[0]
+    low, high = (end / best.step_seconds for end in step_interval(best))
+    return f"{low:.2f} to {high:.2f}"
 
 
 def _batch_note(result: SearchResult) -> str:
@@ -129,6 +139,9 @@ def show_explanation(
     console.print(_scaling_table(scan, result.workload.cluster.num_accelerators))
     if said := paying_words(scan):
         console.print(Padding(Text(said), INDENT))
+    if len(result.front) > 1:
+        console.print(Text("\nTime against memory: no layout is better in both", style="bold"))
+        console.print(_front_table(result.front))
     console.print(Text("\nThe nearest better cluster: as many other GPUs", style="bold"))
     console.print(_others_table(others, best) if others else Padding(Text("None of the catalogue is faster."), INDENT))
     console.print(Text("\nLeft out", style="bold"))
@@ -210,6 +223,20 @@ def paying_words(scan: Sequence[Scaled]) -> str:
     if most is scan[-1]:
         return f"Up to {most.num_gpus:,}, where this scan ends, {enough}: more may still pay."
     return f"Up to {most.num_gpus:,} {enough}; beyond, less, or nothing."
+
+
+def _front_table(front: Sequence[Prediction]) -> Table:
+    """Its ends and as many between them as there is room for."""
+    table = _table("step", "against the fastest", "memory", "layout")
+    rows = min(len(front), MAX_FRONT)
+    for one in (front[number * (len(front) - 1) // (rows - 1)] for number in range(rows)):
+        slower = one.step_seconds / front[0].step_seconds - 1
+        memory, words = format_bytes(float(needed_bytes(one.memory))), layout_words(one.layout, one.num_micro_batches)
+        table.add_row(format_seconds(one.step_seconds), f"{slower:+.0%}" if slower else "", memory, words)
+    if rows < len(front):
+        table.add_row("", "", "", f"{len(front) - rows} more between them (--json lists them)")
+    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+    return table
 
 
 def _others_table(others: Sequence[tuple[Cluster, Prediction]], best: Prediction | None) -> Table:
