@@ -4,9 +4,11 @@ A scale is the largest magnitude over the largest number of the format: of the w
 output feature's of a weight). Where ranks hold parts of what has one scale, it is the largest magnitude of all of them: then a
 rank rounds its part to the very bits that one process would.
 
-CUDA devices that have them (8.9 and later) use torch's scaled products, where sizes are multiples of 16; elsewhere the rounded
-factors are multiplied in fp32, which is what those do inside: the same numbers but for the order of sums. (In fp64 between
-products, which proofs use, in fp64: then the order of sums is all that tells ranks from one process.)
+CUDA devices that have them (8.9 and later) use torch's scaled products. Of left [M, K] and right [N, K] these want multiples of
+16 of K and of N, and take any M. Factors are filled up with zeros where sizes are none, which adds nothing to any sum: in the
+gradient of a weight K is a number of tokens. Elsewhere the rounded factors are multiplied in fp32, which is what those do
+inside: the same numbers but for the order of sums. (In fp64 between products, which proofs use, in fp64: then the order of sums
+is all that tells ranks from one process.)
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.library import custom_op
+from torch.nn import functional as F
 
 from ultrascale.kernels.device_kind import is_cuda
 
 Scaling = Literal["row", "tensor"]
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
-"""Of the sizes of scaled products on CUDA."""
+"""Of the columns of both factors and the rows of the right one, of scaled products on CUDA."""
 NATIVE = (8, 9)
 """Compute capability from which there are products of fp8."""
+NATIVE_RESULT = torch.bfloat16
+"""What runs in fp8 compute in between products, and what torch's product gives by all scales. Proofs ask for wider ones."""
 SMALLEST = 1e-12
 """Of a largest magnitude: zeros stay zeros."""
 Over = Callable[[Tensor], Tensor]
@@ -95,13 +100,39 @@ PRODUCT = torch.ops.ultrascale.scaled_product.default
 
 def multiplied(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The same, inside operations that send something too."""
-    if _runs_native(left, right):
-        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-            left.contiguous(), right.contiguous().t(), scale_a=_one_or_all(left_scale),
-            scale_b=_one_or_all(right_scale.t()), out_dtype=dtype,
-        )  # fmt: skip
+    if _runs_native(left, right, dtype):
+        return _native(left, left_scale, right, right_scale, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     return (left.to(wide) @ right.to(wide).t()).mul_(left_scale).mul_(right_scale.t()).to(dtype)
+
+
+def _native(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """By torch's scaled product, of factors that are filled up to what it takes."""
+    rows, columns = multiple(len(right)), multiple(left.shape[1])
+    found = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        _filled(left, len(left), columns), _filled(right, rows, columns).t(), *_native_scales(left_scale, right_scale, rows),
+        out_dtype=dtype,
+    )  # fmt: skip
+    return found.narrow(1, 0, len(right)).contiguous()
+
+
+def _native_scales(left: Tensor, right: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """As torch's product wants them of `rows` of the right factor: a number each, or [M, 1] and [1, rows]."""
+    if left.numel() == right.numel() == 1:
+        return left.reshape(()), right.reshape(())
+    whole = F.pad(right, (0, 0, 0, rows - len(right))) if rows > len(right) else right
+    return left.contiguous(), whole.t().contiguous()
+
+
+def multiple(size: int) -> int:
+    """The next multiple of 16."""
+    return -(-size // MULTIPLE) * MULTIPLE
+
+
+def _filled(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """Row by row in memory, with zeros up to a size."""
+    room = columns - matrix.shape[1], rows - len(matrix)
+    return F.pad(matrix, (0, room[0], 0, room[1])).contiguous() if any(room) else matrix.contiguous()
 
 
 def turned(matrix: Narrow, scaling: Scaling) -> Narrow:
@@ -118,14 +149,10 @@ def _at_least_fp32(wide: Tensor) -> Tensor:
     return wide if wide.dtype == torch.float64 else wide.float()
 
 
-def _one_or_all(scale: Tensor) -> Tensor:
-    return scale.reshape(()) if scale.numel() == 1 else scale.contiguous()
-
-
-def _runs_native(left: Tensor, right: Tensor) -> bool:
-    if not is_cuda(left) or not _has_products(left.device):
-        return False
-    return all(size % MULTIPLE == 0 and size > 0 for size in (*left.shape, *right.shape))
+def _runs_native(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
+    """Nothing to multiply is no work for it; else all that a run in fp8 multiplies is, on a device that has such products."""
+    is_work = left.numel() > 0 and right.numel() > 0
+    return is_work and dtype is NATIVE_RESULT and is_cuda(left) and _has_products(left.device)
 
 
 def _has_products(device: torch.device) -> bool:

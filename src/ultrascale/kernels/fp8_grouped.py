@@ -4,7 +4,7 @@ Each expert's product is one of its own: "tensor" is a scale for an expert's mat
 row of either. So what an expert computes does not depend on which others its rank holds, and ep sends nothing for scales.
 
 torch's one call for all groups takes scales of rows alone, gradients in e4m3 and groups of whole multiples of 16; here groups
-go one after the other, filled up with zeros on CUDA, and the host waits for the counts.
+go one after the other, filled up with zeros where products want it, and the host waits for the counts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import custom_op
-from torch.nn import functional as F
 
-from ultrascale.kernels.device_kind import is_cuda
-from ultrascale.kernels.fp8 import FORWARD, GRADIENT, MULTIPLE, SMALLEST, Narrow, Over, Scaling, largest_of, multiplied, rounded
+from ultrascale.kernels.fp8 import FORWARD, GRADIENT, SMALLEST, Narrow, Over, Scaling, largest_of, multiplied, rounded
 from ultrascale.kernels.fp8_delayed import Kept, noted, scale_of
 from ultrascale.kernels.fp8_linear import ALONE, NOTHING_KEPT, Wires, paired
 from ultrascale.kernels.grouped_matmul import row_groups, sums_of_groups
@@ -50,8 +48,8 @@ def scaled_groups(rows: Tensor, scale: Tensor, matrices: Tensor, scales: Tensor,
     """[M, Q] of rows [M, P] and each expert's matrix [X, Q, P]; scales [M, 1] and [X, Q, 1], or both [X, 1, 1]."""
     out, of_experts = rows.new_zeros(len(rows), matrices.shape[1], dtype=dtype), scale.dim() > 2
     for expert, part in row_groups(counts):
-        own = scale[expert] if of_experts else _filled(scale[part])
-        out[part] = multiplied(_filled(rows[part]), own, matrices[expert], scales[expert], dtype)[: part.stop - part.start]
+        own = scale[expert] if of_experts else scale[part].clone()  # aligned, wherever the part begins
+        out[part] = multiplied(rows[part], own, matrices[expert], scales[expert], dtype)
     return out
 
 
@@ -62,8 +60,7 @@ def scaled_outer_groups(
     """[X, P, Q]: of each expert's rows of [M, P] and [M, Q] left^T right; scales [X, P, 1] and [X, Q, 1], or both [X, 1, 1]."""
     out = left.new_zeros(len(counts), left.shape[1], right.shape[1], dtype=dtype)
     for expert, part in row_groups(counts):
-        factors = (_filled(left[part]).t(), left_scale[expert], _filled(right[part]).t(), right_scale[expert])
-        out[expert] = multiplied(*factors, dtype)
+        out[expert] = multiplied(left[part].t(), left_scale[expert], right[part].t(), right_scale[expert], dtype)
     return out
 
 
@@ -195,9 +192,3 @@ def _by_feature(wide: Tensor, expert: Tensor, num_experts: int) -> Narrow:
     largest = wide.new_zeros(num_experts, wide.shape[1]).scatter_reduce_(0, index, wide.abs(), "amax")
     scale = largest.clamp_min(SMALLEST) / torch.finfo(FORWARD).max
     return Narrow(rounded(wide, scale[expert]).values, scale.unsqueeze(2))
-
-
-def _filled(group: Tensor) -> Tensor:
-    """With rows of zeros up to a multiple of 16, where products want it."""
-    missing = -len(group) % MULTIPLE
-    return F.pad(group, (0, 0, 0, missing)) if missing and is_cuda(group) else group

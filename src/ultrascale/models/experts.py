@@ -46,6 +46,20 @@ class Dispatch(Protocol):
         ...
 
 
+@dataclass
+class Here:
+    """Rows of tokens in the order of experts, and what is known of them."""
+
+    rows: list[Tensor]
+    """[R, D], for whom takes it out alone: nothing else names the rows while their results are summed."""
+    pairs: Tensor
+    """Which (token, choice) each is, [R] int64."""
+    counts: Tensor
+    """How many each expert has, [X] int64."""
+    weights: Tensor
+    """[N, k]."""
+
+
 @dataclass(frozen=True)
 class LocalDispatch:
     """All experts are here."""
@@ -54,18 +68,18 @@ class LocalDispatch:
     drops: bool = False
     """Whether a choice may have been dropped; then the host asks how many are left."""
 
-    def start(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows [R, D] in the order of experts, which pairs they are, how many each expert has, and their weights."""
+    def start(self, tokens: Tensor, routing: Routing) -> Here:
+        """A row for each token [N, D] and expert that it chose."""
         flat = routing.experts.flatten()
         counts = count_choices(routing.experts[None], self.num_experts + 1)[0, : self.num_experts]
         pairs = flat.argsort(stable=True)
         if self.drops:
             pairs = pairs[: num_kept(counts, pairs)]
-        return spread(tokens, pairs, routing.experts.shape[1]), pairs, counts, routing.weights
+        return Here([spread(tokens, pairs, routing.experts.shape[1])], pairs, counts, routing.weights)
 
-    def finish(self, under_way: tuple[Tensor, Tensor, Tensor, Tensor], experts: Experts) -> Tensor:
-        rows, pairs, counts, weights = under_way
-        return weighted_sum(experts(rows, counts), pairs, weights)
+    def finish(self, under_way: Here, experts: Experts) -> Tensor:
+        found = experts(under_way.rows.pop(), under_way.counts)
+        return weighted_sum(found, under_way.pairs, under_way.weights)
 
 
 class GroupedLinear(nn.Module):

@@ -99,12 +99,13 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tup
 
 
 def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """The first part, copied: what a kernel returned may be kept by others (selective recomputation)."""
-    length, dtype = query.shape[2], dtype_of_sums(query.dtype)
+    """The first part, copied: what a kernel returned may be kept by others (selective recomputation). Places lie before heads,
+    as in what kernels return: the projection that follows reads it so, and would keep a copy in its own order."""
+    (batch, heads, length, _), dtype = query.shape, dtype_of_sums(query.dtype)
     if block.queries == slice(0, length) and len(out) == len(query):
         return out.to(dtype, copy=True), lse.clone()
-    whole = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
-    whole_lse = torch.full_like(whole[..., 0], -torch.inf)
+    whole = query.new_zeros(batch, length, heads, value.shape[-1], dtype=dtype).transpose(1, 2)
+    whole_lse = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
     place = (block.sequences, slice(None), block.queries)
     whole[place], whole_lse[place] = out, lse
     return whole, whole_lse

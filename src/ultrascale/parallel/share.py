@@ -175,6 +175,8 @@ def _sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         by_dtype[tensor.dtype].append(tensor)
     for some in by_dtype.values():
         flat = torch.cat([tensor.flatten() for tensor in some])
+        if not flat.numel():  # shards of weights shorter than the ranks that they are cut over; of all of the group alike
+            continue
         with waiting("the sum of copies along tp", group, tensor=flat):
             dist.all_reduce(flat, group=group)
         for tensor, part in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):

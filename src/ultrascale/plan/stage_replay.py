@@ -71,7 +71,7 @@ class StageReplay:
         made: dict[str, Held] = {} if given is None else {"hidden": given.hold()}
         now.tapes.append(self._run(self.work.before(), made, "activations", {"hidden"}))
         hidden = made.pop("hidden")
-        ops = shared_work(model, shape)  # held by whoever reads it on the way back
+        ops = shared_work(model, shape, tuple(self.part.blocks))  # held by whoever reads it on the way back
         self._run(ops, now.shared, "activations", {result.name for op in ops for result in op.makes})
         for layer in self.part.layers:
             hidden = self._forward_block(layer, hidden)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ultrascale.plan.ledger import Held, Ledger
-from ultrascale.spec.op_builders import FP8_BYTES, is_fp8
+from ultrascale.spec.op_builders import is_fp8, native_room
 from ultrascale.spec.ops import Op, Shape
 
 
@@ -38,8 +38,10 @@ def waiting_bytes(op: Op, shape: Shape, gradient: Held) -> int:
 
 
 def waiting_room(op: Op, shape: Shape) -> int:
-    """Of a product in fp8 that W makes: on CUDA both factors turned, on the CPU both and the result in fp32."""
+    """Of a product in fp8 that W makes: on CUDA both factors turned and filled up, on the CPU both and the result in fp32."""
     if op.product is None or not is_fp8(op):
         return 0
     m, n, k, _ = op.product
-    return shape.wide_itemsize * (m * n + m * k + n * k) if shape.device == "cpu" else FP8_BYTES * (m * n + m * k)
+    if shape.device == "cpu":
+        return shape.wide_itemsize * (m * n + m * k + n * k)
+    return native_room(shape, n, m, k, lies=(False, False))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from ultrascale.spec.context_order import Masks, windowed_masks
 from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import column_source, cut, held_to_the_end, linear, local_source, norm, row_linear
+from ultrascale.spec.op_builders import column_source, cut, held_to_the_end, linear, local_source, norm, row_linear, without_fp8
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Scores, Shape, When
 
 BIAS_MULTIPLE = 16
@@ -112,9 +112,7 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
     if model.uses_rotary(layer):
         ops += [_rotary(shape, x, read, n * width * a) for x, read, width in (("q", query, q), ("k", key, kv))]
         query, key = "q_rotated", "k_rotated"
-    has_mask = mask_elements(model.window(layer), shape) > 0
-    if shape.device == "cuda" and shape.cp == 1 and kv < q and not shape.masks_in_kernel and (has_mask or shape.itemsize != 2):
-        # No fused kernel on CUDA takes fewer key/value heads here: they are repeated.
+    if _repeats_heads(model, layer, shape) and not model.attention_sinks:
         ops += [
             Op(f"self_attn.{x}_repeat", "elementwise", (x,), (Activation(f"{x}_repeated", n * q * a),),
                moved_bytes=n * (q + kv) * a, backward_moved_bytes=n * (q + kv) * a)
@@ -122,6 +120,16 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
         ]  # fmt: skip
         key, value = f"{key}_repeated", f"{value}_repeated"
     return (*gather, *ops), (query, key, value)
+
+
+def _repeats_heads(model: Model, layer: int, shape: Shape) -> bool:
+    """Whether keys and values are repeated, since no fused kernel on CUDA takes fewer heads of them here. With sinks an
+    operation of ours does it inside itself, in both passes, and saves what it was given."""
+    if shape.device == "cpu" or shape.cp > 1 or shape.masks_in_kernel:
+        return False
+    has_mask = mask_elements(model.window(layer), shape) > 0
+    fewer = cut(model.num_key_value_heads, shape.tp) < cut(model.num_attention_heads, shape.tp)
+    return fewer and (has_mask or shape.itemsize != 2)
 
 
 def _rotary(shape: Shape, name: str, read: str, num_bytes: int) -> Op:
@@ -139,7 +147,8 @@ def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...
     heads, nope, rope = cut(model.num_attention_heads, shape.tp), model.qk_nope_head_dim, model.qk_rope_head_dim
     narrow, query_width = model.kv_lora_rank or 0, heads * (nope + rope)
     ops: list[Op] = []
-    saved, source = local_source(shape, "attention_in", d, m, cheap=True)
+    own = without_fp8(shape) if shape.kernels.own_fp8 else shape  # narrow projections stay in bf16
+    saved, source = local_source(own, "attention_in", d, m, cheap=True)
     ops += saved
     if model.q_lora_rank is None:
         gather, wide = column_source(shape, "attention_in", d)
@@ -147,14 +156,14 @@ def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...
                 linear(shape, "self_attn.q_proj", wide, "q", d, query_width, collectives=wide.collectives)]  # fmt: skip
     else:
         ops += [
-            linear(shape, "self_attn.q_a_proj", source, "q_latent", d, model.q_lora_rank, num_tokens=m, bias=model.qkv_bias),
+            linear(own, "self_attn.q_a_proj", source, "q_latent", d, model.q_lora_rank, num_tokens=m, bias=model.qkv_bias),
             norm(model, shape, "self_attn.q_a_layernorm", "q_latent", "q_narrow", model.q_lora_rank, model.q_lora_rank, m),
         ]
         gather, wide = column_source(shape, "q_narrow", model.q_lora_rank)
         ops += [*gather, linear(shape, "self_attn.q_b_proj", wide, "q", model.q_lora_rank, query_width,
                                 collectives=wide.collectives)]  # fmt: skip
     ops += [
-        linear(shape, "self_attn.kv_a_proj_with_mqa", source, "kv_latent", d, narrow + rope, num_tokens=m, bias=model.qkv_bias),
+        linear(own, "self_attn.kv_a_proj_with_mqa", source, "kv_latent", d, narrow + rope, num_tokens=m, bias=model.qkv_bias),
         norm(model, shape, "self_attn.kv_a_layernorm", "kv_latent", "kv_narrow", narrow, narrow, m),
     ]
     gather, wide = column_source(shape, "kv_narrow", narrow)
@@ -281,6 +290,9 @@ def _flash(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], 
     saves = (*dict.fromkeys(names), attended, "logsumexp", *((mask_name(model.window(layer)),) if has_mask else ()))
     square, e, v = 2 * rows * shape.sequence_length, model.head_dim, model.value_head_dim
     traffic, scratch, backward_scratch = _key_value_traffic(model, model.window(layer), shape)
+    if model.attention_sinks and _repeats_heads(model, layer, shape):  # keys and values, and backward their gradients as well
+        repeated = _bytes_of_heads(model, shape)[0]
+        scratch, backward_scratch = scratch + 2 * repeated, backward_scratch + 4 * repeated
     core = Op(
         "self_attn.core", "attention", tuple(dict.fromkeys(names)),
         (Activation(attended, _swapped(shape, _attended_bytes(model, shape))), logsumexp),

@@ -19,6 +19,7 @@ from ultrascale.spec.op_builders import (
     cut,
     fp8_room,
     held_to_the_end,
+    in_own_fp8,
     linear,
     local_source,
     row_linear,
@@ -225,11 +226,13 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
         suffixes = ("weight", "bias") if model.mlp_bias else ("weight",)
         parameters = tuple(f"mlp.experts.{one}_proj.{suffix}" for one in weights for suffix in suffixes)
         room, backward_room = fp8_room(shape, source, tokens, columns, rows, experts=local)
-        together = names.index(name) + 1 if room and name in names else 1  # of one call in fp8, which has made those before
-        room += (together - 1) * local * rows * columns * FP8_BYTES
-        if room and name == names[0]:  # before the products all weights are rounded, one after the other
-            rounded = local * rows * columns * (len(names) * FP8_BYTES + shape.wide_itemsize)
-            room = max(room, rounded - tokens * rows * a)
+        is_fp8 = in_own_fp8(shape, source)
+        together = names.index(name) + 1 if is_fp8 and name in names else 1  # of one call in fp8, which has made those before
+        if is_fp8 and not shape.fp8_gathered:
+            room += (together - 1) * local * rows * columns * FP8_BYTES
+            if name == names[0]:  # before the products all weights are rounded, one after the other
+                rounded = local * rows * columns * (len(names) * FP8_BYTES + shape.wide_itemsize)
+                room = max(room, rounded - tokens * rows * a)
         if model.mlp_bias:  # the products, and of each row its expert's bias, beside the sums
             room += (together + 1) * tokens * rows * a
         made = Activation(make, tokens * rows * a)

@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple
 from ultrascale.spec.model import Model
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
 
-FP8_BYTES = 1
+FP8_BYTES, FP8_MULTIPLE = 1, 16
+"""Of products in fp8 on CUDA, whose factors are filled up with zeros to it (`kernels.fp8`)."""
 SCALE_BYTES = 4
 HASHED_BYTES, HASH_PASSES = 4, 20
 """Of the words that decide what is dropped, and how often memory is read or written for one (`kernels.dropout`)."""
@@ -78,13 +79,13 @@ def linear(
     n = shape.num_tokens if num_tokens is None else num_tokens
     names = weights or (name,)
     suffixes = ("weight", "bias") if bias else ("weight",)
-    flops = 2 * n * rows * columns
+    flops, backward_flops = _product_flops(shape, source, n, columns, rows)
     room, backward_room = fp8_room(shape, source, n, columns, rows)
-    if room and bias:  # the product beside its sum with the bias
+    if bias and in_own_fp8(shape, source):  # the product beside its sum with the bias
         room += n * rows * shape.itemsize
     return Op(
         name, "matmul", (source.read,), (Activation(make, n * rows * shape.itemsize),), source.saved,
-        tuple(f"{one}.{suffix}" for one in names for suffix in suffixes), flops, 2 * flops,
+        tuple(f"{one}.{suffix}" for one in names for suffix in suffixes), flops, backward_flops,
         scratch_bytes=room, backward_scratch_bytes=source.again_bytes + backward_room, product=Product(n, rows, columns),
         collectives=collectives,
     )  # fmt: skip
@@ -95,20 +96,54 @@ def is_fp8(op: Op) -> bool:
     return any(name.endswith("_fp8") for name in op.saves)
 
 
+def fp8_multiple(shape: Shape, size: int) -> int:
+    """Of the dimension that a product in fp8 sums over, or of its result's last, as it is multiplied."""
+    return size if shape.device == "cpu" else cut(size, FP8_MULTIPLE) * FP8_MULTIPLE
+
+
+def _product_flops(shape: Shape, source: Source, n: int, columns: int, rows: int) -> tuple[int, int]:
+    """Of a product and of its two of the backward pass, as they are multiplied."""
+    flops = 2 * n * rows * columns
+    if not in_own_fp8(shape, source):
+        return flops, 2 * flops
+    whole_n, whole_columns, whole_rows = (fp8_multiple(shape, size) for size in (n, columns, rows))
+    forward = 2 * n * whole_rows * whole_columns  # that of dx has the same sizes
+    return forward, forward + 2 * rows * whole_n * whole_columns
+
+
+def in_own_fp8(shape: Shape, source: Source) -> bool:
+    """Whether a product that reads `source` is in fp8, and made by us."""
+    return shape.kernels.own_fp8 and any(name.endswith("_fp8") for name in source.saved)
+
+
 def fp8_room(shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1) -> tuple[int, int]:
     """What exists beside a product in fp8, if it is one, and beside its two of the backward pass: the weight rounded, before
-    that divided in fp32; the gradient as both want it, each of which is scaled and divided in fp32 before; and on the CPU the
-    factors and the result of a product in fp32 (`kernels.fp8_linear`). `experts`: one after the other, and each row with its
-    expert's scales beside it."""
-    if not shape.kernels.own_fp8 or not any(name.endswith("_fp8") for name in source.saved):
+    that divided in fp32; the gradient as both want it, each of which is scaled and divided in fp32 before; and while products
+    are made, on CUDA the copies that `native_room` tells, on the CPU the factors and the result in fp32
+    (`kernels.fp8_linear`). `experts`: one after the other, and each row with its expert's scales beside it."""
+    if not in_own_fp8(shape, source):
         return 0, 0
     a, w = FP8_BYTES, shape.wide_itemsize
-    product = w * ((n * columns + n * rows) // experts + rows * columns) if shape.device == "cpu" else 0
+    forward = backward = w * ((n * columns + n * rows) // experts + rows * columns)
+    if shape.device != "cpu":
+        each, turned = n // experts, (False, False)
+        forward = native_room(shape, each, columns, rows)
+        home = native_room(shape, each, rows, columns, lies=(True, False))
+        backward = max(home, native_room(shape, rows, each, columns, lies=turned))
     narrow = 0 if shape.fp8_gathered else experts * rows * columns * a
     by_row = shape.fp8_scaling == "row"  # else dW takes the gradient as dx does, turned, and nothing is scaled before
     roundings, wides = (2, 3 if experts > 1 else 2) if by_row else (1, 1)
-    quotient = experts * rows * columns * w - n * rows * shape.itemsize  # while the weight is rounded there is no result yet
-    return narrow + max(product, quotient), narrow + roundings * n * rows * a + max(wides * n * rows * w, product)
+    quotient = narrow // a * w - n * rows * shape.itemsize  # while the weight is rounded there is no result yet
+    return narrow + max(forward, quotient), narrow + roundings * n * rows * a + max(wides * n * rows * w, backward)
+
+
+def native_room(shape: Shape, m: int, k: int, n: int, *, lies: tuple[bool, bool] = (True, True)) -> int:
+    """Of a product in fp8 of [m, k] and [n, k] on CUDA: copies of factors that do not lie row by row (`lies`), or are filled
+    up, and a result with more columns than are wanted."""
+    whole_k, whole_n = fp8_multiple(shape, k), fp8_multiple(shape, n)
+    left = 0 if lies[0] and whole_k == k else m * whole_k
+    right = 0 if lies[1] and (whole_n, whole_k) == (n, k) else whole_n * whole_k
+    return (left + right) * FP8_BYTES + (0 if whole_n == n else m * whole_n * shape.itemsize)
 
 
 def local_source(shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False) -> tuple[tuple[Op, ...], Source]:

@@ -37,11 +37,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-def shared_work(model: Model, shape: Shape) -> tuple[Op, ...]:
-    """What all blocks read: rotary angles, and a mask for each sliding window there is. They carry no gradient."""
+def shared_work(model: Model, shape: Shape, layers: tuple[int, ...] | None = None) -> tuple[Op, ...]:
+    """What blocks share: rotary angles, and a mask for each sliding window that one of them has. They carry no gradient.
+    `layers`: of a stage; None: of the whole model."""
     rows = shape.num_tokens if shape.documents or shape.cp > 1 else shape.local_length  # over cp sequences differ in order
     ops: list[Op] = []
-    for window in dict.fromkeys(model.window(layer) for layer in range(model.num_hidden_layers)):
+    for window in dict.fromkeys(map(model.window, range(model.num_hidden_layers) if layers is None else layers)):
         if elements := mask_elements(window, shape):
             mask = Activation(mask_name(window), elements * shape.itemsize, False)
             ops.append(Op(mask.name, "elementwise", (), (mask,), scratch_bytes=mask_room(window, shape)))
