@@ -63,3 +63,20 @@ def test_weights_that_were_gathered_in_fp8_are_not_rounded_again():
         fp8_all_gather=True, tp=2, sequence_parallel=False, cp=4, pp=2, schedule="zb-h1",
     )  # fmt: skip
     assert near(apart(TIED, layout, 5, micro_batches=3))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_selective_recomputation_keeps_experts_products_beside_their_sums_with_biases(precision):
+    layout = Layout(
+        dp=4, zero_stage=3, recompute="selective", precision=precision, tp=4, sequence_parallel=False, pp=4, ep=4, expert_tp=2
+    )  # fmt: skip
+    assert near(apart(GPT_OSS, layout, 25, micro_batches=3))
+
+
+def test_what_attention_over_cp_gathers_under_a_window_is_kept_once():
+    assert near(apart(GPT_OSS, Layout(tp=2, cp=2, pp=4), micro_batches=8))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_narrow_projections_of_latent_attention_stay_in_bf16(tp):
+    assert near(apart(PREDICTS, Layout(tp=tp, precision="fp8")))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ultrascale.plan.stage_work import EXPERTS
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.op_builders import is_fp8
 from ultrascale.spec.ops import Op
 from ultrascale.spec.recomputed import Again
 
@@ -42,3 +44,10 @@ def sent_again(layout: Layout, layer: int | None, ops: tuple[Op, ...]) -> list[O
     return [op for op in run if op in made_again or op.name == "mlp.expert_gather"
             or op.kind == "router" or any(item.axis == "cp" for item in op.collectives)
             or ((op.kind == "gather" or op.makes_partial_sums) and op.makes[0].name in read)]  # fmt: skip
+
+
+def adds_bias_apart(op: Op) -> bool:
+    """Whether a product's bias is added by an operation of its own: then selective recomputation keeps the product without it,
+    beside the sum that the next operation reads. So with experts and in fp8; elsewhere a bias is part of the product."""
+    is_apart = op.name.startswith(EXPERTS) or is_fp8(op)
+    return op.kind == "matmul" and is_apart and any(name.endswith(".bias") for name in op.weights)

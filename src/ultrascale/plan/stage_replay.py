@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ultrascale.plan.cut_backward import gathered_input_bytes, is_row_sum, may_wait, reads_gathered, sent_in_half
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.offload_replay import Checkpoint, OffloadReplay, Tape
-from ultrascale.plan.recomputed_ops import computed_again, sent_again
+from ultrascale.plan.recomputed_ops import adds_bias_apart, computed_again, sent_again
 from ultrascale.plan.sharding import Shards
 from ultrascale.plan.stage_work import EXPERTS, Part, StageWork
 from ultrascale.plan.tally import Tally
@@ -82,8 +82,8 @@ class StageReplay:
         return None if self.part.is_last else hidden
 
     def backward(self, action: Action, gradient: Held | None = None) -> Held | None:
-        """B, or I: the micro-batch of `action`, from the gradient of its result, which stays its owner's, or from the loss.
-        Returns the gradient of its input."""
+        """B, or I: the micro-batch of `action`, from the gradient of its result, which stays its owner's, or from the loss, to
+        the gradient of its input."""
         shards = self.shards
         self._now = self.under_way.pop(action.micro_batch)
         waits: list[Waits] | None = [] if action.kind is Kind.INPUT_GRADIENT else None
@@ -209,11 +209,9 @@ class StageReplay:
         kinds: Collection[str] = (),
         is_again: bool = False,
     ) -> Tape:
-        """Run operations forward. `made` are the activations there are; after its last reader each goes, except `leaves`.
-
-        `keep` collects results that selective recomputation keeps; `kept` are those of the first run, used again. `is_again`:
-        in a backward pass, where FSDP2 lets go of nothing, and whoever calls counts what is done.
-        """
+        """Run operations forward. `made` are the activations there are; after its last reader each goes, except `leaves`. `keep`
+        collects results that selective recomputation keeps; `kept` are those of the first run, used again. `is_again`: in a
+        backward pass, where FSDP2 lets go of nothing, and whoever calls counts what is done."""
         tape = Tape()
         last_reader = self._last_readers(ops)
         there = set() if kept is None else {name for op in ops if op.reads and op.makes[0].name in kept for name in op.reads}
@@ -223,20 +221,25 @@ class StageReplay:
                 self.tally.forward(op)
             if experts is not None and index == first:
                 self.shards.before_forward(experts)
+            apart, keeps = adds_bias_apart(op), keep if keep is not None and op.kept(kinds) else None
             for result in op.makes:
-                if kept is not None and result.name in kept:
+                if kept is not None and result.name in kept and not apart:
                     made[result.name] = kept.pop(result.name)
                 else:  # of a sum that is kept nobody makes the parts again
                     num_bytes = 0 if op.makes_partial_sums and result.name in there else result.num_bytes
                     made[result.name] = self.ledger.take(category, op.kind, num_bytes)
-                if keep is not None and op.kept(kinds):
-                    keep[result.name] = made[result.name].hold()
+                if kept is not None and result.name in kept:  # without its bias, which is added again
+                    self.ledger.drop(kept.pop(result.name))
+                if keeps is not None and not apart:
+                    keeps[result.name] = made[result.name].hold()
             if parts := self.tally.hop_parts(op):
-                if keep is not None and op.kept(kinds):  # results of single hops are kept, and merged again
-                    keep[f"{op.name} parts"] = self.ledger.take(category, op.kind, parts)
+                if keeps is not None:  # results of single hops are kept, and merged again
+                    keeps[f"{op.name} parts"] = self.ledger.take(category, op.kind, parts)
                 elif kept is not None and f"{op.name} parts" in kept:
                     self.ledger.drop(kept.pop(f"{op.name} parts"))
             self.ledger.touch(category, "scratch", op.scratch_bytes)
+            if keeps is not None and apart:
+                keeps[op.makes[0].name] = self.ledger.take(category, op.kind, op.makes[0].num_bytes)
             if saves:
                 tape.entries.append((op, self._save(op, made)))
             for name in [n for n in made if n not in leaves and last_reader.get(n, -1) <= index]:
@@ -255,8 +258,6 @@ class StageReplay:
 
     def _save(self, op: Op, made: dict[str, Held]) -> list[Held]:
         return [(made if name in made else self._now.shared)[name].hold() for name in op.saves]
-
-    # Backward
 
     def _pop_tape(self) -> Tape:
         tape = self._now.tapes.pop()
