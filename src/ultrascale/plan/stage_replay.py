@@ -209,7 +209,7 @@ class StageReplay:
         kinds: Collection[str] = (),
         is_again: bool = False,
     ) -> Tape:
-        """Run operations forward. `made` are the activations there are; after its last reader each goes, except `leaves`. `keep`
+        """Run operations forward. `made`: activations that there are; after its last reader each goes, except `leaves`. `keep`
         collects results that selective recomputation keeps; `kept` are those of the first run, used again. `is_again`: in a
         backward pass, where FSDP2 lets go of nothing, and whoever calls counts what is done."""
         tape = Tape()
