@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from ultrascale.plan.tally import Way
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.rules import run_problems
 from ultrascale.spec.run import Batch, Checkpoint, Data, Run
 from ultrascale.spec.trainable import expect_trainable
 from ultrascale.trace.compare import traffic_of
@@ -210,7 +211,7 @@ def by_category(found: RankTrace, planned: Planned) -> str:
 
 def problems_of(run: Run) -> Iterator[object]:
     """Why the trainer would refuse a run."""
-    yield from run.layout.problems()
+    yield from run_problems(run)
     try:
         expect_trainable(run.model, run.layout)
     except SpecError as error:
