@@ -211,8 +211,12 @@ def test_the_step_is_drawn_and_traced(tmp_path, capsys) -> None:
     passes = [event for event in events if event["ph"] == "X"]
     assert len(passes) >= 2 * 4 * plan["num_micro_batches"]
     waterfall = plan["time"]["waterfall_seconds"]
-    assert max(event["ts"] + event["dur"] for event in passes) / 1e6 < 1.1 * plan["time"]["seconds_per_step"]
-    assert max(event["ts"] + event["dur"] for event in passes) / 1e6 > waterfall["compute"]
+    after = {event["name"]: event["dur"] / 1e6 for event in passes if event["cat"] == "after the pipeline" and event["tid"] == 3}
+    for part, name in {"data_parallel": "dp traffic", "optimizer": "optimizer", "rest": "rest"}.items():
+        assert after[name] == pytest.approx(waterfall[part]) and f"<title>{name}, " in svg.read_text()
+    for rank in range(4):
+        ends = [event["ts"] + event["dur"] for event in passes if event["tid"] == rank]
+        assert max(ends) / 1e6 == pytest.approx(plan["time"]["seconds_per_step"], rel=1e-3)
     trace.write_text("")
     assert main(words) == 0 and json.loads(trace.read_text())["traceEvents"]  # drawn again
     assert main([*words[:-2], __file__]) == 2

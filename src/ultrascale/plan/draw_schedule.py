@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rich.text import Text
@@ -23,6 +24,8 @@ NAMES = {
     Kind.INPUT_GRADIENT: "input gradient",
     Kind.WEIGHT_GRADIENT: "weight gradient",
 }
+AFTER_COLOURS = ("#b08cc9", "#8e4d8c", "#7fa3d1", "#4a5a9e", "#a9b1ba", "#c2554d", "#6b7580")
+"""Of what comes after the pipeline, in its order."""
 FADE = 0.5
 """How far towards white the colour of a rank's last stage goes."""
 IDLE = "·"
@@ -37,6 +40,10 @@ DIGIT = 6.4
 MOST_TICKS = 12
 STAGES_WIDTH = 17
 """Letters of the small font that fit left of the rows."""
+
+
+Part = tuple[str, float, str]
+"""What comes after the pipeline: its name, seconds and colour."""
 
 
 class Box(NamedTuple):
@@ -139,13 +146,27 @@ def _style(action: Action) -> str:
     return f"white on {_lighter(colour, 0.2 * (action.micro_batch % 2))}"
 
 
-def draw_svg(timeline: Timeline, *, title: str, unit: str = "", span: float | None = None) -> str:
+def draw_svg(
+    timeline: Timeline,
+    *,
+    title: str,
+    unit: str = "",
+    span: float | None = None,
+    after: Mapping[str, float] = MappingProxyType({}),
+) -> str:
     """A picture that stands alone: boxes with numbers of micro-batches, waiting hatched, its share and activations beside.
 
-    `unit`: what a second stands for, if it is none. `span`: seconds of the whole width, if more than the step.
+    `unit`: what a second stands for, if it is none. `span`: seconds of the whole width, if more than the step. `after`: names
+    and seconds of what all ranks do after the pipeline.
     """
     ranks, height = len(timeline.schedule), _height(timeline)
-    scale = (WIDTH - LEFT - RIGHT) / (span or timeline.step_seconds)
+    whole = timeline.step_seconds + sum(after.values())
+    scale = (WIDTH - LEFT - RIGHT) / (span or whole)
+    tail = (
+        [(name, seconds, colour) for (name, seconds), colour in zip(after.items(), AFTER_COLOURS[-len(after) :], strict=True)]
+        if after
+        else []
+    )
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'font-family="Helvetica, Arial, sans-serif">',
@@ -153,19 +174,23 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "", span: float | No
         '<rect width="6" height="6" fill="#f4f5f7"/><rect width="1.5" height="6" fill="#d5d9df"/></pattern></defs>',
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="28" font-size="17" font-weight="bold" fill="#1f2933">{escape(title)}</text>',
-        f'<text x="{LEFT}" y="48" font-size="12" fill="#6b7580">{escape(_subtitle(timeline, unit))}</text>',
+        f'<text x="{LEFT}" y="48" font-size="12" fill="#6b7580">{escape(_subtitle(timeline, unit, after))}</text>',
     ]
     for rank in range(ranks):
         out += _row_frame(timeline, rank, scale)
-    for box in boxes(timeline):
+    drawn = [*boxes(timeline)]
+    for box in drawn:
         out += _svg_box(box, scale)
-    out += _axis(timeline, scale, TOP + ranks * (ROW + GAP))
-    out += _legend(timeline, height - 26)
+    out += _svg_after(timeline, tail, scale)
+    out += _axis(whole, scale, TOP + ranks * (ROW + GAP))
+    out += _legend(timeline, height - 26, has_numbers=any(_has_room(box, scale) for box in drawn))
+    out += _legend_after(tail, height - 8)
     return "\n".join([*out, "</svg>", ""])
 
 
-def _subtitle(timeline: Timeline, unit: str) -> str:
-    return f"step {timeline.step_seconds:.4g} {unit or 's'}, ranks wait {timeline.bubble_fraction:.1%} of it"
+def _subtitle(timeline: Timeline, unit: str, after: Mapping[str, float]) -> str:
+    waiting = f"{timeline.step_seconds:.4g} {unit or 's'}, ranks wait {timeline.bubble_fraction:.1%} of it"
+    return f"pipeline {waiting}; {sum(after.values()):.3g} s after it" if after else f"step {waiting}"
 
 
 def _row_frame(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
@@ -196,18 +221,44 @@ def _svg_box(box: Box, scale: float) -> Iterator[str]:
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="2" fill="{colour}" stroke="#ffffff" '
         f'stroke-width="{min(1.0, width / 8):.2f}"><title>{name}, {box.start:g} to {box.end:g}</title></rect>'
     )
-    label = str(box.part.micro_batch)
-    if len(label) * DIGIT + 2 <= width:
+    if _has_room(box, scale):
         ink = "#ffffff" if box.depth < 0.75 else "#14202b"
         yield (
             f'<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:.2f}" font-size="11" text-anchor="middle" '
-            f'fill="{ink}" pointer-events="none">{label}</text>'
+            f'fill="{ink}" pointer-events="none">{box.part.micro_batch}</text>'
         )
 
 
-def _axis(timeline: Timeline, scale: float, y: float) -> Iterator[str]:
-    step = _round_step(timeline.step_seconds / MOST_TICKS)
-    ticks = int(timeline.step_seconds / step + 1e-9)
+def _has_room(box: Box, scale: float) -> bool:
+    """For the number of its micro-batch."""
+    return len(str(box.part.micro_batch)) * DIGIT + 2 <= (box.end - box.start) * scale
+
+
+def _svg_after(timeline: Timeline, tail: list[Part], scale: float) -> Iterator[str]:
+    """What comes after the pipeline, on every rank's row."""
+    done = timeline.step_seconds
+    for name, seconds, colour in tail:
+        x, width = LEFT + done * scale, seconds * scale
+        for rank in range(len(timeline.schedule)):
+            yield (
+                f'<rect x="{x:.2f}" y="{TOP + rank * (ROW + GAP)}" width="{width:.2f}" height="{ROW}" fill="{colour}">'
+                f"<title>{escape(name)}, {seconds:.3g} s</title></rect>"
+            )
+        done += seconds
+
+
+def _legend_after(tail: list[Part], y: float) -> Iterator[str]:
+    x = float(LEFT)
+    for name, seconds, colour in tail:
+        text = f"{name} {seconds:.3g} s"
+        yield f'<rect x="{x}" y="{y - 10}" width="13" height="13" rx="2" fill="{colour}"/>'
+        yield f'<text x="{x + 19}" y="{y + 1}" font-size="12" fill="#1f2933">{escape(text)}</text>'
+        x += 19 + 6.6 * len(text) + 26
+
+
+def _axis(seconds: float, scale: float, y: float) -> Iterator[str]:
+    step = _round_step(seconds / MOST_TICKS)
+    ticks = int(seconds / step + 1e-9)
     for number in range(ticks + 1):
         x = LEFT + number * step * scale
         yield f'<line x1="{x:.2f}" y1="{y}" x2="{x:.2f}" y2="{y + 5}" stroke="#8a939c"/>'
@@ -220,7 +271,7 @@ def _round_step(least: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
-def _legend(timeline: Timeline, y: float) -> Iterator[str]:
+def _legend(timeline: Timeline, y: float, *, has_numbers: bool) -> Iterator[str]:
     """The kinds of action that occur."""
     parts = [part for row in timeline.schedule for action in row for part in action.parts]
     entries = [(COLOURS[kind], name) for kind, name in NAMES.items() if any(part.kind is kind for part in parts)]
@@ -229,12 +280,12 @@ def _legend(timeline: Timeline, y: float) -> Iterator[str]:
         yield f'<rect x="{x}" y="{y - 10}" width="13" height="13" rx="2" fill="{fill}"/>'
         yield f'<text x="{x + 19}" y="{y + 1}" font-size="12" fill="#1f2933">{name}</text>'
         x += 19 + 6.6 * len(name) + 26
-    notes = []
+    notes = ["numbers: micro-batches"] if has_numbers else []
     if any(len({p.stage for a in row for p in a.parts}) > 1 for row in timeline.schedule):
         notes.append("lighter: a rank's later stages")
     if any(action.beside is not None for row in timeline.schedule for action in row):
         notes.append("one above the other: at the same time")
-    yield f'<text x="{x}" y="{y + 1}" font-size="12" fill="#6b7580">{"; ".join(["numbers: micro-batches", *notes])}</text>'
+    yield f'<text x="{x}" y="{y + 1}" font-size="12" fill="#6b7580">{"; ".join(notes)}</text>'
 
 
 def _lighter(colour: str, share: float) -> str:

@@ -5,7 +5,8 @@ Format: "Trace Event Format", Google, docs.google.com/document/d/1CvAClvFfyA5R-P
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ultrascale.plan.draw_schedule import NAMES
@@ -18,13 +19,17 @@ COLOURS = {Kind.FORWARD: "rail_response", Kind.BACKWARD: "good", Kind.INPUT_GRAD
 """Names of colours that chrome://tracing knows; Perfetto chooses its own by name."""
 
 
-def trace_events(timeline: Timeline, *, title: str = "pipeline") -> dict[str, Any]:
-    """The JSON object to write to a file: names, passes, activations held as counters, messages as arrows."""
+def trace_events(
+    timeline: Timeline, *, title: str = "pipeline", after: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The JSON object to write to a file: names, passes, activations held as counters, messages as arrows. `after`: names and
+    seconds of what all ranks do after the pipeline."""
     events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
     for rank in range(len(timeline.schedule)):
         events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
         events += _passes(timeline, rank)
         events += _held(timeline, rank)
+        events += _after(timeline, rank, after)
     events += _messages(timeline)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -38,6 +43,14 @@ def _passes(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
                 "name": f"{part.kind.value}{part.micro_batch}", "cat": NAMES[part.kind], "cname": COLOURS[part.kind],
                 "args": {"stage": part.stage, "micro_batch": part.micro_batch},
             }  # fmt: skip
+
+
+def _after(timeline: Timeline, rank: int, after: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    done = timeline.step_seconds
+    for name, seconds in after.items():
+        times = {"ts": done * MICROSECONDS, "dur": seconds * MICROSECONDS}
+        yield {"ph": "X", "pid": 0, "tid": rank, **times, "name": name, "cat": "after the pipeline"}
+        done += seconds
 
 
 def _held(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:

@@ -335,7 +335,8 @@ def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None) -> Table:
     table = _rows()
     per_gpu = prediction.tokens_per_second_per_gpu
     low, high = (format_seconds(at) for at in step_interval(prediction))
-    table.add_row("step", format_seconds(prediction.step_seconds), f"{low} to {high} for four runs in five")
+    step = "step" if plan.fits else "step, if it fitted"
+    table.add_row(step, format_seconds(prediction.step_seconds), f"{low} to {high} for four runs in five")
     table.add_row("tokens/s", f"{prediction.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU")
     full = prediction.mfu(full_attention=True)
     from ultrascale.plan.price import half_precision_peak  # here: a CPU is planned without NumPy
@@ -343,10 +344,11 @@ def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None) -> Table:
     rate = format_flops_per_second(half_precision_peak(plan.cluster.accelerator))
     table.add_row("MFU", f"{prediction.mfu():.1%}", f"of {rate}, causal attention; {full:.1%} if the full square is counted")
     table.add_row("HFU", f"{prediction.hfu():.1%}", "with what is computed twice, or only to be masked")
-    goal, why = _goal(plan, tokens)
-    taken = cost(plan.cluster, goal / prediction.tokens_per_second, num_gpus=plan.run.layout.world_size)
-    table.add_row("training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
-    table.add_row("", f"{taken.gpu_hours:,.0f}", f"GPU hours{taken.words}")
+    if plan.fits:
+        goal, why = _goal(plan, tokens)
+        taken = cost(plan.cluster, goal / prediction.tokens_per_second, num_gpus=plan.run.layout.world_size)
+        table.add_row("training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
+        table.add_row("", f"{taken.gpu_hours:,.0f}", f"GPU hours{taken.words}")
     return table
 
 
