@@ -37,7 +37,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         return strict(left, right, *rest, out_dtype=out_dtype)
 
     monkeypatch.setattr(fp8, "is_cuda", lambda where: True)
-    monkeypatch.setattr(fp8, "_has_products", lambda device: True)
+    monkeypatch.setattr(fp8, "multiplies_fp8", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", run)
     return seen
 
@@ -52,7 +52,7 @@ def both_ways(left: Narrow, right: Narrow, monkeypatch: pytest.MonkeyPatch) -> t
     """On tensor cores' terms, and emulated."""
     found = product(left, right, torch.bfloat16)
     with monkeypatch.context() as patch:
-        patch.setattr(fp8, "_has_products", lambda device: False)
+        patch.setattr(fp8, "multiplies_fp8", lambda device: False)
         return found, product(left, right, torch.bfloat16)
 
 
@@ -85,7 +85,7 @@ def test_all_three_products_of_a_layer_run_on_tensor_cores_whatever_the_length(s
         hidden = torch.randn(1, 61, 64, dtype=torch.bfloat16).requires_grad_()
         weight = torch.randn(48, 64, dtype=torch.bfloat16).requires_grad_()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fp8, "_has_products", lambda device, has=is_native: has)
+            patch.setattr(fp8, "multiplies_fp8", lambda device, has=is_native: has)
             (out,) = fp8_linear(hidden, [weight], [], scaling)
             out.backward(torch.randn(1, 61, 48, dtype=torch.bfloat16))
         assert hidden.grad is not None and weight.grad is not None
@@ -105,7 +105,7 @@ def test_groups_of_any_number_of_rows_run_on_tensor_cores(scaling, native, monke
     outer = (scales, torch.ones(4, 64, 1)) if scaling == "row" else (of_experts, of_experts)
     found = []
     for has in (True, False):
-        monkeypatch.setattr(fp8, "_has_products", lambda device, has=has: has)
+        monkeypatch.setattr(fp8, "multiplies_fp8", lambda device, has=has: has)
         out = scaled_groups(rows.values, scale, matrices.values.view(4, 48, 64), scales, counts, torch.bfloat16)
         found.append((out, scaled_outer_groups(wide.values, outer[0], rows.values, outer[1], counts, torch.bfloat16)))
     assert [size for size in native if size[0] != 48] == [(3, 64, 48), (16, 64, 48), (1, 64, 48)]
@@ -123,7 +123,7 @@ def test_nothing_to_multiply_and_wider_results_are_emulated(native):
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("sizes", SIZES[:3], ids=str)  # to fill up a tensor on CUDA wants a device, even of one without numbers
 def test_torchs_own_check_of_shapes_on_cuda_lets_them_pass(sizes, scaling, monkeypatch):
-    monkeypatch.setattr(fp8, "_has_products", lambda device: True)
+    monkeypatch.setattr(fp8, "multiplies_fp8", lambda device: True)
     m, k, n = sizes
     with FakeTensorMode():
         left, right = (torch.empty(rows, k, device="cuda", dtype=FORWARD) for rows in (m, n))

@@ -211,7 +211,9 @@ def test_the_step_is_drawn_and_traced(tmp_path, capsys) -> None:
     passes = [event for event in events if event["ph"] == "X"]
     assert len(passes) >= 2 * 4 * plan["num_micro_batches"]
     waterfall = plan["time"]["waterfall_seconds"]
-    after = {event["name"]: event["dur"] / 1e6 for event in passes if event["cat"] == "after the pipeline" and event["tid"] == 3}
+    after = {
+        event["name"]: event["dur"] / 1e6 for event in passes if event["cat"] == "after the pipeline" and event["tid"] == 3
+    }
     for part, name in {"data_parallel": "dp traffic", "optimizer": "optimizer", "rest": "rest"}.items():
         assert after[name] == pytest.approx(waterfall[part]) and f"<title>{name}, " in svg.read_text()
     for rank in range(4):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,13 @@ def test_on_the_cpu_nothing_is_timed_unless_asked_for_and_the_line_says_so(home:
     kernels = "kernels: torch, ours and torch's operations, the only ones for the CPU"
     assert kernels in (home / "plain" / "log.txt").read_text().splitlines()
     assert not (home / "plain" / "chosen_kernels.json").exists()
+
+
+@pytest.mark.parametrize(("precision", "count"), [("fp8", 1), ("bf16", 0)])
+def test_a_run_in_fp8_says_where_nothing_multiplies_fp8(home: Path, precision: Any, count: int) -> None:
+    run = small_run(home, name="narrow", layout=Layout(micro_batch_size=2, precision=precision))
+    train_here(replace(run, steps=1))
+    assert (home / "narrow" / "log.txt").read_text().count("fp8: emulated, since this device has no products of it") == count
 
 
 def test_ranks_that_measure_otherwise_decide_alike(home: Path, monkeypatch) -> None:

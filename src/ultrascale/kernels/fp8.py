@@ -152,9 +152,9 @@ def _at_least_fp32(wide: Tensor) -> Tensor:
 def _runs_native(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
     """Nothing to multiply is no work for it; else all that a run in fp8 multiplies is, on a device that has such products."""
     is_work = left.numel() > 0 and right.numel() > 0
-    return is_work and dtype is NATIVE_RESULT and is_cuda(left) and _has_products(left.device)
+    return is_work and dtype is NATIVE_RESULT and is_cuda(left) and multiplies_fp8(left.device)
 
 
-def _has_products(device: torch.device) -> bool:
-    """Whether a CUDA device multiplies fp8; one that is only traced is taken for one that does."""
-    return device.type == "meta" or torch.cuda.get_device_capability(device) >= NATIVE
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether it has products of fp8; one that is only traced is taken for one that does."""
+    return device.type == "meta" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE)

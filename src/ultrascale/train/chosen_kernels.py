@@ -19,6 +19,7 @@ from ultrascale import heartbeat
 from ultrascale.kernels.attention_contest import AttentionShape, contest
 from ultrascale.kernels.contest import Outcomes, Verdict, decide
 from ultrascale.kernels.flash_packages import not_importable
+from ultrascale.kernels.fp8 import multiplies_fp8
 from ultrascale.kernels.fused_contest import contest as fused_contest
 from ultrascale.kernels.fused_contest import fused_shape, kernels_of, outside_graphs
 from ultrascale.kernels.implementation import FORMS, choose
@@ -57,6 +58,8 @@ def choose_kernels(run: Run, ranks: Ranks, folder: RunFolder) -> Chosen:
     if ranks.is_first and any(verdict.seconds for verdict in verdicts.values()):
         folder.write_json(FILE, {"asked": asked, "verdicts": {name: asdict(one) for name, one in verdicts.items()}})
     lines = [one.line() + (", as before" if one is kept.get(name) else "") for name, one in verdicts.items()]
+    if run.layout.precision == "fp8" and not multiplies_fp8(ranks.device):
+        lines.append("fp8: emulated, since this device has no products of it: its rounding, but slower than bf16")
     core: Any = attention.chosen if attention.seconds else run.layout.attention
     forms = {name: one.chosen for name, one in verdicts.items() if name in FORMS}
     return Chosen(replace(run, layout=replace(run.layout, attention=core)), forms, tuple(lines))
