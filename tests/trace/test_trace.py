@@ -83,11 +83,13 @@ def test_experts_are_chosen_equally_often_and_the_rest_is_exact() -> None:
     assert abs(planned.peak.total / traced.peak_bytes(1) - 1) < 0.001
 
 
-def test_a_job_of_16384_ranks_takes_no_longer_than_its_own_share() -> None:
+@pytest.mark.parametrize(("rank", "copies"), [(4_100, {("tp copies", 2, 1)}), (9_000, set())])
+def test_a_job_of_16384_ranks_takes_no_longer_than_its_own_share(rank: int, copies: set[tuple[str, int, int]]) -> None:
+    """Of a weight shorter than dp is wide only the first ranks of dp have a part, whose copies are summed over tp."""
     run = run_of(MODEL, Layout(tp=4, pp=4, dp=1024, zero_stage=1, precision="bf16"), num_micro_batches=4)
-    traced = trace_rank(run, 9_000)
+    traced = trace_rank(run, rank)
     assert {(sent.axis, sent.size, sent.stride) for sent in traced.sent if not sent.is_host} == {
-        ("tp", 4, 1), ("dp", 1024, 4), ("pp", 4, 4096), ("all", 16384, 1), ("tp copies", 2, 1),
+        ("tp", 4, 1), ("dp", 1024, 4), ("pp", 4, 4096), ("all", 16384, 1), *copies,
     }  # fmt: skip
 
 

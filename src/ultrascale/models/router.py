@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from ultrascale.spec.model import Model
 
+EQUAL = 2.0**-15
 TINY = 1e-20
 """Keeps a sum of sigmoids from zero (DeepSeek-V3)."""
 
@@ -51,10 +52,14 @@ def same_counts(counts: Tensor) -> Tensor:
 
 def drop_over_capacity(chosen: Tensor, weights: Tensor, num_experts: int, factor: float) -> Tensor:
     """Which choices [B, S, k] are kept: of each sequence an expert takes its `factor` even shares, those of highest weight
-    first and of equal ones the earlier. Needs whole sequences."""
+    first and of equal ones the earlier. Needs whole sequences.
+
+    Weights are compared in multiples of `EQUAL`: those of equal tokens differ by rounding, which depends on where in a matrix
+    a token stands, and so on layout and processor.
+    """
     batch, length, choices = chosen.shape
     capacity = ceil(factor * length * choices / num_experts)
-    wanted = weights.new_full((batch, length, num_experts), -torch.inf).scatter_(2, chosen, weights.detach())
+    wanted = weights.new_full((batch, length, num_experts), -torch.inf).scatter_(2, chosen, (weights.detach() / EQUAL).round_())
     order = wanted.argsort(dim=1, descending=True, stable=True)
     places = torch.arange(length, device=chosen.device)[:, None].expand_as(order)
     ranks = torch.empty_like(order).scatter_(1, order, places)  # [B, S, X]
