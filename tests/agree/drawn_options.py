@@ -24,7 +24,8 @@ def with_options(draw: st.DrawFn, run: Run) -> Run:
     """`run` with some options, each left out where the trainer refuses it."""
     for name in draw(st.lists(st.sampled_from(OPTIONS), max_size=MOST, unique=True)):
         changed = draw(with_option(name, run))
-        if not run_problems(changed) and not untrainable_layout(changed.layout):
+        layout = changed.layout
+        if not layout.problems() and not run_problems(changed) and not untrainable_layout(layout):
             run = changed
     return run
 

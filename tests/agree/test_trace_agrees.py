@@ -36,6 +36,8 @@ MIB = 2**20
 MOST_NAMED = 8
 COUNT_BYTES = 4
 """Of the number of updates that AdamW keeps for each parameter, and a plan leaves out."""
+WITHOUT_COUNTS = ("adamw-bf16", "adamw-8bit")
+"""Optimizers that keep one number of updates for all."""
 LENGTH = 1024
 MODEL = replace(
     LLAMA, vocab_size=32_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16,
@@ -160,7 +162,7 @@ def compared(one: Traced) -> tuple[Apart, list[str]]:
     )
     sent, sends = traffic_of(found, 1), planned.traffic
     for name, traced_value, planned_value in (
-        *state_of(found, planned),
+        *state_of(found, planned, counts=run.optimizer.name not in WITHOUT_COUNTS),
         ("products", products_of(found), planned.flops),
         ("attention", found.total_flops(1) - products_of(found), planned.attention_flops),
     ):
@@ -191,16 +193,19 @@ def largest(found: RankTrace, index: int, *categories: str) -> str:
     return "alive are " + ", ".join(f"{what} {size / MIB:.1f} MiB" for what, size in sizes.most_common(MOST_NAMED))
 
 
-def state_of(found: RankTrace, planned: Planned) -> Iterator[tuple[str, int, int]]:
-    """Weights, gradients and optimizer state as the update finds them: (category, traced, planned)."""
+def state_of(found: RankTrace, planned: Planned, *, counts: bool) -> Iterator[tuple[str, int, int]]:
+    """Weights, gradients and optimizer state as the update finds them: (category, traced, planned). `counts`: the optimizer
+    keeps the number of updates for each parameter."""
     index = found.last_before(1, "optimizer")
     held, told = found.by_category(index), planned.before_update.by_category
     # One a parameter, two of a tied weight of which a rank has both copies; three where its moments have one element.
-    counted = Counter(b.what for b, size in found.alive_at(index) if b.category == "optimizer" and size == COUNT_BYTES)
-    counts = COUNT_BYTES * sum(number if number < 3 else number // 3 for number in counted.values())
+    counted = Counter(
+        b.what for b, size in found.alive_at(index) if counts and b.category == "optimizer" and size == COUNT_BYTES
+    )
+    count_bytes = COUNT_BYTES * sum(number if number < 3 else number // 3 for number in counted.values())
     yield "parameters", held["parameters"], told["parameters"]
     yield "gradients", held["gradients"], told["gradients"]
-    yield "optimizer", held["optimizer"] - counts, told["optimizer"]
+    yield "optimizer", held["optimizer"] - count_bytes, told["optimizer"]
 
 
 def by_category(found: RankTrace, planned: Planned) -> str:
@@ -211,7 +216,7 @@ def by_category(found: RankTrace, planned: Planned) -> str:
 
 def problems_of(run: Run) -> Iterator[object]:
     """Why the trainer would refuse a run."""
-    yield from run_problems(run)
+    yield from (*run.layout.problems(), *run_problems(run))
     try:
         expect_trainable(run.model, run.layout)
     except SpecError as error:

@@ -216,7 +216,10 @@ class Decoder(nn.Module):
         drops = self._drops(dropout_keys)
         hidden = _dropped(self._embed(inputs, positions), drops, 0) if self.is_first else inputs
         view = self._view(hidden, positions, document_ids, cache)._replace(drops=drops)
-        hidden = self._blocks(hidden, view, cache)
+        for number, block in self.blocks():  # here: a caller's name for the first input would keep it until the last block's end
+            if number < self.spec.num_hidden_layers:
+                earlier = None if cache is None else cache.layers[number]
+                hidden = block(hidden, *view.of(number), earlier, view.drops_of(number))
         if not self.is_last:
             return hidden
         assert self.norm is not None
@@ -258,13 +261,6 @@ class Decoder(nn.Module):
         }
         angles = rotary_angles(spec, positions, hidden.dtype) if spec.position_embedding == "rotary" else None
         return View(spec, angles, masks)
-
-    def _blocks(self, hidden: Tensor, view: View, cache: Cache | None) -> Tensor:
-        for number, block in self.blocks():
-            if number < self.spec.num_hidden_layers:
-                earlier = None if cache is None else cache.layers[number]
-                hidden = block(hidden, *view.of(number), earlier, view.drops_of(number))
-        return hidden
 
     def _predict(self, hidden: Tensor, view: View, targets: Tensor) -> Tensor:
         """The weighted mean of the losses of the prediction blocks, each summed over its targets, 0-d."""

@@ -52,6 +52,8 @@ class Bucket:
     replica_buffer: Held | None = None
     whole_gradients: dict[str, Held] = field(default_factory=dict)
     """By weight, as autograd made them or as summed over micro-batches."""
+    cast: set[str] = field(default_factory=set)
+    """Weights whose gradients are in the dtype of sums, where autograd makes them in another, as wide or not."""
     narrow_gradients: dict[str, Held] = field(default_factory=dict)
     """Of one process: those that wait for their cast."""
     cut_gradient: Held | None = None
@@ -84,6 +86,8 @@ class Shards:
         self.compute_itemsize = DTYPE_BYTES[layout.precision]
         self.master_itemsize = DTYPE_BYTES[layout.master_dtype]
         self.reduce_itemsize = DTYPE_BYTES[layout.gradient_reduce_dtype]
+        made = "bf16" if layout.precision == "fp8" else layout.precision
+        self.casts_sums = layout.gradient_reduce_dtype != made
         self.last_flat: Held | None = None
         self.reduce_input: Held | None = None
         for bucket in buckets:
@@ -135,8 +139,7 @@ class Shards:
 
     def adds_in_place(self, bucket: Bucket, weight: Weight) -> bool:
         """Whether a product can add to the gradient that is there, of the dtype in which autograd makes it."""
-        there = bucket.whole_gradients.get(weight.name)
-        return there is not None and there.num_bytes == weight.numel * self.compute_itemsize and not self.casts_alone
+        return weight.name in bucket.whole_gradients and not self._is_cast(bucket, weight) and not self.casts_alone
 
     def before_forward(self, bucket: Bucket) -> None:
         """Gather, unless it is still whole."""
@@ -179,7 +182,7 @@ class Shards:
             bucket.narrow_gradients[weight.name] = gradient
         elif there is None:
             bucket.whole_gradients[weight.name] = self.ledger.move(gradient, "gradients", bucket.label)
-        elif there.num_bytes == gradient.num_bytes:
+        elif not self._is_cast(bucket, weight):
             self.ledger.drop(gradient)
         else:  # summed in the dtype of the reduction, when the bucket is done
             bucket.whole_gradients[f"{weight.name} new"] = self.ledger.move(gradient, "gradients", bucket.label)
@@ -227,6 +230,7 @@ class Shards:
             for held in [*bucket.whole_gradients.values(), *([bucket.cut_gradient] if bucket.cut_gradient else [])]:
                 self.ledger.drop(held)
             bucket.whole_gradients.clear()
+            bucket.cast.clear()
             bucket.cut_gradient = None
 
     def _start_gather(self, bucket: Bucket) -> None:
@@ -274,15 +278,15 @@ class Shards:
                 self._cast_one(bucket, weight)
 
     def _cast_one(self, bucket: Bucket, weight: Weight) -> None:
-        if self.reduce_itemsize != self.compute_itemsize and not self._is_cast(bucket, weight):
+        if self.casts_sums and not self._is_cast(bucket, weight):
             cast = self.ledger.take("gradients", bucket.label, weight.numel * self.reduce_itemsize)
             self.ledger.drop(bucket.whole_gradients[weight.name])
             bucket.whole_gradients[weight.name] = cast
+            bucket.cast.add(weight.name)
 
     def _is_cast(self, bucket: Bucket, weight: Weight) -> bool:
         """Whether there is a gradient in the dtype of sums over micro-batches, which autograd did not make."""
-        there = bucket.whole_gradients.get(weight.name)
-        return there is not None and there.num_bytes != weight.numel * self.compute_itemsize
+        return weight.name in bucket.cast
 
     def _reduce(self, bucket: Bucket, action: Action) -> None:
         self._drop_reduce_input()
@@ -298,6 +302,7 @@ class Shards:
         lingering = bucket.whole_gradients.pop(bucket.weights[-1].name) if ranks > 1 else None
         gradients = list(bucket.whole_gradients.values())
         bucket.whole_gradients.clear()
+        bucket.cast.clear()
         for held in gradients:
             self.ledger.drop(held)
         if ranks == 1:  # the result is the input (`parallel.data.NothingToScatter`)

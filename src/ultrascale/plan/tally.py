@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ultrascale.spec.context_order import gathered_traffic, pairs_worked_on, ring_traffic, rows_made
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.ops import Collective, Op, Shape, When
+from ultrascale.spec.ops import Collective, Op, Scores, Shape, When
 
 HEAD_DIM_MULTIPLE = 8
 """Elements in 16 bytes of bf16: attention's kernels on CUDA load no less (`kernels.attention_with_lse`)."""
@@ -134,7 +134,7 @@ class Tally:
         if scores is None or (self.layout.cp == 1 and not told_ends):
             return flops
         e, v = scores.head_dim, scores.value_head_dim
-        width = max(e, v) if self.shape.device == "cpu" else -(-max(e, v) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+        width = self._kernel_width(scores)
         flops = flops // (e + v) * 2 * width if flops == op.flops else flops // (3 * e + 2 * v) * 5 * width
         if places == 1 or self.shape.documents:
             return flops
@@ -143,13 +143,22 @@ class Tally:
         return flops * pairs // (scores.queries * scores.keys)
 
     def hop_parts(self, op: Op) -> int:
-        """Bytes of an attention's results of single hops beyond those of the merged one; 0 where there is one hop."""
+        """Bytes of an attention's results of single hops, as wide as kernels make them, beyond those of the merged one; 0 where
+        there is one hop."""
         if op.kind != "attention" or self.layout.cp_grid[0] == 1 or self.shape.documents:
             return 0
         (places, heads), shape = self.layout.cp_grid, self.shape
         made = rows_made(shape.sequence_length, places, self.cp_rank // heads, op.collectives[0].window)
-        merged = shape.swapped_length
-        return sum(result.num_bytes for result in op.makes) * (made - merged) // merged
+        merged, (attended, *others), scores = shape.swapped_length, op.makes, op.scores
+        assert scores is not None
+        wide = attended.num_bytes * self._kernel_width(scores) // scores.value_head_dim
+        rest = sum(result.num_bytes for result in others)
+        return wide * made // merged - attended.num_bytes + rest * (made - merged) // merged
+
+    def _kernel_width(self, scores: Scores) -> int:
+        """Elements of a head as the kernels of a ring want them: of queries and values the wider, filled up on CUDA."""
+        width = max(scores.head_dim, scores.value_head_dim)
+        return width if self.shape.device == "cpu" else -(-width // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
 
     def _message(self, op: Op, item: Collective) -> Message:
         if item.axis == "cp" and op.kind != "router":

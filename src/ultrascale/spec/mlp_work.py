@@ -156,7 +156,7 @@ def _route(model: Model, shape: Shape, n: int) -> list[Op]:
     kept = (Activation("router_probabilities", logits.num_bytes, False), chosen)
     flops, weights = 2 * m * x * d, ("mlp.router.weight", "mlp.router.bias") if model.mlp_bias else ("mlp.router.weight",)
     rows = Activation("permuted_rows", n * k * ROW_BYTES, False)
-    permuted = Activation("permuted", n * k * d * a)
+    permuted = Activation("permuted" if _sorts(shape) else "expert_in", n * k * d * a)
     wide = (m + x) * d * shape.wide_itemsize if shape.wide_itemsize > a else 0  # of one side and the result, at least in fp32
     return [
         Op("mlp.router", "matmul", ("mlp_in",), (logits,), ("mlp_in",), weights, flops, 2 * flops, product=Product(m, x, d),
@@ -193,11 +193,18 @@ def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) 
         ops.append(Op("mlp.expert_gather", "gather", (name,), (Activation("gathered", gathered),), collectives=traffic,
                       backward_scratch_bytes=_room_of_sum(shape, received, gathered)))  # fmt: skip
         name = "gathered"
+    if not _sorts(shape):
+        return ops
     # What came from several ranks is put next to each other by expert, and back; the order is kept.
     order = () if name == "permuted" else (Activation("sorted_rows", rows * ROW_BYTES, False),)
     ops.append(Op("mlp.sort", "permute", (name,), (Activation("expert_in", gathered), *order), tuple(o.name for o in order),
                   moved_bytes=2 * gathered, backward_moved_bytes=2 * gathered))  # fmt: skip
     return ops
+
+
+def _sorts(shape: Shape) -> bool:
+    """Whether rows are put into the order of experts on their rank, beside the order that they are made in."""
+    return shape.kernels.sorts_own_rows or shape.ep * shape.expert_tp > 1
 
 
 def _exchanged(shape: Shape, sent: int, received: int) -> tuple[Collective, ...]:
@@ -261,9 +268,11 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
 def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered: int) -> list[Op]:
     """Results to the ranks of their tokens, there summed by their scores."""
     d, a, k = model.hidden_size, shape.itemsize, model.num_experts_per_tok
-    name, returned = "expert_back", n * k * d * a
-    ops = [Op("mlp.unsort", "permute", ("expert_out",), (Activation(name, gathered),), moved_bytes=2 * gathered,
-              backward_moved_bytes=2 * gathered)]  # fmt: skip
+    name, returned, ops = "expert_out", n * k * d * a, list[Op]()
+    if _sorts(shape):
+        ops.append(Op("mlp.unsort", "permute", (name,), (Activation("expert_back", gathered),), moved_bytes=2 * gathered,
+                      backward_moved_bytes=2 * gathered))  # fmt: skip
+        name = "expert_back"
     if shape.expert_tp > 1:
         traffic = (Collective("reduce_scatter", "expert_tp", gathered, "forward"),
                    Collective("all_gather", "expert_tp", gathered, "backward"))  # fmt: skip

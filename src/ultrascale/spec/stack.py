@@ -62,6 +62,9 @@ class Kernels:
     """A ring of keys and values sends on only what a rank further on will look at (ours); else all of it, all the way round."""
     widens_key_gradients: bool = True
     """Gradients of keys and values are fp32 between ranks of cp, which all add to them; else as wide as activations."""
+    sorts_own_rows: bool = True
+    """Rows of tokens go into the order of experts once more before the products, and back behind them, also where none came from
+    another rank; else (ours) only where some did."""
     weighs_before_combining: bool = False
     """Experts' outputs are weighed by their scores on the rank of the expert: what comes back is summed, and not saved."""
 
@@ -91,7 +94,7 @@ class Overheads:
     """Time of element-wise work over that of its bytes: what is not fused as `kernels` says, or reads with strides."""
 
 
-KERNELS = Kernels(spans=True, own_fp8=True)
+KERNELS = Kernels(spans=True, own_fp8=True, sorts_own_rows=False)
 """Ours."""
 
 

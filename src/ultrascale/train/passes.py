@@ -59,6 +59,7 @@ class Passes:
                 loss = self.forward(micro_batches[action.micro_batch])
                 losses.append(loss.detach())
                 under_way[action.micro_batch] = loss * scale
+                del loss  # or what its graph refers to, masks for one, would stay until the next one is there
             else:
                 under_way.pop(action.micro_batch).backward()
                 self.after_backward(action.micro_batch)
