@@ -61,16 +61,20 @@ class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        gate = gate.clamp(max=CLAMPED_LIMIT)
-        return torch.sigmoid(CLAMPED_SLOPE * gate).mul_(gate).mul_(up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT).add_(1))
+        low = gate.clamp(max=CLAMPED_LIMIT)
+        product = (CLAMPED_SLOPE * low).sigmoid_().mul_(low)
+        del low  # room for the next
+        return product.mul_(up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT).add_(1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        gate, up = ctx.saved_tensors
-        grad, low = grads[0], gate.clamp(max=CLAMPED_LIMIT)
-        share = torch.sigmoid(CLAMPED_SLOPE * low)
-        grad_up = (grad * low).mul_(share).masked_fill_(up.abs() > CLAMPED_LIMIT, 0)
+        (gate, up), grad = ctx.saved_tensors, grads[0]
+        is_outside = up.abs() > CLAMPED_LIMIT
+        low = gate.clamp(max=CLAMPED_LIMIT)
+        share = (CLAMPED_SLOPE * low).sigmoid_()
+        grad_up = (grad * low).mul_(share).masked_fill_(is_outside, 0)
         # d/dx of x sigmoid(a x) is s + a x s (1 - s).
-        slope = share + CLAMPED_SLOPE * low * share * (1 - share)
+        slope = low.mul_(CLAMPED_SLOPE).mul_(share).mul_(1 - share).add_(share)
+        del share
         grad_gate = slope.mul_(grad).mul_(up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT).add_(1))
         return grad_gate.masked_fill_(gate > CLAMPED_LIMIT, 0), grad_up

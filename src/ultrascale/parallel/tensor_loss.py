@@ -42,7 +42,7 @@ def look_up(tokens: Tensor, weight: Tensor, *, vocab_size: int, cut: Cut) -> Ten
     local = tokens - even_part(vocab_size, cut.group.size(), cut.group.rank())[0]
     is_elsewhere = (local < 0) | (local >= len(weight))
     rows = F.embedding(local.masked_fill(is_elsewhere, 0), weight)  # [B, S, D]
-    return cut.sum(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0))
+    return cut.sum(rows.masked_fill_(is_elsewhere.unsqueeze(-1), 0))
 
 
 def vocabulary_cross_entropy(

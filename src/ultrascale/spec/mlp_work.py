@@ -42,11 +42,13 @@ def mlp_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     num_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
     total = Op("mlp.add_shared", "elementwise", ("routed_out", "shared_out"), (Activation("mlp_out", num_bytes),),
                moved_bytes=3 * num_bytes, backward_moved_bytes=2 * num_bytes, holds=("mlp_in",))  # fmt: skip
-    return (
-        *_dense(model, shape, "mlp.shared_experts", width, "mlp_in", "shared_out", prefix="shared_"),
-        *_experts(model, shape, "routed_out"),  # sent before the shared one is computed, and awaited after it
-        total,
-    )
+    # Sent before the shared one is computed, and awaited after it: what travels, and where it comes to, is there meanwhile.
+    routed = _experts(model, shape, "routed_out")
+    under_way = 1 + max(i for i, op in enumerate(routed) if op.name in ("mlp.permute", "mlp.dispatch"))
+    shared = _dense(model, shape, "mlp.shared_experts", width, "mlp_in", "shared_out", prefix="shared_")
+    sent = tuple(one.name for op in routed[:under_way] if op.name == "mlp.permute" for one in op.makes[:1])
+    shared = (*shared[:-1], replace(shared[-1], holds=(*shared[-1].holds, *sent)))
+    return *routed[:under_way], *shared, *routed[under_way:], total
 
 
 def _dense(model: Model, shape: Shape, block: str, width: int, read: str, make: str, *, prefix: str = "") -> tuple[Op, ...]:
@@ -81,17 +83,18 @@ def _in_pieces(model: Model, shape: Shape, width: int, read: str, make: str) -> 
     piece = replace(shape, micro_batch_size=1, sequence_length=n * shape.cp, mlp_chunks=1)
     inside = _dense(model, piece, "mlp", width, read, make)
     products = [op for op in inside if op.kind == "matmul"]
-    again = sum(op.flops for op in products[:-1])
+    tokens = shape.num_tokens  # the last piece may be a shorter one
+    again = sum(op.flops // n * tokens for op in products[:-1])
     wide = n * width * a
     gated = model.gated_mlp
     sums = 0
     if a < w:  # in fp32, beside one product of a piece and what is returned
         sizes = [op.product.n * op.product.k for op in products if op.product is not None]
         sums = (w - a) * sum(sizes) + a * max(sizes)
-    flops = shape.mlp_chunks * sum(op.flops for op in products)
+    flops = sum(op.flops // n * tokens for op in products)
     return Op(
-        "mlp.pieces", "matmul", (read,), (Activation(make, shape.num_tokens * d * a),), (read,),
-        tuple(name for op in products for name in op.weights), flops, 2 * flops + shape.mlp_chunks * again,
+        "mlp.pieces", "matmul", (read,), (Activation(make, tokens * d * a),), (read,),
+        tuple(name for op in products for name in op.weights), flops, 2 * flops + again,
         scratch_bytes=(3 if gated else 2) * wide, backward_scratch_bytes=(6 if gated else 3) * wide + sums,
         pieces=shape.mlp_chunks, inside=inside,
     )  # fmt: skip
@@ -108,9 +111,10 @@ def _activate(
         return [Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra), moved_bytes=2 * elements * a,
                    backward_moved_bytes=3 * elements * a)]  # fmt: skip
     if shape.kernels.swiglu:
+        clamped = product.num_bytes if model.activation == "swigluoai" else 0  # each clamped before it is used
         return [
             Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra),
-               backward_scratch_bytes=product.num_bytes,
+               scratch_bytes=clamped, backward_scratch_bytes=product.num_bytes + clamped,
                moved_bytes=3 * elements * a, backward_moved_bytes=5 * elements * a)
         ]  # fmt: skip
     activated = Activation(f"{make}_activated", elements * a)
