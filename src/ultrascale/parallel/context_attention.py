@@ -100,11 +100,13 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tup
 
 def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """The first part, copied: what a kernel returned may be kept by others (selective recomputation). Places lie before heads,
-    as in what kernels return: the projection that follows reads it so, and would keep a copy in its own order."""
+    as in what kernels return, also where heads are filled up: the projection that follows reads it so, and would keep a copy in
+    its own order."""
     (batch, heads, length, _), dtype = query.shape, dtype_of_sums(query.dtype)
+    shape = (batch, length, heads, value.shape[-1])
     if block.queries == slice(0, length) and len(out) == len(query):
-        return out.to(dtype, copy=True), lse.clone()
-    whole = query.new_zeros(batch, length, heads, value.shape[-1], dtype=dtype).transpose(1, 2)
+        return query.new_empty(shape, dtype=dtype).transpose(1, 2).copy_(out), lse.clone()
+    whole = query.new_zeros(shape, dtype=dtype).transpose(1, 2)
     whole_lse = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
     place = (block.sequences, slice(None), block.queries)
     whole[place], whole_lse[place] = out, lse
