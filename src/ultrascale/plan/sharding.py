@@ -163,7 +163,6 @@ class Shards:
         """Be whole, and start gathering the bucket that comes next on the way back."""
         if not self.sharded:
             return
-        self._drop_last_flat()  # of experts that were gathered while their block was recomputed
         if bucket.parameters is None:
             self._start_gather(bucket)
             self._finish_gather(bucket)

@@ -89,6 +89,8 @@ class StageReplay:
         waits: list[Waits] | None = [] if action.kind is Kind.INPUT_GRADIENT else None
         if action.reduce_gradients:
             shards.complete_some()
+        if self.part.layers and not self.part.is_last:  # what its last block made is what the stage made: the block's hook is first
+            shards.before_backward(self.work.bucket(self.part.layers[-1]))
         shards.before_backward(shards.root)
         if self.part.is_last:
             hidden = self._backward_end(action, waits)
@@ -244,8 +246,11 @@ class StageReplay:
                 tape.entries.append((op, self._save(op, made)))
             for name in [n for n in made if n not in leaves and last_reader.get(n, -1) <= index]:
                 self.ledger.drop(made.pop(name))
-            if experts is not None and index == last and not is_again:
-                self.shards.after_forward(experts)
+            if experts is not None and index == last:
+                if is_again:  # of a pass that begins at them FSDP2 takes them for the root
+                    self.shards.end_forward()
+                else:
+                    self.shards.after_forward(experts)
         return tape
 
     def _last_readers(self, ops: tuple[Op, ...]) -> dict[str, int]:
