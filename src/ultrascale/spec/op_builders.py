@@ -55,11 +55,11 @@ def exchanged_bytes(shape: Shape, whole: int) -> int:
 
 
 def gathered_room(shape: Shape, whole: int) -> int:
-    """What exists beside `whole` bytes while they are gathered over tp: on the CPU parts from other ranks, on CUDA all parts of
-    several sequences, by rank."""
+    """What exists beside `whole` bytes while they are gathered over tp: on the CPU parts from other ranks, on CUDA all parts, by
+    rank, of several sequences or of different lengths."""
     if shape.device == "cpu":
         return whole * (shape.tp - 1) // shape.tp
-    return whole if shape.micro_batch_size > 1 else 0
+    return whole if shape.micro_batch_size > 1 or shape.local_length % shape.tp else 0
 
 
 def linear(
@@ -240,15 +240,16 @@ def row_linear(
     if not shape.cuts_sequence:
         sums = (Collective("all_reduce", "tp", whole, "forward", "product"), *scales)
         return (linear(shape, name, source, make, columns, rows, bias=bias, collectives=sums),)
-    return (
-        linear(shape, name, source, f"{make}_partial", columns, rows, bias=bias, collectives=scales),
-        scatter(shape, f"{name}.scatter", f"{make}_partial", make, rows),
-    )
+    product = linear(shape, name, source, f"{make}_partial", columns, rows, bias=bias, collectives=scales)
+    total = scatter(shape, f"{name}.scatter", f"{make}_partial", make, rows)
+    if in_own_fp8(shape, source):  # one operation, whose factors stay until its end
+        total = replace(total, holds=source.saved, scratch_bytes=total.scratch_bytes + columns * rows * FP8_BYTES)
+    return product, total
 
 
 def held_to_the_end(ops: tuple[Op, ...], names: tuple[str, ...]) -> tuple[Op, ...]:
     """`ops` of a module whose variables name all of `names` until its last operation is done."""
-    return (*ops[:-1], replace(ops[-1], holds=names))
+    return (*ops[:-1], replace(ops[-1], holds=(*ops[-1].holds, *names)))
 
 
 def scatter(shape: Shape, name: str, read: str, make: str, width: int) -> Op:
