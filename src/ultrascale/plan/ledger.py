@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 CATEGORIES = (
@@ -74,6 +75,11 @@ class Ledger:
         """New bytes."""
         self._change(category, label, num_bytes)
         return Held(category, label, num_bytes)
+
+    def drop_all(self, held: Iterable[Held]) -> None:
+        """Each of them."""
+        for one in held:
+            self.drop(one)
 
     def drop(self, held: Held) -> None:
         """One holder lets go; the last one frees the bytes."""

@@ -11,7 +11,7 @@ The stage is the whole model where there is no pipeline. FSDP2's part is `plan.s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ultrascale.plan.cut_backward import gathered_input_bytes, is_row_sum, may_wait, reads_gathered, sent_in_half
@@ -77,7 +77,7 @@ class StageReplay:
             hidden = self._forward_block(layer, hidden)
         if self.part.is_last:
             self._forward_end(hidden)
-        self._drop_all(now.shared.values())
+        self.ledger.drop_all(now.shared.values())
         self.shards.end_forward()
         return None if self.part.is_last else hidden
 
@@ -89,7 +89,7 @@ class StageReplay:
         waits: list[Waits] | None = [] if action.kind is Kind.INPUT_GRADIENT else None
         if action.reduce_gradients:
             shards.complete_some()
-        if self.part.layers and not self.part.is_last:  # what its last block made is what the stage made: the block's hook is first
+        if self.part.layers and not self.part.is_last:  # its last block made what the stage hands on: that hook comes first
             shards.before_backward(self.work.bucket(self.part.layers[-1]))
         shards.before_backward(shards.root)
         if self.part.is_last:
@@ -112,13 +112,13 @@ class StageReplay:
         whole: tuple[Held, Held] | None = None  # what was gathered last, and of what
         for waits in self.waiting.pop(action.micro_batch):
             if whole is None or whole[0] is not waits.source:
-                self._drop_all([] if whole is None else [whole[1]])
+                self.ledger.drop_all([] if whole is None else [whole[1]])
                 whole = waits.source, self._gather_again(waits)
             self.ledger.touch("temporary", "scratch", waits.room_bytes)
             if not self.shards.adds_in_place(*self.work.by_name[waits.name]):
                 self.gradients.arrive(waits.name, self.gradients.make(waits.name))
-            self._drop_all(waits.held)
-        self._drop_all([] if whole is None else [whole[1]])
+            self.ledger.drop_all(waits.held)
+        self.ledger.drop_all([] if whole is None else [whole[1]])
         for bucket in reversed(self.shards.buckets):
             if action.reduce_gradients:
                 self.shards.complete_gradients(bucket)
@@ -135,12 +135,11 @@ class StageReplay:
     def _forward_end(self, hidden: Held) -> None:
         """The head, and what predicts tokens further on: each from what the last norm, or the block before, made."""
         model, shape, tapes = self.model, self.shape, self._now.tapes
-        norm, *head = self.work.after()
-        made = {"hidden": hidden}
+        (norm, *head), made = self.work.after(), {"hidden": hidden}
         tapes.append(self._run((norm,), made, "activations", {"final"}))
         source = made["final"].hold()
         tapes.append(self._run(tuple(head), made, "activations", {"loss"}))
-        self._drop_all(made.values())
+        self.ledger.drop_all(made.values())
         for layer in self.part.predictions:
             made = {}
             tapes.append(self._run(coming_work(model, shape), made, "activations", {"coming"}))
@@ -149,7 +148,7 @@ class StageReplay:
             self.shards.before_forward(self.work.norm_bucket(layer))
             made = {"hidden": hidden}
             tapes.append(self._run(prediction_head_work(model, shape), made, "activations", {"loss"}, layer=layer))
-            self._drop_all(made.values())
+            self.ledger.drop_all(made.values())
         self.ledger.drop(source)
 
     def _backward_end(self, action: Action, waits: list[Waits] | None) -> Held:
@@ -280,7 +279,7 @@ class StageReplay:
         if isinstance(tape, Checkpoint):
             again = self._recompute(layer, tape)
             self._unwind(again, gradients, layer, waits, action)
-            self._drop_all([*tape.reads.values(), *tape.shared, *tape.kept.values()])
+            self.ledger.drop_all([*tape.reads.values(), *tape.shared, *tape.kept.values()])
         else:
             self._unwind(tape, gradients, layer, waits, action)
         if self.work.is_first(layer):
@@ -300,7 +299,7 @@ class StageReplay:
         tape = self._run(ops[:last], made, "temporary", set(ops[last].saves), layer=layer, kept=kept, is_again=True)
         self._count_again(layer, ops)
         tape.entries += [(ops[last], self._save(ops[last], made)), *((op, []) for op in ops[last + 1 :])]
-        self._drop_all(made.values())
+        self.ledger.drop_all(made.values())
         return tape
 
     def _unwind(
@@ -321,7 +320,7 @@ class StageReplay:
                 self.shards.before_backward(experts)
             arriving = gradients.pop(op.makes[0].name, None)
             if arriving is None:
-                self._drop_all(saved)
+                self.ledger.drop_all(saved)
                 continue
             self._one_backward(op, saved, arriving, gradients, sizes, layer, waits)
             if experts is not None and index == first:
@@ -366,9 +365,9 @@ class StageReplay:
             scratch += gathered_room(self.shape, scratch) + self.work.hidden_bytes
         ledger.touch("temporary", "scratch", scratch)
         if op.kind == "gather":
-            self._drop_all(self._together)
+            self.ledger.drop_all(self._together)
             self._together.clear()
-        self._drop_all([arriving, *saved, *([] if share is None else [share])])
+        self.ledger.drop_all([arriving, *saved, *([] if share is None else [share])])
         for name, gradient in new:
             self.gradients.arrive(name, gradient)
         for name, gradient in leaving.items():
@@ -399,7 +398,3 @@ class StageReplay:
             there = total
         self.ledger.drop(gradient)
         return there
-
-    def _drop_all(self, held: Iterable[Held]) -> None:
-        for one in held:
-            self.ledger.drop(one)

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ultrascale.spec.attention_work import kernel_width
 from ultrascale.spec.context_order import gathered_traffic, pairs_worked_on, ring_traffic, rows_made
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.ops import Collective, Op, Shape, When
@@ -132,7 +131,7 @@ class Tally:
         if scores is None or (self.layout.cp == 1 and not told_ends):
             return flops
         e, v = scores.head_dim, scores.value_head_dim
-        width = kernel_width(scores, self.shape.device)
+        width = scores.kernel_width(self.shape.device)
         flops = flops // (e + v) * 2 * width if flops == op.flops else flops // (3 * e + 2 * v) * 5 * width
         if places == 1 or self.shape.documents:
             return flops
@@ -149,7 +148,7 @@ class Tally:
         made = rows_made(shape.sequence_length, places, self.cp_rank // heads, op.collectives[0].window)
         merged, (attended, *others), scores = shape.swapped_length, op.makes, op.scores
         assert scores is not None
-        wide = attended.num_bytes * kernel_width(scores, self.shape.device) // scores.value_head_dim
+        wide = attended.num_bytes * scores.kernel_width(self.shape.device) // scores.value_head_dim
         rest = sum(result.num_bytes for result in others)
         return wide * made // merged - attended.num_bytes + rest * (made - merged) // merged
 

@@ -50,16 +50,6 @@ def attended_share(sequence_length: int, window: int | None) -> float:
     return (w * (w + 1) / 2 + (s - w) * w) / s**2
 
 
-HEAD_DIM_MULTIPLE = 8
-"""Elements in 16 bytes of bf16: attention's kernels on CUDA load no less (`kernels.attention_with_lse`)."""
-
-
-def kernel_width(scores: Scores, device: str) -> int:
-    """Elements of a head as the kernels of a ring want them: of queries and values the wider, filled up on CUDA."""
-    width = max(scores.head_dim, scores.value_head_dim)
-    return width if device == "cpu" else -(-width // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
-
-
 def mask_elements(window: int | None, shape: Shape) -> int:
     """Elements of the mask of layers with this sliding window; 0 where none is needed: plain causal attention."""
     s = shape.sequence_length
@@ -338,16 +328,16 @@ def _key_value_traffic(model: Model, window: int | None, shape: Shape) -> tuple[
 
 
 def _room_of_joins(model: Model, shape: Shape, scores: Scores) -> tuple[int, int]:
-    """Where a ring's parts are joined (`parallel.context_attention`), beside keys and values: forward the sum, at least in fp32,
-    with one part as its kernel made it and once more as wide; backward sums of all gradients, and one part's."""
+    """Where a ring's parts are joined (`parallel.context_attention`), beside keys and values: forward the sum, wide, with one
+    part as its kernel made it and once more as wide; backward wide sums of all gradients, and one part's."""
     if shape.cp_grid[0] == 1 or not shape.kernels.drops_unseen_keys:
         return 0, 0
     wider = shape.wide_itemsize // shape.itemsize
     query, key, value = (_swapped(shape, size) for size in _bytes_of_swapped(model, shape))
     attended = _swapped(shape, _attended_bytes(model, shape))
-    part = attended * kernel_width(scores, shape.device) // scores.value_head_dim
+    part = attended * scores.kernel_width(shape.device) // scores.value_head_dim
     forward = (wider - 1) * attended + part * (1 + wider if wider > 1 else 1)
-    packed = 0 if shape.rings else (1 + wider) * (key + value)  # this rank's as it is sent, and one part's gradients
+    packed = 0 if shape.rings else wider * (key + value)  # of one part, on their way home
     return forward, wider * (query + key + value) + packed
 
 

@@ -55,8 +55,8 @@ def exchanged_bytes(shape: Shape, whole: int) -> int:
 
 
 def gathered_room(shape: Shape, whole: int) -> int:
-    """What exists beside `whole` bytes while they are gathered over tp: on the CPU parts from other ranks, on CUDA all parts, by
-    rank, of several sequences or of different lengths."""
+    """What exists beside `whole` bytes while they are gathered over tp: on the CPU parts from other ranks, on CUDA all parts
+    of several sequences, or of different lengths, by rank."""
     if shape.device == "cpu":
         return whole * (shape.tp - 1) // shape.tp
     return whole if shape.micro_batch_size > 1 or shape.local_length % shape.tp else 0

@@ -33,6 +33,10 @@ class Product(NamedTuple):
     count: int = 1
 
 
+HEAD_DIM_MULTIPLE = 8
+"""Elements in 16 bytes of bf16: attention's kernels on CUDA load no less (`kernels.attention_with_lse`)."""
+
+
 class Scores(NamedTuple):
     """One fused attention on one rank; field names are the arguments of `plan.compute.attention_seconds`."""
 
@@ -45,6 +49,11 @@ class Scores(NamedTuple):
     keys: int
     share: float
     """Part of the queries x keys that is computed: about a half if causal, 1 under an explicit mask."""
+
+    def kernel_width(self, device: str) -> int:
+        """Elements of a head as the kernels of a ring want them: of queries and values the wider, filled up on CUDA."""
+        width = max(self.head_dim, self.value_head_dim)
+        return width if device == "cpu" else -(-width // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
 
 
 class Collective(NamedTuple):

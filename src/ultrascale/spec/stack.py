@@ -63,7 +63,7 @@ class Kernels:
     widens_key_gradients: bool = True
     """Gradients of keys and values are fp32 between ranks of cp, which all add to them; else as wide as activations."""
     sorts_own_rows: bool = True
-    """Rows of tokens go into the order of experts once more before the products, and back behind them, also where none came from
+    """Rows of tokens are sorted by expert once more before the products, and back behind them, also where none came from
     another rank; else (ours) only where some did."""
     weighs_before_combining: bool = False
     """Experts' outputs are weighed by their scores on the rank of the expert: what comes back is summed, and not saved."""

@@ -18,7 +18,17 @@ from functools import lru_cache
 from ultrascale.spec.attention_work import attended_share, attention_work, mask_elements, mask_name, mask_room
 from ultrascale.spec.mlp_work import mlp_work
 from ultrascale.spec.model import Model
-from ultrascale.spec.op_builders import add, column_source, cut, dropout, exchanged_bytes, linear, norm, without_fp8
+from ultrascale.spec.op_builders import (
+    add,
+    column_source,
+    cut,
+    dropout,
+    exchanged_bytes,
+    gathered_room,
+    linear,
+    norm,
+    without_fp8,
+)
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Scores, Shape
 
 CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**29}
@@ -76,8 +86,9 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     if shape.cuts_sequence:
         traffic = (Collective("reduce_scatter", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
         ops.append(
-            Op("embed_scatter", "exchange", (partial,), (Activation(name, shape.outer_tokens * d * a),), collectives=traffic)
-        )
+            Op("embed_scatter", "exchange", (partial,), (Activation(name, shape.outer_tokens * d * a),), collectives=traffic,
+               scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_room(shape, whole))
+        )  # fmt: skip
     if learned:
         ops += _positions(model, shape, result)
     if model.dropout:
