@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from agree.test_trace_agrees import EXPERTS, GPT_OSS, LENGTH, MODEL, ODD_VOCABULARY, PREDICTS, TIED, Apart, Traced, compared
+from agree.test_trace_agrees import (
+    CAPPED,
+    EXPERTS,
+    GPT_OSS,
+    LENGTH,
+    MODEL,
+    ODD_VOCABULARY,
+    PREDICTS,
+    TIED,
+    Apart,
+    Traced,
+    compared,
+)  # fmt: skip
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
@@ -80,3 +92,97 @@ def test_what_attention_over_cp_gathers_under_a_window_is_kept_once():
 @pytest.mark.parametrize("tp", [1, 2])
 def test_narrow_projections_of_latent_attention_stay_in_bf16(tp):
     assert near(apart(PREDICTS, Layout(tp=tp, precision="fp8")))
+
+
+def test_rows_that_come_from_no_other_rank_are_in_the_order_of_experts_already():
+    assert near(apart(EXPERTS, Layout(dp=2, precision="bf16", recompute="selective", tp=2, pp=2), length=1021))
+
+
+def test_a_stage_lets_go_of_what_its_first_block_reads_where_checkpoints_are_cut():
+    layout = Layout(
+        tp=2, sequence_parallel=False, cp=2, cp_method="all-gather", pp=2, layers_per_stage=(3, 1), ep=2, recompute="full",
+        partition_checkpoints=True, precision="fp16", zero_stage=2,
+    )  # fmt: skip
+    assert near(apart(CAPPED, layout, 2, micro_batches=3))
+
+
+def test_gradients_that_are_cast_to_a_dtype_as_wide_are_there_beside_the_next_ones():
+    layout = Layout(
+        dp=2, zero_stage=1, recompute="full", precision="fp16", reduce_dtype="bf16", tp=2, sequence_parallel=False, cp=2,
+        cp_method="all-to-all", pp=2, virtual_stages=2, schedule="breadth-first", ep=2,
+    )  # fmt: skip
+    assert near(apart(replace(EXPERTS, vocab_size=ODD_VOCABULARY), layout, 3, micro_batches=6))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_heads_of_values_narrower_than_those_of_queries_are_as_wide_as_kernels_want_them_over_cp(recompute):
+    layout = Layout(dp=4, zero_stage=2, recompute=recompute, precision="bf16", cp=4, pp=4, ep=2)
+    assert near(apart(replace(PREDICTS, vocab_size=ODD_VOCABULARY), layout, length=1023))
+
+
+def test_masks_of_one_micro_batch_are_gone_before_the_next_ones():
+    assert near(apart(GPT_OSS, Layout(cp=4, cp_method="all-to-all", precision="bf16"), micro_batches=4))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_stage_of_an_embedding_alone_has_the_room_that_its_sum_over_tp_takes(sequence_parallel):
+    layout = Layout(
+        tp=2, sequence_parallel=sequence_parallel, pp=2, layers_per_stage=(0, 4), precision="fp16", micro_batch_size=2
+    )
+    assert near(apart(MODEL, layout, length=1024, micro_batches=3))
+
+
+def test_rows_on_their_way_to_experts_are_there_beside_the_shared_expert():
+    layout = Layout(
+        dp=4, recompute="full", attention="sdpa", precision="fp8", fp8_scaling="delayed", fp8_all_gather=True, tp=4,
+        sequence_parallel=False, cp=4, pp=4, ep=4,
+    )  # fmt: skip
+    assert near(apart(replace(PREDICTS, vocab_size=ODD_VOCABULARY), layout, length=1021))
+
+
+@pytest.mark.parametrize("length", [1021, 1024])
+def test_pieces_of_an_mlp_multiply_the_tokens_there_are(length):
+    layout = Layout(recompute="every-k", precision="bf16", mlp_chunks=4, cp=2)
+    assert near(apart(MODEL, layout, length=length))
+
+
+def test_a_clamped_activation_takes_room_for_what_it_clamps():
+    layout = Layout(
+        dp=4, zero_stage=1, recompute="every-k", recompute_every=3, sequence_parallel=False, cp_method="ring+all-to-all",
+        cp_heads=2, pp=4, expert_tp=2,
+    )  # fmt: skip
+    assert near(apart(GPT_OSS, layout, 4, length=1021))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_parts_of_a_ring_are_joined_in_fp32(precision):
+    layout = Layout(
+        zero_stage=3, recompute="full", precision=precision, cp=4, cp_method="all-gather", pp=2, virtual_stages=2,
+        schedule="dualpipe-v",
+    )  # fmt: skip
+    assert near(apart(MODEL, layout, 5, length=1023, micro_batches=4))
+
+
+def test_experts_gathered_for_a_second_pass_are_unpacked_before_their_results_are_sent_on():
+    layout = Layout(
+        dp=4, zero_stage=3, micro_batch_size=2, recompute="full", attention="varlen", precision="fp16", tp=4, pp=4,
+        schedule="afab", expert_tp=2,
+    )  # fmt: skip
+    assert near(apart(CAPPED, layout, micro_batches=3, documents=True))
+
+
+def test_the_last_block_of_a_stage_is_gathered_before_what_is_outside_its_blocks():
+    assert near(apart(MODEL, Layout(dp=2, zero_stage=3, tp=2, sequence_parallel=False, cp=2, pp=4)))
+
+
+def test_factors_in_fp8_stay_until_a_row_product_is_summed():
+    layout = Layout(
+        zero_stage=1, micro_batch_size=2, recompute="full", precision="fp8", fp8_scaling="delayed", fp8_all_gather=True, tp=4,
+        cp_method="ring+all-to-all", cp_heads=2, pp=4, schedule="zb-h1",
+    )  # fmt: skip
+    assert near(apart(replace(MODEL, vocab_size=ODD_VOCABULARY), layout, 1, micro_batches=3))
+
+
+def test_parts_of_different_lengths_are_gathered_beside_the_whole():
+    layout = Layout(dp=2, zero_stage=1, precision="bf16", tp=4, pp=4, ep=4)
+    assert near(apart(replace(PREDICTS, vocab_size=ODD_VOCABULARY), layout, length=1023, micro_batches=3))
