@@ -2,7 +2,7 @@
 
 What a plan says of a rank is held to what the trainer's own steps do there: weights and optimizer state, messages by kind and
 group, FLOPs of products, all exactly; the peak within 3 percent. A change to the trainer that the planner does not know fails
-here. CI takes a part of the layouts; `ULTRASCALE_TRACED_LAYOUTS=200` takes so many.
+here. CI takes a part of the layouts; `ULTRASCALE_TRACED_LAYOUTS=240` takes so many.
 """
 
 from __future__ import annotations
