@@ -176,10 +176,11 @@ def test_the_last_block_of_a_stage_is_gathered_before_what_is_outside_its_blocks
     assert near(apart(MODEL, Layout(dp=2, zero_stage=3, tp=2, sequence_parallel=False, cp=2, pp=4)))
 
 
-def test_factors_in_fp8_stay_until_a_row_product_is_summed():
+@pytest.mark.parametrize("dp", [1, 2])
+def test_factors_in_fp8_stay_until_a_row_product_is_summed(dp):
     layout = Layout(
-        zero_stage=1, micro_batch_size=2, recompute="full", precision="fp8", fp8_scaling="delayed", fp8_all_gather=True, tp=4,
-        cp_method="ring+all-to-all", cp_heads=2, pp=4, schedule="zb-h1",
+        dp=dp, zero_stage=1, micro_batch_size=2, recompute="full", precision="fp8", fp8_scaling="delayed", fp8_all_gather=True,
+        tp=4, cp_method="ring+all-to-all", cp_heads=2, pp=4, schedule="zb-h1",
     )  # fmt: skip
     assert near(apart(replace(MODEL, vocab_size=ODD_VOCABULARY), layout, 1, micro_batches=3))
 

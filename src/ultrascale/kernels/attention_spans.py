@@ -27,12 +27,11 @@ from torch.nn import functional as F
 from ultrascale.kernels.attention_with_lse import attend, attend_backward, hidden_score
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.kernels.flash_packages import flash_backward, flash_forward
+from ultrascale.spec.ops import HEAD_DIM_MULTIPLE
 
 ENDS_MULTIPLE = 64
 """Documents of a micro-batch are padded to a multiple of this many with empty ones."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-_HEAD_DIM_MULTIPLE = 8
-"""Elements in 16 bytes of bf16: CUDA's kernels load no less."""
 
 _aten = torch.ops.aten
 
@@ -163,7 +162,7 @@ def _sides(window: int | None) -> dict[str, int]:
 def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The kernels want one head dimension; columns of zeros change no score and no other column of the result."""
     width = max(tensor.shape[-1] for tensor in tensors)
-    width += -width % _HEAD_DIM_MULTIPLE
+    width += -width % HEAD_DIM_MULTIPLE
     return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
 
 

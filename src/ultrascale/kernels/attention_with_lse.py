@@ -24,10 +24,9 @@ from torch.nn import functional as F
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.kernels.flash_packages import flash_backward, flash_forward
 from ultrascale.spec.attention_work import BIAS_MULTIPLE
+from ultrascale.spec.ops import HEAD_DIM_MULTIPLE
 
 _aten = torch.ops.aten
-_HEAD_DIM_MULTIPLE = 8
-"""Elements in 16 bytes of bf16: CUDA's kernels load no less."""
 _LSE_MULTIPLE = 32
 """Memory-efficient attention writes and reads log-sum-exp in rows of this many (`kAlignLSE`)."""
 
@@ -143,14 +142,14 @@ def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The kernels want one head dimension; columns of zeros change no score and no other column of the result."""
     width = max(tensor.shape[-1] for tensor in tensors)
     if is_cuda(tensors[0]):
-        width += -width % _HEAD_DIM_MULTIPLE
+        width += -width % HEAD_DIM_MULTIPLE
     return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
 
 
 def _places_first(*tensors: Tensor) -> list[Tensor]:
     """[B, S, H, E] of one width, as packages take them."""
     width = max(one.shape[-1] for one in tensors)
-    width += -width % _HEAD_DIM_MULTIPLE
+    width += -width % HEAD_DIM_MULTIPLE
     return [F.pad(one, (0, width - one.shape[-1])).transpose(1, 2).contiguous() for one in tensors]
 
 

@@ -73,6 +73,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
         low = gate.clamp(max=CLAMPED_LIMIT)
         share = (CLAMPED_SLOPE * low).sigmoid_()
         grad_up = (grad * low).mul_(share).masked_fill_(is_outside, 0)
+        del is_outside
         # d/dx of x sigmoid(a x) is s + a x s (1 - s).
         slope = low.mul_(CLAMPED_SLOPE).mul_(share).mul_(1 - share).add_(share)
         del share

@@ -57,8 +57,11 @@ def scaled_columns_backward(
     """dx [B, S/tp, D] and dW of each of `across`: x travels during dx, and dx during dW."""
     ranks = group_named(group)
     gathered = _gather(values, group, length) if across else None
-    first, *others = [multiplied(*factors, dtype) for factors in zip(along, along_scales, matrices, scales, strict=True)]
-    grad = sum(others, first).view(len(values), -1, values.shape[-1])
+    each = zip(along, along_scales, matrices, scales, strict=True)
+    grad = multiplied(*next(each), dtype)
+    for factors in each:
+        grad += multiplied(*factors, dtype)
+    grad = grad.view(len(values), -1, values.shape[-1])
     summed = sum_parts(grad, ranks) if length else sum_whole(grad, ranks)
     found = []
     if gathered is not None:

@@ -77,7 +77,7 @@ class Ledger:
         return Held(category, label, num_bytes)
 
     def drop_all(self, held: Iterable[Held]) -> None:
-        """Each of them."""
+        """Drop each of them."""
         for one in held:
             self.drop(one)
 

@@ -246,7 +246,7 @@ class StageReplay:
             for name in [n for n in made if n not in leaves and last_reader.get(n, -1) <= index]:
                 self.ledger.drop(made.pop(name))
             if experts is not None and index == last:
-                if is_again:  # of a pass that begins at them FSDP2 takes them for the root
+                if is_again:  # recomputation enters FSDP2 here, which takes them for the root
                     self.shards.end_forward()
                 else:
                     self.shards.after_forward(experts)

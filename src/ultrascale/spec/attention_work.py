@@ -328,9 +328,9 @@ def _key_value_traffic(model: Model, window: int | None, shape: Shape) -> tuple[
 
 
 def _room_of_joins(model: Model, shape: Shape, scores: Scores) -> tuple[int, int]:
-    """Where a ring's parts are joined (`parallel.context_attention`), beside keys and values: forward the sum, wide, with one
-    part as its kernel made it and once more as wide; backward wide sums of all gradients, and one part's."""
-    if shape.cp_grid[0] == 1 or not shape.kernels.drops_unseen_keys:
+    """Where parts of attention are joined over cp (`parallel.context_attention`), beside keys and values: forward the sum,
+    wide, one part as its kernel made it and once more as wide; backward wide sums of all gradients, and one part's."""
+    if shape.cp_grid[0] == 1 or not shape.kernels.drops_unseen_keys:  # others' rings are not known so well
         return 0, 0
     wider = shape.wide_itemsize // shape.itemsize
     query, key, value = (_swapped(shape, size) for size in _bytes_of_swapped(model, shape))

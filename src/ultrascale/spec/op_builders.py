@@ -243,7 +243,8 @@ def row_linear(
     product = linear(shape, name, source, f"{make}_partial", columns, rows, bias=bias, collectives=scales)
     total = scatter(shape, f"{name}.scatter", f"{make}_partial", make, rows)
     if in_own_fp8(shape, source):  # one operation, whose factors stay until its end
-        total = replace(total, holds=source.saved, scratch_bytes=total.scratch_bytes + columns * rows * FP8_BYTES)
+        rounded = 0 if shape.fp8_gathered else columns * rows * FP8_BYTES
+        total = replace(total, holds=source.saved, scratch_bytes=total.scratch_bytes + rounded)
     return product, total
 
 

@@ -34,7 +34,7 @@ class Product(NamedTuple):
 
 
 HEAD_DIM_MULTIPLE = 8
-"""Elements in 16 bytes of bf16: attention's kernels on CUDA load no less (`kernels.attention_with_lse`)."""
+"""Elements in 16 bytes of bf16: attention's kernels on CUDA load no less."""
 
 
 class Scores(NamedTuple):

@@ -81,7 +81,7 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     ops = [
         Op("embed_tokens", "embedding", (), (Activation(partial, whole), *kept), tuple(one.name for one in kept),
            ("embed_tokens.weight",), moved_bytes=2 * whole, backward_moved_bytes=3 * whole, collectives=sums,
-           scratch_bytes=whole if sums else 0)  # summed in a copy
+           scratch_bytes=whole + 2 * exchanged_bytes(shape, whole) if sums else 0)  # summed in a copy
     ]  # fmt: skip
     if shape.cuts_sequence:
         traffic = (Collective("reduce_scatter", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
