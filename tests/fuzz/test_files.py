@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -193,7 +195,7 @@ def test_a_checkpoint_of_any_bytes_is_read_right_or_refused(tmp_path):
     confined(all_of_it)
 
 
-def test_control_a_traceback_a_hang_and_too_much_memory_are_seen():
+def test_control_a_traceback_a_death_and_too_much_memory_are_seen():
     def careless(data: str) -> None:
         json.loads(data)
 
@@ -204,3 +206,18 @@ def test_control_a_traceback_a_hang_and_too_much_memory_are_seen():
     ):
         with pytest.raises(AssertionError, match=said):
             confined(work)
+
+
+def test_control_a_hang_is_seen_and_ended(monkeypatch):
+    """For an hour, or for good: the limit is patched to what does not matter beside either."""
+    monkeypatch.setattr("fuzz.confined.SECONDS", 0.5)
+
+    def for_good() -> None:
+        while True:
+            sound(lambda: json.loads("[]"))
+
+    before = multiprocessing.active_children()
+    for work in (lambda: time.sleep(3600), for_good):
+        with pytest.raises(AssertionError, match="took too long: a hang"):
+            confined(work)
+    assert set(multiprocessing.active_children()) <= set(before)
