@@ -32,10 +32,10 @@ HEAD = """# The catalogue of faults
 Written by `python tests/catalogue/table.py` from marks of the tests and what `pytest -m catalogue --record-catalogue`
 noted; a test holds this page to them. Nightly tests run with `ULTRASCALE_NIGHTLY=1`. [Reliability](reliability.md) explains.
 
-A control takes out what guards against the row's fault, or puts a bug in, and requires that the row's test fails or that what it
-judges by sees the difference: a test that passes with the guard taken out tests nothing. Every row that injects a fault has one,
-which another test sees to. Rows of bad input need none, because what is damaged there is the input itself; some have one all the
-same."""
+A control takes out what guards against the row's fault, or puts a bug in, and requires that the row's test fails, or that what
+it judges by sees the difference: a test that passes with the guard taken out tests nothing. Every row that injects a fault has
+one, which another test sees to. Rows of bad input need none, because what is damaged there is the input itself; some have one
+all the same."""
 INJECTED = ("processes", "hangs", "storage", "resume", "numerics")
 """Groups of rows whose faults are injected, each of which must have a control."""
 
