@@ -61,3 +61,8 @@ def test_a_run_folder_becomes_three_pictures(tmp_path: Path) -> None:
 def test_a_metrics_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st')
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
+
+
+def test_a_metrics_file_without_its_last_line_end_has_all_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}')
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}, {"step": 1}]

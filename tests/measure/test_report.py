@@ -63,6 +63,27 @@ def test_a_folder_without_a_step_is_refused(tmp_path: Path, capsys, text: str | 
     assert "Give the folder of a run that has trained" in capsys.readouterr().err
 
 
+TORN = [b'{"ste', b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"{}", b'{"step": "2"}']
+
+
+@pytest.mark.parametrize("line", TORN, ids=range(len(TORN)))
+def test_a_broken_line_among_the_rows_is_named_with_its_file(tmp_path: Path, capsys, line: bytes) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(b'{"step": 0, "train/loss": 2.0}\n' + line + b'\n{"step": 2, "train/loss": 1.0}\n')
+    assert main(["report", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"{metrics}:2\n" in told and "Remove this line" in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize("text", ['{"planned', "[]"])
+def test_a_broken_file_of_memory_is_named(tmp_path: Path, capsys, text: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / "memory.json").write_text(text)
+    assert main(["report", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert str(tmp_path / "memory.json") in told and "Remove it" in told and "Traceback" not in told
+
+
 def test_the_noise_scale_is_drawn_on_a_log_axis_beside_the_batch_of_each_step(tmp_path: Path, monkeypatch) -> None:
     drawn = []
     monkeypatch.setattr("ultrascale.measure.plots.save_figure", lambda figure, path: drawn.append(figure.axes[0]) or path)

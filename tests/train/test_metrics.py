@@ -169,7 +169,8 @@ def test_a_row_torn_by_a_crash_and_rows_to_be_done_again_are_dropped(home):
     folder = RunFolder(home / "torn")
     for step in range(3):
         folder.append("metrics.jsonl", json.dumps({"step": step}))
-    with open(folder.metrics, "a") as file:
-        file.write('{"step": 3, "trai')
+    with open(folder.metrics, "ab") as file:
+        file.write(b'\xff{"st\n{"step": 3, "trai')
+    assert [row["step"] for row in folder.metric_rows()] == [0, 1, 2]
     folder.forget_metrics_from(2)
     assert folder.metrics.read_text() == '{"step": 0}\n{"step": 1}\n'

@@ -135,5 +135,5 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: boo
 
 def _summary(run: Run, code: int) -> dict[str, object]:
     folder = RunFolder.of(run)
-    rows = folder.metrics.read_text().splitlines() if folder.metrics.exists() else []
-    return {"finished": code == 0, "folder": str(folder.path), "last": json_module.loads(rows[-1]) if rows else None}
+    rows = folder.metric_rows()
+    return {"finished": code == 0, "folder": str(folder.path), "last": rows[-1] if rows else None}

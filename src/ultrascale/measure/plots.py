@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from ultrascale.spec.parsing import parse_json
+from ultrascale.spec.problems import Problem, SpecError
 
 INK, GRID = "#22272e", "#e3e6ea"
 LINE, SECOND = "#3b6fb6", "#d1603d"
@@ -44,8 +46,7 @@ def plot_run(
 
 def plot_run_folder(folder: Path, output: Path | None = None, *, reference_loss: tuple[str, float] | None = None) -> list[Path]:
     """The pictures of the run in `folder`, from its metrics.jsonl and memory.json, into `output` (default: its `plots`)."""
-    memory_file = folder / "memory.json"
-    memory = json.loads(memory_file.read_text()) if memory_file.exists() else {}
+    memory = read_memory(folder)
     return plot_run(
         read_metrics(folder / "metrics.jsonl"),
         output or folder / "plots",
@@ -56,16 +57,40 @@ def plot_run_folder(folder: Path, output: Path | None = None, *, reference_loss:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line cut short by a kill is left out."""
+    """Rows of a metrics.jsonl; a last line cut short by a kill is left out.
+
+    Raises SpecError, which names file and line, if another one is no row: a disk that was full for a while cut it, or damage.
+    """
     rows: list[dict[str, Any]] = []
-    lines = path.read_text().splitlines()
-    for index, line in enumerate(lines):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if index + 1 < len(lines):
-                raise
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
+        row = _row_of(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            remedy = "Remove this line; the others are read by themselves. (A run that is resumed removes it, too.)"
+            raise SpecError([Problem(f"{path}:{number}", "is no row of a step: cut by a full disk, or damaged", remedy)])
     return rows
+
+
+def read_memory(folder: Path) -> dict[str, Any]:
+    """What memory.json in the folder of a run holds; nothing if it is not there. Raises SpecError if it cannot be read."""
+    path = folder / "memory.json"
+    try:
+        memory = parse_json(path.read_bytes()) if path.exists() else {}
+        if isinstance(memory, dict):
+            return memory
+    except ValueError:
+        pass
+    raise SpecError([Problem(str(path), "is not what a run wrote there", "Remove it: the report then has no memory.")])
+
+
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple[str, float] | None = None) -> Path:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ultrascale.measure.plots import read_metrics
+from ultrascale.measure.plots import read_memory, read_metrics
 from ultrascale.spec.problems import Problem, SpecError
 
 
@@ -45,13 +44,13 @@ class Summary:
 
 
 def summarise(folder: Path) -> Summary:
-    """The summary of the run in `folder`. Raises SpecError if no step of a run was logged there."""
-    metrics, memory = folder / "metrics.jsonl", folder / "memory.json"
+    """The summary of the run in `folder`. Raises SpecError if no step of a run was logged there, or what was cannot be read."""
+    metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.exists() else []
     if not rows:
         remedy = "Give the folder of a run that has trained, such as out/first."
         raise SpecError([Problem(str(folder), "has no metrics.jsonl with a step in it", remedy)])
-    return summary_of(rows, json.loads(memory.read_text()) if memory.exists() else {})
+    return summary_of(rows, read_memory(folder))
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any]) -> Summary:

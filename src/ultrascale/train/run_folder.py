@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale import __version__
+from ultrascale.launch.events import read_rows
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
 
@@ -124,12 +125,16 @@ class RunFolder:
         with open(self.path / name, "ab") as file:
             file.write(b"\n" * _is_torn(self.path / name) + f"{line}\n".encode())
 
+    def metric_rows(self) -> list[dict[str, Any]]:
+        """Rows of `metrics.jsonl`, without those that a crash or a full disk tore; none if it is not there."""
+        rows = read_rows(self.metrics) if self.metrics.exists() else ()
+        return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+
     def forget_metrics_from(self, step: int) -> None:
         """Drop rows of steps that will be done again, and a row torn by a crash, so that every step stands there once."""
         if not self.metrics.exists():
             return
-        rows = [row for row in map(_parsed, self.metrics.read_text().splitlines()) if row is not None]
-        kept = [json.dumps(row) for row in rows if row["step"] < step]
+        kept = [json.dumps(row) for row in self.metric_rows() if row["step"] < step]
         self.write_text(self.metrics.name, "".join(f"{row}\n" for row in kept))
 
 
@@ -157,11 +162,3 @@ def _is_torn(path: Path) -> bool:
     with open(path, "rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) != b"\n"
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
