@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from launch.families import ended_after
 from train.small_runs import STEPS, largest_error, rows, small_run, state, stop_at, train_here, train_ranks
 
 from ultrascale.cli.main import main
+from ultrascale.failpoints import VARIABLE
 from ultrascale.plan.elastic import elastic_layout
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.trainable import expect_trainable
+
+PATIENCE = 280.0
+"""Seconds for a command of ten where nobody else computes."""
+OTHER_AXES = "tp 1, cp 1, pp 1, ep 1, zero_stage 3, micro_batch_size 1"
 
 
 @pytest.mark.catalogue(13)
@@ -30,6 +41,44 @@ def test_fewer_and_more_ranks_train_the_same_to_rounding(home):
     found, expected = (np.array(rows(one, "train/loss", "train/grad_norm", "progress/tokens")) for one in (run, whole))
     assert np.abs(found / expected - 1).max() < 1e-11
     assert largest_error(state(run), state(whole)) < 1e-11
+
+
+@pytest.mark.catalogue(13)
+def test_commands_with_fewer_and_more_processes_train_the_same_to_rounding(home):
+    """Each but the last ends in a SIGKILL as it begins its second save, and so leaves the steps until its first one. The losses
+    tell the order of the data too: any other sequence would change them in their first digits."""
+    run = small_run(home, name="elastic", layout=Layout(precision="fp64", dp=4, zero_stage=3))
+    run = replace(run, checkpoint=replace(run.checkpoint, every_steps=4))
+    (home / "run.toml").write_text(to_toml(run))
+    folder = home / run.name
+    told = [
+        train_in_command(home / "run.toml", "--processes", "4", killed_at="save.start:0:2"),
+        train_in_command(folder, "--elastic", "--processes", "2", killed_at="save.start:0:2"),
+        train_in_command(folder, "--elastic", "--processes", "4"),
+    ]
+    assert [code for code, _ in told] == [1, 1, 0], told
+    lines = [[line for line in text.splitlines() if line.startswith("elastic: ")] for _, text in told]
+    assert lines == [[], [f"elastic: 2 processes instead of 4: dp 2, {OTHER_AXES}"],
+                     [f"elastic: 4 processes instead of 2: dp 4, {OTHER_AXES}"]]  # fmt: skip
+    starts = [row for row in map(json.loads, (folder / "events.jsonl").read_text().splitlines()) if row["event"] == "start"]
+    assert [(row["step"], row["world"]) for row in starts] == [(0, 4), (4, 2), (8, 4)]
+    whole = small_run(home, name="whole", layout=Layout(precision="fp64", micro_batch_size=2))
+    train_here(whole)
+    keys = ("step", "progress/tokens", "train/lr")
+    assert rows(run, *keys) == rows(whole, *keys)
+    found, expected = (np.array(rows(one, "train/loss", "train/grad_norm")) for one in (run, whole))
+    assert np.abs(found / expected - 1).max() < 1e-11
+    assert largest_error(state(run), state(whole)) < 1e-11
+
+
+def train_in_command(run: Path, *words: str, killed_at: str | None = None) -> tuple[int, str]:
+    """`ultrascale train` in a process of its own, without restarts: its exit code, and what it said."""
+    command = [sys.executable, "-m", "ultrascale", "train", str(run), "--max-restarts", "0", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({VARIABLE: killed_at} if killed_at is not None else {})
+    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with ended_after(process):
+        text, _ = process.communicate(timeout=PATIENCE)
+    return process.returncode, text
 
 
 def test_a_layout_that_fits_stays_and_others_have_its_batch_and_precision(tmp_path):
