@@ -23,8 +23,9 @@ def soak(
     faults: str = "all",
     seed: int = 0,
     folder: Path = Path("out/soak"),
+    torchrun: bool = False,
     json: bool = False,
-) -> tuple[int, float, int | None, str, int, Path, bool]:
+) -> tuple[int, float, int | None, str, int, Path, bool, bool]:
     """Train a very small model under a storm of faults, and compare its end with that of a calm run, bit by bit.
 
     For example 50 kills of random ranks at random moments:
@@ -40,14 +41,15 @@ def soak(
         faults: Kinds, with commas between them; all.
         seed: Of kinds, steps, ranks and moments.
         folder: Where both runs and the log are. An earlier soak's is emptied.
+        torchrun: Let torchrun start the ranks, and start them again.
         json: Print one JSON object.
     """
-    return processes, minutes, count, faults, seed, folder, json
+    return processes, minutes, count, faults, seed, folder, torchrun, json
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb: 0 if the storm has left no trace."""
-    processes, minutes, count, faults, seed, folder, as_json = parse(soak, "soak", arguments)
+    processes, minutes, count, faults, seed, folder, torchrun, as_json = parse(soak, "soak", arguments)
     if processes < 2 or processes % 2:
         raise SpecError([Problem("--processes", f"must be even, is {processes}", "Use 2 or 4.")])
     if minutes <= 0 or (count is not None and count < 1):
@@ -55,10 +57,14 @@ def command(arguments: list[str]) -> int:
     from ultrascale.soak.storm import KINDS
     from ultrascale.soak.story import soak as carry_through
 
-    kinds = tuple(KINDS) if faults == "all" else tuple(faults.split(","))
+    possible = {kind: one for kind, one in KINDS.items() if not (torchrun and one.meets_launcher)}
+    kinds = tuple(possible) if faults == "all" else tuple(faults.split(","))
+    if kinds_of_ours := [kind for kind in kinds if kind in KINDS and kind not in possible]:
+        rule = f"{kinds_of_ours[0]!r} strikes the launcher of `ultrascale train`, and with --torchrun there is none"
+        raise SpecError([Problem("--faults", rule, f"There are {', '.join(possible)}.")])
     outcome = carry_through(
         folder.absolute(), processes=processes, seed=seed, kinds=kinds, seconds=None if count else minutes * 60,
-        num_faults=count, say=(lambda line: None) if as_json else lambda line: print(line, flush=True),
+        num_faults=count, torchrun=torchrun, say=(lambda line: None) if as_json else lambda line: print(line, flush=True),
     )  # fmt: skip
     if as_json:
         print(jsonlib.dumps(to_json(outcome) | {"processes": processes, "seed": seed}))

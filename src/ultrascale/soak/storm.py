@@ -37,16 +37,18 @@ class Kind:
     """That it takes; the next fault does not come sooner."""
     met_by: str = ""
     """Of a fault that a run goes over without a restart and need not notice: how."""
+    meets_launcher: bool = False
+    """Strikes the process that started the ranks."""
 
 
 KINDS = {
     "kill": Kind(2, "SIGKILL of a rank at a moment of a step"),
     "kill-in-save": Kind(1, "SIGKILL of a rank at a point of saving", strikes_save=True),
-    "power-cut": Kind(3, "SIGKILL of launcher and all ranks; the command is given again"),
+    "power-cut": Kind(3, "SIGKILL of launcher and all ranks; the command is given again", meets_launcher=True),
     "raise": Kind(6, "an exception on a rank"),
     "segfault": Kind(7, "a segmentation fault on a rank"),
     "leave": Kind(7, "a rank leaves early with exit code 0"),
-    "terminate": Kind(10, "SIGTERM to the launcher; the command is given again"),
+    "terminate": Kind(10, "SIGTERM to the launcher; the command is given again", meets_launcher=True),
     "stop": Kind(17, "SIGSTOP of a rank"),
     "skip": Kind(18, "a rank skips a collective"),
     "shape": Kind(18, "a rank comes to a collective with another shape"),

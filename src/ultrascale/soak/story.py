@@ -20,12 +20,14 @@ import torch
 from ultrascale.checkpoint import load_full, newest_valid
 from ultrascale.data.indexed import ShardWriter
 from ultrascale.launch.restarts import Account, read_account
+from ultrascale.soak.launcher import WITHOUT_END
 from ultrascale.soak.storm import KINDS, Planted, draw, fired, healed, write
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Batch, Checkpoint, Data, Faults, Log, Optimizer, Run, Source
+from ultrascale.spec.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
 from ultrascale.train.run_folder import RunFolder
 
 MODEL = Model(
@@ -98,10 +100,12 @@ def soak(
     num_faults: int | None = None,
     mean_gap: float = MEAN_GAP,
     hang_seconds: float = HANG_SECONDS,
+    torchrun: bool = False,
     say: Callable[[str], None] = print,
 ) -> Outcome:
     """Let a storm strike for `seconds`, or until `num_faults` have struck; then do as many steps in the calm, and compare.
-    `hang_seconds`: of the run; what stands still for less, or is slow for longer, goes by it.
+    `hang_seconds`: of the run; what stands still for less, or is slow for longer, goes by it. `torchrun` starts the ranks under
+    the storm, and starts them again; those of the calm are `ultrascale train`'s.
 
     Raises SpecError for kinds that there are not or a folder of something else, and SoakError if the run does not come back.
     """
@@ -109,7 +113,7 @@ def soak(
     make_folder(folder)
     run = make_run(folder, processes, hang_seconds=hang_seconds)
     began = time.monotonic()
-    steps = _Storm(folder, run, faults, say).carry_through(None if seconds is None else began + seconds)
+    steps = _Storm(folder, run, faults, say, torchrun).carry_through(None if seconds is None else began + seconds)
     took = time.monotonic() - began
     say(f"the storm is over after {steps} steps and {took:.0f} s; the same in the calm")
     calm = make_run(folder, processes, name="calm")
@@ -159,12 +163,13 @@ class _Storm:
     run: Run
     faults: list[Planted]
     say: Callable[[str], None]
+    torchrun: bool
     told: int = 0
 
     def carry_through(self, deadline: float | None) -> int:
         """Launch until the storm is over, and stop in order; the steps done then."""
         while True:
-            before, process = len(self._struck()), _launched(self.folder, self.run, self.faults)
+            before, process = len(self._struck()), self._launched(self.faults)
             over = self._watch(process, deadline)
             if over:
                 self._stop(process)
@@ -195,6 +200,9 @@ class _Storm:
         is_healed = bool(struck) and max(struck, key=lambda number: struck[number]) in over
         return _is_back(self.run, last) or is_healed or time.time() > last + IDLE_SECONDS
 
+    def _launched(self, faults: list[Planted]) -> subprocess.Popen:
+        return _launched(self.folder, self.run, faults, torchrun=self.torchrun)
+
     def _struck(self) -> dict[int, float]:
         return fired(self.folder / "storm", self.faults)
 
@@ -203,7 +211,7 @@ class _Storm:
         process.send_signal(signal.SIGTERM)
         _wait(process)
         if _last_event(self.run) != "stop":
-            again = _launched(self.folder, self.run, [])
+            again = self._launched([])
             started = time.time()
             while again.poll() is None and not _is_back(self.run, started):
                 time.sleep(POLL_SECONDS)
@@ -211,12 +219,18 @@ class _Storm:
             _wait(again)
 
 
-def _launched(folder: Path, run: Run, faults: list[Planted], *, stop_at: int | None = None) -> subprocess.Popen:
+def _launched(
+    folder: Path, run: Run, faults: list[Planted], *, stop_at: int | None = None, torchrun: bool = False
+) -> subprocess.Popen:
     file = folder / f"{run.name}.toml"
     file.write_text(to_toml(run))
     storm = write(folder / ("storm" if stop_at is None else "calm-storm"), faults, stop_at=stop_at)
     environment = os.environ | {"ULTRASCALE_STORM": str(storm), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "ultrascale.soak.launcher", str(file)]
+    if torchrun:
+        world = ["--standalone", "--nproc-per-node", str(run.layout.world_size), "--max-restarts", str(WITHOUT_END)]
+        words = [sys.executable, "-m", "torch.distributed.run", *world, "-m", "ultrascale.soak.worker", str(file)]
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", TORCHRUN_GRACE: f"{GRACE_SECONDS:.0f}"}
     with open(folder / f"{run.name}.log", "a") as log:
         return subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
 
