@@ -66,6 +66,13 @@ def event(time: float, kind: str, step: int | None, **more: object) -> dict:
     return {"time": time, "event": kind, "step": step, **more}
 
 
+def test_under_torchrun_no_fault_strikes_a_launcher_of_ours(tmp_path, capsys):
+    assert main(["soak", "--torchrun", "--faults", "kill,terminate", "--folder", str(tmp_path / "soak")]) == 2
+    said = capsys.readouterr().err
+    assert "'terminate' strikes the launcher of `ultrascale train`, and with --torchrun there is none" in said
+    assert "There are kill, kill-in-save, raise, " in said and not (tmp_path / "soak").exists()
+
+
 def test_what_became_of_a_fault_is_read_from_the_events_of_the_run():
     events = [
         event(0.0, "start", 0),
@@ -181,9 +188,10 @@ def spoil(run: Run) -> None:
 
 
 @pytest.mark.catalogue(2)
-def test_a_run_survives_kills_of_random_ranks_at_random_moments_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["train", "torchrun"])
+def test_a_run_survives_kills_of_random_ranks_at_random_moments_to_the_same_bits(tmp_path, torchrun):
     storm = {"kinds": ("kill",), "num_faults": 3, "mean_gap": 4.0, "seed": 1, "hang_seconds": 90.0}
-    outcome = soak(tmp_path / "soak", processes=2, say=lambda line: None, **storm)
+    outcome = soak(tmp_path / "soak", processes=2, say=lambda line: None, torchrun=torchrun, **storm)
     assert outcome.holds and len(outcome.strikes) == 3
     assert {one.detected_by for one in outcome.strikes} == {"agent"}
     assert max(one.steps_lost for one in outcome.strikes) <= 10
