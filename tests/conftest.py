@@ -27,8 +27,21 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+# A run that is trained here leaves its handlers: where a process ends with it, a late signal is to kill nobody.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
 STARTED = time.monotonic()
 RECORDED: dict[str, dict[str, Any]] = {}
+
+
+@pytest.fixture(autouse=True)
+def as_handled_before() -> Generator[None, None, None]:
+    """Handlers of signals are those of the tests before, whatever a test leaves."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) is not handler:  # None: somebody else's, in C
+            signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

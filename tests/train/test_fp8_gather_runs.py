@@ -37,6 +37,8 @@ def test_a_stopped_run_goes_on_to_the_bits_of_one_that_gathers_in_bf16(home, sca
 
 def losses(rank: int, case: Case, compiled: bool) -> list[torch.Tensor]:
     axes.build_share = partial(apply.build_share, compile_blocks=compiled)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of what this process compiled before it was forked
     step = RankStep(case, rank)
     optimizer = build_optimizer(step.share, Optimizer())
     create_state(optimizer, 0)

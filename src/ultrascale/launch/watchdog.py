@@ -32,6 +32,8 @@ DUMP_SECONDS = 1.5
 """For a rank that does not wait for others to write its flight recorder; it cannot, where the interpreter's lock is held."""
 MOST_DUMP_SECONDS = 10.0
 """For all stacks, and the flight recorders of ranks that wait: they can, but a busy machine may take so long."""
+MOST_WOKEN_SECONDS = 60.0
+"""For a stopped rank to write its stack while the others stand still, where the machine or its disk is very busy."""
 STACK_SIGNAL = signal.SIGUSR2
 MOST_TOLD, MOST_WAITING = 8, 2
 HANG_FILE, DUMP_MARK, RECORDED = "hang.json", "dump", "recorded"
@@ -109,7 +111,7 @@ def _wait_for_dumps(folder: Path, beats: list[Beat], before: dict[int, set[str]]
 def _wake_for_its_stack(folder: Path, beat: Beat, before: set[str]) -> None:
     """A stopped process takes no signal but to go on, and then the one that is waiting first: its stack. It is stopped again as
     soon as that is written. (What a debugger holds does not wake.)"""
-    deadline = time.monotonic() + (MOST_DUMP_SECONDS if _state(beat.pid) == "T" else 0.0)
+    deadline = time.monotonic() + (MOST_WOKEN_SECONDS if _state(beat.pid) == "T" else 0.0)
     with suppress(ProcessLookupError):
         os.kill(beat.pid, signal.SIGCONT)
         while not _has_written(folder, beat, before) and time.monotonic() < deadline:
