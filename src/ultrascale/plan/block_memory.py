@@ -200,8 +200,8 @@ class _Part:
             inside = {one.name for op in self.ops if op.kind == "attention" for one in op.makes}
             return frozenset(inside - elsewhere), frozenset()
         ops = [op for op in self.ops if op.kept_by_selective]
-        if selective == "alternate-products":  # of aten.mm: grouped products of experts are another, and the router is left out
-            products = [op for op in ops if op.kind == "matmul" and not op.name.startswith(("mlp.experts.", "mlp.router"))]
+        if selective == "alternate-products":  # of aten.mm: grouped products of experts are another operator, and not kept
+            products = [op for op in ops if op.kind == "matmul" and not op.name.startswith("mlp.experts.")]
             ops = [op for op in ops if op.kind != "matmul" or (op in products and products.index(op) % 2 == 0)]
         if selective == "wide-products":
             ops = [op for op in ops if op.kind == "matmul" and op.name.startswith("self_attn.")]
