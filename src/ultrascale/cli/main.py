@@ -18,6 +18,7 @@ from importlib import import_module
 
 from ultrascale import __version__, console
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.rank_environment import told_rank, told_world
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def unknown_verb(word: str) -> int:
 
 def say(message: str) -> None:
     """Print an error to stderr; under torchrun the rank stands before it."""
-    rank = f" on rank {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else ""
+    rank = f" on rank {told_rank(os.environ)}" if told_world(os.environ) > 1 and "RANK" in os.environ else ""
     console.put(f"ultrascale: error{rank}: {message}", "stderr")
 
 

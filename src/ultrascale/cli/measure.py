@@ -13,6 +13,7 @@ import tyro
 
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.rank_environment import told_rank
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
 from ultrascale.train.run_folder import RunFolder
@@ -77,7 +78,7 @@ def command(arguments: list[str]) -> int:
     run = resolve(path, rest, require_data=True, processes=processes).run
     folder = out or RunFolder.of(run).path / "profile"
     code = _profile(run, first, last, folder)
-    if code == 0 and int(os.environ.get("RANK", "0")) == 0:
+    if code == 0 and told_rank(os.environ) == 0:
         _show(folder, top=top, as_json=as_json)
     return code
 

@@ -15,6 +15,7 @@ from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.plan.memory import num_micro_batches
 from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.rank_environment import expect_rank_environment, told_rank, told_world
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.time_limits import grace_seconds
@@ -58,10 +59,11 @@ def command(arguments: list[str]) -> int:
     path, processes, elastic, max_restarts, allow_changes, ignore_memory, as_json = parsed
     if max_restarts < 0:
         raise SpecError([Problem("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")])
+    expect_rank_environment(os.environ)
     overrides = [*_own_place(path, rest), *rest]
     resolved = resolve(path, overrides, require_data=True, processes=None if elastic else processes).run
     if elastic:
-        here = int(os.environ.get("WORLD_SIZE", resolved.layout.world_size))
+        here = told_world(os.environ) if "WORLD_SIZE" in os.environ else resolved.layout.world_size
         resolved = _elastic(resolved, here if processes is None else processes)
     expect_trackers(resolved)
     if resolved.layout.pp > 1:
@@ -72,7 +74,7 @@ def command(arguments: list[str]) -> int:
         code = train_or_explain(resolved, allow_changes=allow_changes, ignore_memory=ignore_memory)
     else:
         code = _launch(resolved, max_restarts, allow_changes, ignore_memory)
-    if as_json and int(os.environ.get("RANK", "0")) == 0:
+    if as_json and told_rank(os.environ) == 0:
         console.put(json_module.dumps(_summary(resolved, code)))
     return code
 
@@ -87,7 +89,7 @@ def _elastic(run: Run, world: int) -> Run:
         raise SpecError([Problem("--processes", f"must be at least 1, is {world}", "Start one or more.")])
     here = this_gpu(choose_device(run.device))
     layout = elastic_layout(run, world, device=here.name if here is not None else "cpu")
-    if layout != run.layout and int(os.environ.get("RANK", "0")) == 0:
+    if layout != run.layout and told_rank(os.environ) == 0:
         axes = ("dp", "tp", "cp", "pp", "ep", "zero_stage", "micro_batch_size")
         told = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
         console.put(f"elastic: {world} processes instead of {run.layout.world_size}: {told}")

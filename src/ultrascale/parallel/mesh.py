@@ -26,6 +26,7 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.rank_environment import expect_rank_environment, told_rank, told_world
 
 MeshAxis = Literal["tp", "cp", "dp", "pp", "ep", "expert_tp"]
 
@@ -100,7 +101,7 @@ def process_group(
     """
     world = _world_size(rendezvous)
     if world != layout.world_size:
-        rule = f"the layout is for {layout.world_size} processes, but {world} were started"
+        rule = f"the layout is for {layout.world_size} processes, but {world} {'was' if world == 1 else 'were'} started"
         dp, rest = divmod(world * layout.dp, layout.world_size)
         other = f"`--layout.dp {dp}`" if dp and not rest else "a layout for so many"
         remedy = f"Start {layout.world_size} (`--processes {layout.world_size}`), or give {other}."
@@ -121,17 +122,8 @@ def process_group(
 
 def _world_size(rendezvous: str) -> int:
     """WORLD_SIZE, once the environment tells all that a rank must know. Raises SpecError."""
-    text, remedy = os.environ.get("WORLD_SIZE", "1"), "torchrun sets it; unset WORLD_SIZE to train in one process."
-    problems = []
-    if not text.isdigit() or int(text) < 1:
-        problems.append(Problem("WORLD_SIZE (environment)", f"must be a positive number, is {text!r}", remedy))
-    elif int(text) > 1:
-        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if rendezvous == "env://" else ("RANK",)
-        missing = [f"{name} (environment)" for name in needed if name not in os.environ]
-        problems = [Problem(name, f"is missing, but WORLD_SIZE is {text}", remedy) for name in missing]
-    if problems:
-        raise SpecError(problems)
-    return int(text)
+    expect_rank_environment(os.environ, with_address=rendezvous == "env://")
+    return told_world(os.environ)
 
 
 class Mesh:
@@ -211,8 +203,7 @@ class Mesh:
 
 def _join(device: torch.device, timeout: timedelta, rendezvous: str) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"  # the CPUs have a group of their own, `Ranks.host_group`
-    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    store, rank, world = meet(rendezvous, rank, world, timeout)
+    store, rank, world = meet(rendezvous, told_rank(os.environ), told_world(os.environ), timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 

@@ -19,6 +19,7 @@ from ultrascale.contact import why
 from ultrascale.launch.orphans import end_with_launcher
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.rank_environment import told_rank
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
 from ultrascale.train.loop import train
@@ -51,7 +52,7 @@ def main() -> int:
         run, allow_changes=asked.allow_changes, rendezvous=asked.rendezvous, failure=asked.failure,
         ignore_memory=asked.ignore_memory,
     )  # fmt: skip
-    if code == 0 and asked.saved is not None and os.environ.get("RANK", "0") == "0":
+    if code == 0 and asked.saved is not None and told_rank(os.environ) == 0:
         asked.saved.touch()
     return code
 
@@ -94,7 +95,7 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
         meant_for_people = type(error).__module__.split(".")[0] == "ultrascale"
         if not (meant_for_people or has_lost_contact) or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
             raise
-        rank, code = int(os.environ.get("RANK", "0")), 2 if isinstance(error, SpecError) else 1
+        rank, code = told_rank(os.environ), 2 if isinstance(error, SpecError) else 1
         text = str(error) if meant_for_people else f"lost contact with another rank: {why(error)}"
         # Ranks mostly fail together and with the same words: one of them says it.
         if rank == 0 or f"rank {rank}" in text:
@@ -113,7 +114,7 @@ def _has_lost_contact(error: Exception) -> bool:
 
 def _tell_cause(error: Exception) -> None:
     """Leave what this rank died of where the launcher reads it, or the next attempt."""
-    folder, rank = signs_folder(), int(os.environ.get("RANK", "0"))
+    folder, rank = signs_folder(), told_rank(os.environ)
     if folder is not None:
         text = (str(error).strip().splitlines() or [""])[0]
         cause = {"rank": rank, "lost_contact": _has_lost_contact(error), "text": f"{type(error).__name__}: {text}"}
