@@ -92,6 +92,17 @@ def test_several_processes_end_as_their_launcher_says(run_file, capsys, monkeypa
     assert message in told and (message != "" or told == "")
 
 
+@pytest.mark.parametrize("code, told", [(1, 2), (2, 0)])
+def test_what_restarts_have_cost_is_not_told_of_a_start_that_was_refused(run_file, tmp_path, capsys, monkeypatch, code, told):
+    events = [{"event": "failure", "time": 1.0, "cause": "no"}, {"event": "start", "time": 2.0, "step": 0}]
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    ending = Ending("rank 0 failed: no", exit_code=code, explained=True)
+    monkeypatch.setattr(local, "launch_local", lambda file, processes, **options: ending)
+    assert train(run_file, "--processes", "2") == code
+    assert len(capsys.readouterr().out.splitlines()) == told
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

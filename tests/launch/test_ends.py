@@ -122,6 +122,13 @@ def test_what_ended_the_first_rank_is_named_for_what_it_is_and_tried_again(tmp_p
     assert not found.explained and not found.stopped
 
 
+def test_what_a_rank_said_of_its_own_mistake_is_the_cause_that_is_kept(tmp_path):
+    told = {"rank": 1, "exit_code": 1, "message": "step 3 (rank 1): loss is not finite\nand more"}
+    (tmp_path / "failure.json").write_text(json.dumps(told))
+    found = ending(tmp_path, {1: Failure(1)}, {})
+    assert found.explained and found.reason == "rank 1 failed: step 3 (rank 1): loss is not finite"
+
+
 @pytest.mark.catalogue(6, 7)
 @pytest.mark.parametrize("case", ["segmentation fault", "abort"])
 def test_control_who_ends_first_by_the_clock_is_not_who_failed_first(tmp_path, monkeypatch, case):

@@ -16,15 +16,19 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from launch.families import ended_after
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
 
 from ultrascale.heartbeat import Heart
+from ultrascale.parallel.mesh import Ranks
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Checkpoint, Run
-from ultrascale.train.attempts import ATTEMPT_FILE, _before, _folders, _left_in, failure_of
+from ultrascale.train.attempts import ATTEMPT_FILE, _before, _folders, _left_in, attempt, failure_of
 from ultrascale.train.run_folder import RunFolder
+from ultrascale.train.signs_of_life import Signs
 
 MOST_SECONDS = 300.0
 """For what takes ten on a machine that has nothing else to do."""
@@ -138,3 +142,14 @@ def test_a_spoilt_file_of_the_attempt_before_is_read_as_one_of_nobody_and_leads_
     before = _before(RunFolder(tmp_path))
     assert before is not None and before["nodes"] == [] and list(_folders(before)) == []
     assert "nobody watched it" in failure_of([], before, RunFolder(tmp_path))["cause"]
+
+
+@pytest.mark.parametrize("error, told", [(SpecError([Problem("seed", "is 4", "Set it back.")]), 0), (ValueError("no"), 1)])
+def test_a_start_that_was_refused_is_no_attempt_that_failed(tmp_path, error, told):
+    folder, ranks = RunFolder(tmp_path), Ranks(0, 1, torch.device("cpu"))
+    with pytest.raises(type(error)), attempt(folder, ranks, Signs()):
+        raise error
+    with attempt(folder, ranks, Signs()):
+        pass
+    kept = tmp_path / "events.jsonl"
+    assert len(kept.read_text().splitlines() if kept.exists() else []) == told

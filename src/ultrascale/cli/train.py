@@ -125,7 +125,7 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: boo
             keep=folder.path,
             grace=grace_seconds(run),
         )
-        for line in summary(read_account(folder.path / "events.jsonl")):
+        for line in [] if ending.refused else summary(read_account(folder.path / "events.jsonl")):
             console.put(line)
             folder.append("log.txt", line)
     if not ending.reason or ending.saved:

@@ -61,6 +61,11 @@ class Ending:
     step: int | None = None
     """Steps done when it failed; None before any was begun."""
 
+    @property
+    def refused(self) -> bool:
+        """The ranks did not take the description, and began nothing: the run has neither failed nor lost anything."""
+        return self.explained and self.exit_code == 2 and self.step is None
+
 
 def launch_local(
     run_toml: str,
@@ -112,7 +117,8 @@ def _again_and_again(
         is_final = ending.stopped or ending.explained
         refusal = "" if is_final else budget.refusal(ending.step, progress())
         told = {"rank": ending.rank, "node": platform.node(), "step": ending.step, "cause": ending.reason}
-        record({**stamp(), "event": "failure", **told, "again": not (is_final or refusal)})
+        if not ending.refused:
+            record({**stamp(), "event": "failure", **told, "again": not (is_final or refusal)})
         if is_final:
             return ending
         if refusal:
@@ -206,7 +212,9 @@ def _failed(error: object, failure: Path, folder: Path) -> Ending:
     step = _steps_done(beats.values())
     if failure.exists():
         told = json.loads(failure.read_text())
-        return Ending(f"rank {told['rank']} failed", told["exit_code"], explained=True, rank=told["rank"], step=step)
+        text = told["message"].partition("\n")[0]
+        reason = f"rank {told['rank']} failed: {text}"
+        return Ending(reason, told["exit_code"], explained=True, rank=told["rank"], step=step)
     if (folder / HANG_FILE).exists():
         hang = json.loads((folder / HANG_FILE).read_text())
         return Ending(f"hang: {hang['reason']}", by_signal=True, rank=min(hang["culprits"], default=None), step=step)

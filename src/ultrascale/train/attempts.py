@@ -30,6 +30,7 @@ from ultrascale.launch.events import read_rows, stamp
 from ultrascale.launch.restarts import read_account, summary
 from ultrascale.launch.watchdog import HANG_FILE, disagreement, keep_hang, meanwhile
 from ultrascale.parallel.mesh import Ranks
+from ultrascale.spec.problems import SpecError
 from ultrascale.train.run_folder import RunFolder
 from ultrascale.train.signs_of_life import FOLDER_PREFIX, Signs
 
@@ -58,7 +59,13 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
     if signs.leads:
         _take_away(before, folder)
     signs.is_kept = True
-    yield
+    try:
+        yield
+    except SpecError:  # refused before any step: nothing was attempted, and the next start has nothing to tell of it
+        signs.is_kept = False
+        if ranks.is_first:
+            (folder.path / ATTEMPT_FILE).unlink(missing_ok=True)
+        raise
     signs.is_kept = False
     if ranks.is_first:
         (folder.path / ATTEMPT_FILE).unlink(missing_ok=True)
