@@ -32,6 +32,8 @@ SHAPE_FIELDS = (
     "partition_checkpoints", "fp8_scaling", "gathers_fp8",
 )  # fmt: skip
 PASSES = ("forward", "backward")
+WIDE_BYTES, NARROW_BYTES, CAST_BYTES = 2, 3, 4
+"""Memory traffic of an element that is read in bf16; that is written in fp8 then; that is written in both orders."""
 
 
 @dataclass
@@ -238,13 +240,22 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
 
 
 def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
-    """Seconds of products, attention and element-wise work forward, of both gradients, and of grouped products; operations."""
+    """Seconds of products, attention and element-wise work forward, of both gradients, and of grouped products; operations.
+
+    In fp8 other trainers cast once what products share: an input once for all that read it, before ranks of tp gather it, and
+    the gradient of a result once for both products of the backward pass, each in both orders, since Hopper's product wants its
+    factors by rows (Transformer Engine's cast_transpose and grad_output_preprocess). Weights that are gathered for every pass
+    are cast in every pass (torchao's Float8Linear); those that stay are cast once a step. Of ours every product casts its own.
+    """
     accelerator, stack = workload.cluster.accelerator, workload.stack
     product = attention = elementwise = inputs = weights = grouped = last = count = 0.0
     # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in another pass.
     gradient_bytes = 2.0 * stack.gradient_bytes if stack.fuses_gradient_accumulation else float(shape.itemsize)
     added_bytes = 0 if stack.fuses_gradient_accumulation else 2 * stack.gradient_bytes + shape.itemsize
     dtype = "bf16" if head and shape.precision == "fp8" else shape.precision
+    shares = dtype == "fp8" and not shape.kernels.own_fp8
+    cast_bytes = CAST_BYTES + (WIDE_BYTES if stack.scales_at_once else 0)
+    weight_cast_bytes = cast_bytes - 1 if shares and stack.gathers == "buckets" else 0  # in one order
     wide = "bf16" if shape.precision == "fp8" else shape.precision
     for op in ops:
         count += 1
@@ -255,15 +266,21 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             weights, count = weights + op.pieces * each[4], count + op.pieces * each[7]
         if op.product is not None:
             m, n, k, copies = op.product
-            forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies)
+            forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, casts=not shares)
             product += forward * op.forward_products
             grouped += forward if op.name.startswith("mlp.experts.") else 0.0
             last += forward if op.name == "mlp.down_proj" and shape.tp == 1 else 0.0
-            inputs += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient")
+            inputs += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient", casts=not shares)
+            if shares:
+                inputs += elementwise_seconds(accelerator, m * n * copies * cast_bytes)
+                cast = elementwise_seconds(accelerator, n * k * copies * weight_cast_bytes) if weight_cast_bytes else 0.0
+                elementwise, inputs = elementwise + cast, inputs + cast
             weights += matmul_seconds(
-                accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient", output_bytes=gradient_bytes
-            )
-            weights += elementwise_seconds(accelerator, n * k * copies * added_bytes)
+                accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient", output_bytes=gradient_bytes,
+                casts=not shares,
+            )  # fmt: skip
+            if added_bytes:
+                weights += elementwise_seconds(accelerator, n * k * copies * added_bytes)
         if op.scores is not None:
             scores, pieces = op.scores._asdict(), 1
             if shape.rings:  # as many kernels as places, each on one place's keys
@@ -274,7 +291,9 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             attention += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
             inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
         over = 1.0 if op.kind == "loss" else stack.overheads.elementwise  # every pass of a loss is in the table
-        if op.moved_bytes and not op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
+        if op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
+            elementwise += elementwise_seconds(accelerator, op.moved_bytes * cast_bytes / NARROW_BYTES) if shares else 0.0
+        elif op.moved_bytes:
             elementwise += over * elementwise_seconds(accelerator, op.moved_bytes)
         if op.backward_moved_bytes:
             inputs += over * elementwise_seconds(accelerator, op.backward_moved_bytes)

@@ -8,6 +8,7 @@ They are times of kernels alone in a hot loop; training is slower (cold caches, 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -46,15 +47,17 @@ def matmul_seconds(
     kind: Kind = "forward",
     output_bytes: float = 2.0,
     derate: float = 1.0,
+    casts: bool = True,
 ) -> float:
     """Seconds of the product [m, k] x [k, n], or of one of its two gradients; m, n, k are always the forward product's.
 
     `count`: that many equal products in one grouped launch (experts). `dtype`: `bf16 fp16 fp32 tf32 fp64`, and `fp8` (one
-    scale per tensor) or `fp8-block` (scales per block), both with the cast of the left operand. `output_bytes`: memory
+    scale per tensor) or `fp8-block` (scales per block), both with the cast of the left operand unless `casts` is false, where
+    it is a kernel that several products share and the caller prices. `output_bytes`: memory
     traffic per element of a weight gradient, 2: written in bf16, 8: added to an fp32 sum. `derate` multiplies the time.
     Raises SpecError if the device's peak is unknown.
     """
-    curve = _matmul_curve(accelerator, dtype)
+    curve = _matmul_curve(accelerator, dtype) if casts else _castless_curve(accelerator, dtype)
     return derate * direction_seconds(curve, m, n, k, count, kind, output_bytes)
 
 
@@ -147,6 +150,13 @@ def _matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
     # Accelerators hold a dictionary and cannot be hashed: identity is the key, and keeping the device keeps it unique.
     found = _curves.get((id(accelerator), dtype, "matmul"))
     return found[1] if found else _keep(accelerator, dtype, "matmul", devices.matmul_curve(accelerator, dtype))
+
+
+def _castless_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
+    found = _curves.get((id(accelerator), dtype, "castless"))
+    if found:
+        return found[1]
+    return _keep(accelerator, dtype, "castless", replace(_matmul_curve(accelerator, dtype), cast_efficiency=0.0))
 
 
 def _attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction: str) -> AttentionCurve:

@@ -7,6 +7,12 @@
     nanotron     ZeRO 1 all-reduces whole gradients after the last backward pass, and gathers parameters piece by piece
 
 A collective is hidden as far as there is computation beside it. The first gather and the last reduction never are.
+
+Where a rank has several stages of an interleaved pipeline, and its parameters stay in whole buffers, the gather of one stage's
+parameters runs beside the first pp micro-batches of the stage before, and the reduction of one stage's gradients beside the
+last pp micro-batches of the next to come: Megatron's schedule launches the gather of the next stage with the first micro-batch
+of this one, reduces a stage's gradients when its last micro-batch is done, and makes no buckets from the second stage on,
+"since communication for these model chunks is overlapped with compute anyway" (its schedules.py and training.py, 2023 to 2026).
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.copied_pieces import copy_seconds
 from ultrascale.plan.fp8_state import gathered_in_fp8
-from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.plan.passes import Passes
 from ultrascale.plan.rank_state import COMPUTE_BYTES
 from ultrascale.plan.stages import Stages
@@ -61,7 +67,7 @@ def data_parallel_seconds(
         expert_copies = (np.maximum(1, expert_group // expert_shard[0]), expert_cut * expert_shard[0])
         sorts.append((stages.expert_parameters, in_fp8[1], expert_shard, expert_copies))
     for parameters, narrow, shard, copy in sorts:
-        buckets = np.where(at_once, 1.0, _num_buckets(stack.bucket_bytes, parameters * reduce_bytes, stages))
+        buckets = np.where(at_once, 1.0, _num_buckets(workload, table, parameters, reduce_bytes, stages))
         size, stride = shard
         whole = parameters / buckets
         gathered = (
@@ -92,9 +98,10 @@ def data_parallel_seconds(
     edge = 1.0 / blocks  # the first gather and the last reduction have nothing beside them
     in_forward = gathers
     in_backward = np.where(per_micro_batch, gathers, 0.0) + reductions
-    exposed_forward = np.maximum(in_forward - forward_window, in_forward * edge)
+    chunks, more = _beside_other_chunks(workload, table, micro_batches)
+    exposed_forward = _exposed(in_forward, forward_window, in_forward * edge, chunks, more)
     exposed_backward = np.maximum(in_backward - backward_window, reductions * edge)
-    last_backward = np.maximum(in_backward + copies - backward_window, (reductions + copies) * edge)
+    last_backward = _exposed(in_backward + copies, backward_window, (reductions + copies) * edge, chunks, more)
     only_gathers = np.maximum(np.where(per_micro_batch, gathers, 0.0) - backward_window, 0.0)
     exposed = often * exposed_forward + (reduces_often - 1) * exposed_backward + last_backward
     exposed = exposed + np.where(per_micro_batch & (reduces_often == 1), (micro_batches - 1) * only_gathers, 0.0)
@@ -103,8 +110,34 @@ def data_parallel_seconds(
     return exposed, slowed
 
 
-def _num_buckets(bucket_bytes: int, total_bytes: Floats, stages: Stages) -> Floats:
+def _exposed(taken: Floats, window: Floats, least: Floats, chunks: Floats, more: Floats) -> Floats:
+    """Of the traffic of all chunks of a rank, what no computing is beside.
+
+    `window`: seconds of one micro-batch's pass, of all chunks; `more`: micro-batches of a chunk that the next one's traffic
+    runs beside. The first chunk's own is only beside one micro-batch of itself, the last to come has all the others before it.
+    """
+    first = (taken - window) / chunks
+    last = taken - window * ((chunks - 1) * more + 1) / chunks
+    return np.maximum(np.maximum(first, last), least)
+
+
+def _beside_other_chunks(workload: Workload, table: LayoutTable, micro_batches: Counts) -> tuple[Floats, Floats]:
+    """Chunks of a rank whose traffic runs beside each other's computing, and micro-batches that a chunk has in a row."""
+    apart = (table.schedule == SCHEDULES.index("interleaved")) & (table.pp > 1) & (table.zero_stage < 3)
+    chunks = np.where(apart & (workload.stack.gathers == "whole"), table.virtual_stages, 1).astype(float)
+    return chunks, np.minimum(table.pp, micro_batches).astype(float)
+
+
+def _num_buckets(
+    workload: Workload, table: LayoutTable, parameters: Floats, reduce_bytes: NDArray[np.int64], stages: Stages
+) -> Floats:
     """Collectives that a rank's gradients are reduced in."""
-    if bucket_bytes:
-        return np.maximum(np.ceil(total_bytes / bucket_bytes), 1.0)
+    stack = workload.stack
+    if stack.bucket_parameters and not stack.overlaps_data_parallel:
+        return np.ones_like(parameters)
+    if stack.bucket_parameters:
+        size = np.maximum(stack.bucket_parameters, stack.bucket_parameters_per_rank * table.dp * table.cp)
+        return np.maximum(np.ceil(parameters / size), 1.0)
+    if stack.bucket_bytes:
+        return np.maximum(np.ceil(parameters * reduce_bytes / stack.bucket_bytes), 1.0)
     return np.maximum(stages.layers.sum(axis=1), 1.0)

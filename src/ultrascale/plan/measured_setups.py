@@ -26,7 +26,7 @@ from typing import Literal
 from ultrascale.plan.measured_machines import cluster_of
 from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
 from ultrascale.plan.measured_rows import Asked
-from ultrascale.plan.measured_stacks import LAST_YEAR_WITHOUT_FLASH, TUNING, Tuning, stack_of
+from ultrascale.plan.measured_stacks import LAST_YEAR_WITHOUT_FLASH, TUNING, Tuning, is_overlapped_table, stack_of
 from ultrascale.plan.measured_words import RECOMPUTE_WORDS, out_of_range, read_otherwise
 from ultrascale.plan.share_cut import cannot_run
 from ultrascale.plan.workload import Workload
@@ -39,6 +39,8 @@ MOST_CANDIDATES = 96
 """Layouts tried for one row."""
 LARGEST_MICRO_BATCH = 64
 LAST_YEAR_OF_FP16 = 2021
+LAST_YEAR_OF_PP_MICRO_BATCHES = 2024
+"""Of torchtitan's key for the number of micro-batches of a pipeline; since then it has one for their size."""
 USUAL_SEQUENCE, OLD_SEQUENCE = 4096, 2048
 """Tokens of a sequence in most of the rows that state them: since flash attention, and before it."""
 _PRECISIONS: dict[str, Precision] = {
@@ -246,8 +248,13 @@ def _pipeline(asked: Asked, model: Model, stack: Stack, pp: int, assumed: list[s
             assumed.append(f"{most} chunks a rank: there are {layers} layers for {asked.vpp} x {pp}")
         chunks = max(1, min(asked.vpp, most))
         return ("interleaved" if chunks > 1 else "1f1b"), (chunks,)
-    if ("interleaved" in text and "not stated" not in text) or (not text and stack.name == "megatron"):
-        divisors = tuple(n for n in range(2, most + 1) if layers % (pp * n) == 0)
+    if "interleaved" in text and _is_torchtitan(asked) and most > 1:
+        assumed.append("2 stages a rank, torchtitan's default for schedules of several")
+        return "interleaved", (2,)
+    told = ("interleaved" in text and "not stated" not in text) or is_overlapped_table(asked)
+    if told or (not text and stack.name == "megatron"):
+        # Embedding and head may count as a layer each (Megatron's account_for_*_in_pipeline_split; Llama 3.1 405B).
+        divisors = tuple(n for n in range(2, most + 1) if layers % (pp * n) == 0 or (layers + _ENDS) % (pp * n) == 0)
         if divisors:
             return "interleaved", divisors
     return "1f1b", (1,)
@@ -265,8 +272,23 @@ def _micro_batches(asked: Asked, cut: Layout, assumed: list[str]) -> tuple[int, 
         assumed.append("micro_batch = 1")
         return (1,)
     own = asked.global_batch // cut.dp
+    if cut.pp > 1 and _is_torchtitan(asked) and (size := _torchtitans_micro_batch(asked, own, cut.pp)):
+        assumed.append(f"micro_batch = {size}, torchtitan's default in a pipeline")
+        return (size,)
     sizes = [2**k for k in range(LARGEST_MICRO_BATCH.bit_length()) if own % 2**k == 0]
     return tuple(size for size in sizes if size <= LARGEST_MICRO_BATCH)
+
+
+def _is_torchtitan(asked: Asked) -> bool:
+    return re.search("torchtitan", asked.framework, re.IGNORECASE) is not None
+
+
+def _torchtitans_micro_batch(asked: Asked, own: int, pp: int) -> int:
+    """Sequences of a pipeline's micro-batch where nobody set them, of a rank's `own`: its `pipeline_parallel_microbatches` was
+    the degree of pp (pipelining_utils.py, 2024), what came after it, `pipeline_parallel_microbatch_size`, is 1."""
+    if (asked.year or 9999) > LAST_YEAR_OF_PP_MICRO_BATCHES:
+        return 1
+    return own // pp if own % pp == 0 else 0
 
 
 def _recompute(asked: Asked, stack: Stack) -> tuple[str, ...]:

@@ -77,7 +77,11 @@ _NARROW_MOMENTS = r"megatron-bridge|hai-llm"
 _PLAIN_MEGATRON = {"overlaps_tensor_parallel": False}
 """Megatron-LM overlaps TP only through Transformer Engine's user buffers, which NeMo's recipes switch on."""
 _OVERLAPPED_TABLE = r"megatron-lm.*readme"
-"""Megatron-LM's own table of scaling was made with --tp-comm-overlap, as the text beside it says."""
+"""Megatron-LM's own table of scaling was made with --tp-comm-overlap, as the text beside it says, and with its pipelines' sends
+overlapped, which Megatron does in its interleaved schedule only (arguments.py: overlap_p2p_comm is off without one)."""
+_BASELINE = r"megascale|2402\.15627"
+"""MegaScale's paper measures Megatron-LM before its traffic of data parallelism ran beside passes: of what it adds to this
+baseline, step by step, "DP overlap" is one (its table 3)."""
 _LIKENESSES = (
     _Likeness(r"torchtitan", "torchtitan", True, {}),
     _Likeness(r"nanotron|picotron", "nanotron", True, {}),
@@ -89,6 +93,7 @@ _LIKENESSES = (
     _Likeness(r"megatron|mcore", "megatron", True, _PLAIN_MEGATRON),
     _Likeness(r"deepspeed", "deepspeed", True, {}),
     _Likeness(r"maxtext|paxml|jax|xla", "torchtitan", False, {"attention_kernel": "cudnn"}),  # cudnn_flash_te; XLA has no own
+    _Likeness(r"fms", "torchtitan", False, {"reduce_bytes": 2}),  # its policies: MixedPrecision(reduce_dtype=torch.bfloat16)
     _Likeness(r"fsdp|kempner|olmo|lingua|accelerate", "torchtitan", False, {}),
     _Likeness(r"nanogpt|nanochat|lit-?gpt", "torchtitan", False, {}),
     _Likeness(r"aleph|aa-scaling", "aleph-alpha", True, {}),
@@ -144,6 +149,11 @@ def _closest(asked: Asked, assumed: list[str], overheads: Mapping[str, Overheads
     return replace(_stack(name, overheads), **(_PLAIN_MEGATRON if cut else {}))
 
 
+def is_overlapped_table(asked: Asked) -> bool:
+    """Whether a row is of Megatron-LM's own table of scaling."""
+    return re.search(_OVERLAPPED_TABLE, asked.source, re.IGNORECASE) is not None
+
+
 def _stack(name: str, overheads: Mapping[str, Overheads]) -> Stack:
     return replace(STACKS[name], overheads=overheads[name]) if name in overheads else STACKS[name]
 
@@ -153,8 +163,10 @@ def _refined(stack: Stack, asked: Asked) -> Stack:
         stack = replace(stack, **_NO_OVERLAP)
     if stack.name == "nanotron" and (asked.year or 9999) <= LAST_YEAR_OF_WHOLE_INPUTS:
         stack = replace(stack, autograd_gradient_bytes=0)
-    if re.search(_OVERLAPPED_TABLE, asked.source, re.IGNORECASE):
+    if is_overlapped_table(asked):
         stack = replace(stack, overlaps_tensor_parallel=True)
+    if re.search(_BASELINE, asked.source, re.IGNORECASE) and re.search("megatron", asked.framework, re.IGNORECASE):
+        stack = replace(stack, **_NO_OVERLAP)
     if _in_graphs(asked) and "fp4" not in asked.precision.lower():
         stack = replace(stack, overlaps_expert_parallel=True)
     if _sends_once(asked):

@@ -135,6 +135,9 @@ class Stack:
     sums_whole_gradients: bool = False
     """With ZeRO 1 gradients are all-reduced, not reduce-scattered, after the last backward pass and beside nothing; gathered
     parameters are copied to their places piece by piece (`plan.copied_pieces`). Read only if gathers = "whole"."""
+    scales_at_once: bool = False
+    """In fp8 a tensor's scale is its own largest magnitude: it is read once more before it is cast (torchao's dynamic scaling);
+    else that of steps before (Transformer Engine's delayed scaling)."""
     overlaps_tensor_parallel: bool = False
     sends_beside_gradients: bool = False
     """What the backward pass of a column-parallel product sends over tp travels beside its own two products
@@ -163,7 +166,11 @@ class Stack:
     fastest that can do what a run wants (`plan.attention_choice`)."""
     overheads: Overheads = Overheads()
     bucket_bytes: int = 0
-    """Of one gradient reduction; 0: a block at a time."""
+    """Of one gradient reduction; 0: a block at a time, or as `bucket_parameters` says."""
+    bucket_parameters: int = 0
+    """Parameters whose gradients are reduced together, where reductions run beside computation; else all of a rank's are."""
+    bucket_parameters_per_rank: int = 0
+    """As many at least for every rank that reduces, so that rings stay bound by bandwidth."""
     pads_vocab_to: int = 1
     """The vocabulary is padded to a multiple of this times tp."""
 
@@ -177,7 +184,7 @@ STACKS: dict[str, Stack] = {
         ),
         Stack(
             "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False, drops_unseen_keys=False),
-            selective="alternate-products",
+            selective="alternate-products", scales_at_once=True,
         ),
         Stack(
             "megatron", 2, 4, 0, gathers="whole",
@@ -186,8 +193,9 @@ STACKS: dict[str, Stack] = {
                 widens_key_gradients=False,
             ),
             overlaps_tensor_parallel=True, attention_kernel="cudnn",
-            bucket_bytes=40_000_000 * 4, pads_vocab_to=128, selective="attention", fuses_gradient_accumulation=True,
-            keeps_dummy_gradients=True,
+            # max(40 million, a million for each rank of data parallelism): Megatron-Core's DistributedDataParallelConfig.
+            bucket_parameters=40_000_000, bucket_parameters_per_rank=1_000_000, pads_vocab_to=128, selective="attention",
+            fuses_gradient_accumulation=True, keeps_dummy_gradients=True,
         ),
         Stack(
             "nanotron", 2, 4, 2, gathers="whole", selective="attention", stage_cut="by-share",
