@@ -72,7 +72,9 @@ def test_a_schedule_written_as_a_file_is_the_schedule(name, tmp_path, capsys):
     ("words", "told"),
     [("schedule", "which schedule is missing"), ("schedule 2f2b", "there is no schedule '2f2b'"),
      ("schedules 1f1b", "takes no name"), ("schedules --csv a.csv", "is of one schedule"),
-     ("schedule nosuch.csv", "no such file"), ("schedule 1f1b --cost.send -1", "must not be negative"),
+     ("schedule nosuch.csv", "no such file"), ("schedule 1f1b --cost.send -1", "must be from 0 to"),
+     ("schedule 1f1b --cost.forward nan", r"cost.forward: must be from 0 to 1e\+12, is nan"),
+     ("schedule 1f1b --cost.send 1e308 --json", r"cost.send: must be from 0 to 1e\+12, is 1e\+308"),
      ("schedule dualpipe --cost.communication 2", "is part of forward"), ("schedule dualpipe --pp 3", "must be even")],
 )  # fmt: skip
 def test_mistakes_are_told_in_a_sentence(words, told):

@@ -298,8 +298,9 @@ def test_options_that_make_no_sense_are_refused(tmp_path, source, tokenizer, opt
 @pytest.mark.catalogue(56)
 def test_no_documents_is_an_error_that_says_what_was_skipped(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_text("{\n")
-    with pytest.raises(DataError, match=r"no document was left for it; 1 were skipped: \{'broken_json': 1\}"):
+    with pytest.raises(DataError, match=r"no document was left for it; 1 were skipped: \{'broken_json': 1\}") as told:
         prepare([tmp_path / "x.jsonl"], output=tmp_path / "out", recipe=recipe(tokenizer, on_bad="skip"), workers=1)
+    assert f"Remove {tmp_path / 'out'}, then" in str(told.value)  # else what was begun refuses another recipe
 
 
 def test_an_output_inside_the_input_is_refused(tmp_path, source, tokenizer):

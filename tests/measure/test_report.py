@@ -33,7 +33,7 @@ def test_a_report_sums_up_a_run_and_draws_what_there_is(tmp_path: Path, capsys) 
     pictures = [Path(picture) for picture in told.pop("pictures")]
     assert told == {
         "steps": 5, "tokens": 2560, "first_loss": 8.0, "last_loss": 4.0, "validation_loss": {"val/loss": 5.5},
-        "tokens_per_second": 200.0, "mfu": 0.2, "hfu": 0.4, "planned_peak_bytes": 102 * 2**20,
+        "tokens_per_second": 200.0, "mfu": 0.2, "hfu": 0.4, "timed_since": 0, "planned_peak_bytes": 102 * 2**20,
         "measured_peak_bytes": 100 * 2**20, "memory_percent": 2.0, "noise_scale_tokens": 1224.0, "tokens_per_batch": 512,
     }  # fmt: skip
     assert [picture.name for picture in pictures] == ["loss.png", "tokens_per_second.png", "noise_scale.png"]
@@ -47,6 +47,18 @@ def test_a_report_is_read_in_lines(tmp_path: Path, capsys) -> None:
     assert "loss      8.0000 at first, 4.0000 at last" in out
     assert "102 MiB planned, 100 MiB measured at the peak of rank 0: 2.0 % off" in out
     assert "512 tokens, noise scale 1.22k: 2.39 batches, a larger batch would save steps" in out
+
+
+@pytest.mark.parametrize("starts, rate, since", [([0, 3], 250, 3), ([0, 4, 2], 200, 0), ([0, 3, 5], 250, 3)])
+def test_the_speed_is_of_the_last_start_as_one_before_it_may_have_had_another_layout(
+    tmp_path: Path, capsys, starts: list[int], rate: int, since: int
+) -> None:
+    write_run(tmp_path)
+    events = "".join(json.dumps({"event": "start", "time": 5.0, "step": step}) + "\n" for step in starts)
+    (tmp_path / "events.jsonl").write_text(events + "torn")
+    assert main(["report", str(tmp_path)]) == 0
+    told = f"{rate} tokens/s (median since the start at step {since})" if since else f"{rate} tokens/s (median"
+    assert told in capsys.readouterr().out
 
 
 def test_a_run_that_logged_nothing_but_losses_is_reported_too(tmp_path: Path, capsys) -> None:

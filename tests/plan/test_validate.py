@@ -13,7 +13,7 @@ from ultrascale.cli.main import main
 from ultrascale.plan.flops_conventions import flops_per_token
 from ultrascale.plan.measured_machines import cluster_of
 from ultrascale.plan.measured_models import UnrepresentableError
-from ultrascale.plan.measured_rows import Asked, Measured, MeasuredRow, read_rows
+from ultrascale.plan.measured_rows import Asked, Measured, MeasuredRow, misspelt_columns, read_rows
 from ultrascale.plan.measured_setups import setup_of
 from ultrascale.plan.measured_stacks import stack_of
 from ultrascale.plan.scores import kendall_tau, score
@@ -127,6 +127,23 @@ def test_a_line_with_too_many_cells_is_told(tmp_path: Path):
     (tmp_path / "rows.csv").write_text("model,n_gpus,tp\nx,8,1,9\n")
     with pytest.raises(SpecError, match="has 4 cells, the header has 3 columns"):
         read_rows(tmp_path / "rows.csv")
+
+
+def test_a_column_that_comes_twice_is_refused(tmp_path: Path):
+    (tmp_path / "rows.csv").write_text("model,n_gpus,tp, tp\nx,8,1,2\n")
+    with pytest.raises(SpecError, match="has the column tp 2 times"):
+        read_rows(tmp_path / "rows.csv")
+
+
+def test_a_column_that_is_nearly_called_like_a_missing_one_is_told(tmp_path: Path, capsys):
+    row = LLAMA | {"seqlen": LLAMA["seq_len"], "notes": "good"}
+    del row["seq_len"]
+    file = write(tmp_path / "rows.csv", row)
+    assert misspelt_columns(file) == [("seqlen", "seq_len")]
+    assert main(["validate", str(file), "--json"]) == 0
+    told = capsys.readouterr()
+    assert told.err == f"note: {file}: nobody reads the column seqlen. Did you mean seq_len?\n" and json.loads(told.out)
+    assert misspelt_columns(write(tmp_path / "right.csv", LLAMA)) == misspelt_columns(write(tmp_path / "p.csv", PLAYBOOK)) == []
 
 
 def test_dimensions_come_from_the_name_where_they_are_blank():

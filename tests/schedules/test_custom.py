@@ -81,6 +81,18 @@ def test_what_cannot_be_executed_names_rank_and_action(rows, key, rule):
     assert (found[0][0], rule in found[0][1]) == (key, True), found
 
 
+@pytest.mark.parametrize("text", ["0F0,0B0\n1F0,1B0\n\n", "\ufeff0F0,0B0\r\n1F0,1B0\r\n", "0F0,0B0\n1F0,1B0"])
+def test_what_editors_add_is_no_rank_and_no_action(tmp_path, text):
+    (tmp_path / "mine.csv").write_text(text, encoding="utf-8", newline="")
+    assert [len(actions) for actions in read_schedule(tmp_path / "mine.csv")] == [2, 2]
+
+
+@pytest.mark.parametrize("rows, rank", [([["0F0", "0B0"], [], ["1F0", "1B0"]], 1), ([["0F0", "0B0"], ["", ""]], 1)])
+def test_a_rank_that_would_do_nothing_is_told(rows, rank):
+    with pytest.raises(SpecError, match=f"schedule:{rank + 1}: rank {rank} has no action"):
+        parse_schedule(rows)
+
+
 def test_a_file_without_actions_is_told(tmp_path):
     (tmp_path / "mine.csv").write_text("\n,,\n")
     with pytest.raises(SpecError, match="holds no action"):

@@ -55,10 +55,11 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"
     for name, loss in summary.validation_loss.items():
         yield "held out", f"{loss:.4f} {name.removeprefix('val/loss').strip('/')}".rstrip()
+    since = f" since the start at step {summary.timed_since:,}" if summary.timed_since else ""
     if summary.tokens_per_second is not None:
-        yield "speed", f"{summary.tokens_per_second:,.0f} tokens/s (median)"
+        yield "speed", f"{summary.tokens_per_second:,.0f} tokens/s (median{since})"
     if summary.mfu is not None and summary.hfu is not None:
-        yield "MFU, HFU", f"{summary.mfu:.1%}, {summary.hfu:.1%} (medians)"
+        yield "MFU, HFU", f"{summary.mfu:.1%}, {summary.hfu:.1%} (medians{since})"
     if summary.memory_percent is not None:
         planned, measured = format_bytes(summary.planned_peak_bytes or 0), format_bytes(summary.measured_peak_bytes or 0)
         percent = round(summary.memory_percent, 1) + 0.0

@@ -24,6 +24,8 @@ MOST_LINES = 256
 """Of the picture on the terminal: of many ranks fewer blocks are shown."""
 MOST_RANKS = 512
 """As many as there are in any pipeline that was published, four times over."""
+MOST_COST = 1e12
+"""More, and a step has no end that a number could hold."""
 MOST_PASSES = 100_000
 """Forward passes of a step over all stages: what is played and drawn in seconds."""
 COPIES = {"dualpipe": 2}
@@ -180,10 +182,12 @@ def _played(asked: ShowSchedule, name: str, program: Program) -> Timeline:
 
 def _check_costs(cost: Costs) -> None:
     found = [
-        Problem(f"cost.{key}", f"must not be negative, is {value:g}", "Give a time.")
+        Problem(f"cost.{key}", f"must be from 0 to {MOST_COST:g}, is {value:g}", "Give a time; its unit is yours.")
         for key, value in vars(cost).items()
-        if value < 0
+        if not 0 <= value <= MOST_COST
     ]
+    if found:
+        raise SpecError(found)
     if cost.communication > min(cost.forward, cost.input_gradient):
         rule = f"is part of forward and of input_gradient, but {cost.communication:g} is more than one of them"
         found.append(Problem("cost.communication", rule, f"Give at most {min(cost.forward, cost.input_gradient):g}."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,7 +48,7 @@ def validate(files: Files, /, json: bool = False, out: Path | None = None) -> tu
 def command(arguments: list[str]) -> int:
     """Run the verb."""
     files, as_json, out = parse(validate, "validate", arguments)
-    from ultrascale.plan.measured_rows import read_rows
+    from ultrascale.plan.measured_rows import misspelt_columns, read_rows
     from ultrascale.plan.scores import score
     from ultrascale.plan.validate import predict_rows, write_predictions
 
@@ -56,6 +57,9 @@ def command(arguments: list[str]) -> int:
     if out is not None:
         _check_writable(out)
     rows = [row for file in files for row in read_rows(file)]
+    for file in files:
+        for name, meant in misspelt_columns(file):
+            print(f"note: {file}: nobody reads the column {name}. Did you mean {meant}?", file=sys.stderr)
     predictions = predict_rows([row.asked for row in rows])
     if out is not None:
         write_predictions(out, rows, predictions)

@@ -279,7 +279,7 @@ def _conclude(
     for folder, manifest in zip(folders, manifests, strict=True):
         if manifest.documents == 0:
             skipped = f"; {sum(manifest.skipped.values())} were skipped: {manifest.skipped}" if manifest.skipped else ""
-            remedy = "Give more text, another --field, or another --validation-fraction."
+            remedy = f"Remove {folders[0]}, then give more text, another --field, or another --validation-fraction."
             raise DataError(str(folder), f"no document was left for it{skipped}", remedy)
     for folder, manifest in zip(folders[::-1], manifests[::-1], strict=True):
         if folder != folders[0]:

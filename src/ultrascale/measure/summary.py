@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ultrascale.launch.events import event_of, read_rows
 from ultrascale.measure.plots import read_memory, read_metrics
 from ultrascale.spec.problems import Problem, SpecError
 
@@ -24,9 +25,11 @@ class Summary:
     validation_loss: dict[str, float] = field(default_factory=dict)
     """The last of each `val/loss...` metric."""
     tokens_per_second: float | None = None
-    """Median over rows, as MFU and HFU."""
+    """Median over the rows since `timed_since`, as MFU and HFU."""
     mfu: float | None = None
     hfu: float | None = None
+    timed_since: int = 0
+    """Steps done at the last start that has timed steps: one before it may have had another layout, or other machines."""
     planned_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
     """Of rank 0 over the first steps."""
@@ -50,11 +53,19 @@ def summarise(folder: Path) -> Summary:
     if not rows:
         remedy = "Give the folder of a run that has trained, such as out/first."
         raise SpecError([Problem(str(folder), "has no metrics.jsonl with a step in it", remedy)])
-    return summary_of(rows, read_memory(folder))
+    return summary_of(rows, read_memory(folder), _last_timed_start(folder / "events.jsonl", rows))
 
 
-def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any]) -> Summary:
+def _last_timed_start(events: Path, rows: Sequence[Mapping[str, Any]]) -> int:
+    found = map(event_of, read_rows(events) if events.is_file() else ())
+    starts = [event.step for event in found if event is not None and event.kind == "start" and event.step is not None]
+    last = max((row["step"] for row in rows if row.get("perf/tokens_per_s") is not None), default=-1)
+    return next((step for step in reversed(starts) if step <= last), 0)
+
+
+def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any], timed_since: int = 0) -> Summary:
     """The same of rows of metrics.jsonl, at least one, and of memory.json."""
+    timed = [row for row in rows if row["step"] >= timed_since]
     losses = _values(rows, "train/loss")
     validation = sorted({key for row in rows for key in row if key.startswith("val/loss")})
     return Summary(
@@ -63,9 +74,10 @@ def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any]) -> 
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         validation_loss={key: _values(rows, key)[-1] for key in validation},
-        tokens_per_second=_median(rows, "perf/tokens_per_s"),
-        mfu=_median(rows, "perf/mfu"),
-        hfu=_median(rows, "perf/hfu"),
+        tokens_per_second=_median(timed, "perf/tokens_per_s"),
+        mfu=_median(timed, "perf/mfu"),
+        hfu=_median(timed, "perf/hfu"),
+        timed_since=timed_since,
         planned_peak_bytes=memory.get("planned_peak_bytes"),
         measured_peak_bytes=memory.get("measured_peak_bytes"),
         noise_scale_tokens=_last(rows, "train/noise_scale_tokens"),

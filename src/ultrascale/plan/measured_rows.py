@@ -3,7 +3,8 @@
 Two forms are read, by their header: the columns of published runs (`n_gpus`, `hidden`, `tp`, ... one row a run), and those of
 the playbook's scan (`model`, `nodes`, `mbs`, `ga`, ...). Every cell goes either to `Asked`, which is all a prediction sees, or
 to `Measured`, which only scores see: that is decided here, by the column's name, before anything is predicted. Blank cells are
-None; a column that is missing is blank in every row; columns neither class knows are read by nobody.
+None; a column that is missing is blank in every row; columns neither class knows are read by nobody, and told where they look
+like one that is missing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import csv
 import io
 import math
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +24,8 @@ BLANK = frozenset(("", "nan", "na", "n/a", "null", "-", "?"))
 MOST_PROBLEMS = 20
 """Wrong cells told at once; a file of another kind has thousands."""
 LONGEST_SHOWN = 40
+NEARLY = 0.85
+"""How alike two names of columns are, of 1, where one is probably the other misspelt: `seqlen` is 0.92 of `seq_len`."""
 PLAYBOOK_NAMES = {
     "nodes": "nodes", "mbs": "micro_batch", "ga": "grad_accum", "gbs": "global_batch", "zero": "zero_stage",
     "tok_s_gpu": "tokens_per_s_per_gpu", "mfu_pct": "mfu_percent", "mem_gb": "peak_mem_gib", "status": "outcome",
@@ -136,7 +140,9 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
     blank = len(text) - len(text.lstrip())
     reader = csv.DictReader(io.StringIO(text[blank:], newline=""))
     try:
-        is_playbook = _is_playbook(file, [name.strip() for name in reader.fieldnames or []])
+        header = [name.strip() for name in reader.fieldnames or []]
+        is_playbook = _is_playbook(file, header)
+        _expect_once(file, header)
         above = text[:blank].count("\n")
         cells = [(reader.line_num + above, row) for row in reader]
     except csv.Error as error:
@@ -148,6 +154,24 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
     if not rows:
         raise SpecError([Problem(str(file), "has a header but no rows", "Give a file with at least one run.")])
     return rows
+
+
+def misspelt_columns(path: str | Path) -> list[tuple[str, str]]:
+    """Columns that nobody reads of a file that `read_rows` took, each with the missing one whose name is nearly the same."""
+    text = Path(path).read_text(encoding="utf-8-sig").lstrip()
+    header = [name.strip() for name in next(csv.reader(io.StringIO(text, newline="")))]
+    known = {field.name for kind in (Asked, Measured) for field in fields(kind)} | {"id", *PLAYBOOK_NAMES}
+    missing = sorted(known - {*header})
+    near = ((name, get_close_matches(name.lower(), missing, n=1, cutoff=NEARLY)) for name in header if name not in known)
+    return [(name, found[0]) for name, found in near if found]
+
+
+def _expect_once(file: Path, header: list[str]) -> None:
+    """Raise SpecError for columns that come twice: the last would be taken, and nobody would know."""
+    twice = sorted({name for name in header if name and header.count(name) > 1})
+    if twice:
+        remedy = "Keep one of them."
+        raise SpecError([Problem(f"{file}:1", f"has the column {name} {header.count(name)} times", remedy) for name in twice])
 
 
 def _is_playbook(file: Path, header: list[str]) -> bool:

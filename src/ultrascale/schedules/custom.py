@@ -26,11 +26,14 @@ def read_schedule(path: Path) -> list[list[Action]]:
 
     Raises SpecError if it cannot be read, naming every cell that is wrong, or why it cannot be executed.
     """
+    remedy = "`ultrascale show schedule 1f1b --csv FILE` writes one to start from."
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
-        remedy = "`ultrascale show schedule 1f1b --csv FILE` writes one to start from."
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SpecError([Problem(str(path), f"is not UTF-8 at byte {error.start}", remedy)]) from None
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        why = "there is no such file" if missing else f"cannot be read: {(error.strerror or str(error)).lower()}"
         raise SpecError([Problem(str(path), why, remedy)]) from None
     rows = _json_rows(path, text) if path.suffix == ".json" else _csv_rows(path, text)
     return parse_schedule(rows, source=str(path))
@@ -52,6 +55,10 @@ def parse_schedule(rows: Iterable[Iterable[str]], *, source: str = "schedule") -
                 schedule[-1].append(action)
     if not found and not any(schedule):
         found.append(Problem(source, "holds no action", "Write one line of actions for each rank."))
+    elif not found:
+        remedy = "Take the line away, or give the rank a stage."
+        idle = [line for line, actions in enumerate(schedule, 1) if not actions]
+        found = [Problem(f"{source}:{line}", f"rank {line - 1} has no action", remedy) for line in idle]
     if found:
         raise SpecError(found)
     check_executable(schedule)
@@ -75,7 +82,7 @@ def _action(cell: str) -> Action | None:
 
 
 def _csv_rows(path: Path, text: str) -> list[list[str]]:
-    reader = csv.reader(io.StringIO(text))
+    reader = csv.reader(io.StringIO(text.rstrip()))  # an empty line at the end is no rank more
     try:
         return [*reader]
     except csv.Error as error:

@@ -62,7 +62,8 @@ def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
         return
     most = layers + 2 if layout.pp > 1 else layers
     if stages > most:  # embedding and head may be stages of their own, as in Llama 3 405B (section 3.3.2)
-        rule = f"makes {layout.pp} x {layout.virtual_stages} = {stages} stages, but the model has {layers} layers"
+        parts = f"{layers} layers, with embedding and head {most} parts"
+        rule = f"makes {layout.pp} x {layout.virtual_stages} = {stages} stages, but the model has {parts}"
         fewer = most // layout.virtual_stages
         remedy = f"Use pp = {fewer} or less." if fewer > 1 else f"Use at most {most // layout.pp or 1} virtual_stages."
         yield Problem("layout.pp", rule, remedy)
