@@ -7,6 +7,7 @@ from plan.test_validate import asked
 
 from ultrascale.plan.measured_setups import setup_of
 from ultrascale.plan.measured_stacks import stack_of
+from ultrascale.plan.validate import predict_rows
 
 PIPELINE = {"pp": "8", "tp": "8", "dp": "8", "n_gpus": "512", "layers": "126", "micro_batch": "", "grad_accum": "", "vpp": ""}
 README = "NVIDIA Megatron-LM README, images/model_table.png"
@@ -51,3 +52,68 @@ def test_megascale_s_baseline_has_nothing_beside_its_passes(framework: str, over
 @pytest.mark.parametrize(("framework", "num_bytes"), [("fms-fsdp (PyTorch FSDP1)", 2), ("PyTorch FSDP", 4)])
 def test_fms_fsdp_reduces_in_bf16(framework: str, num_bytes: int):
     assert stack_of(asked(framework=framework))[0].reduce_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("framework", "year", "stage"),
+    [
+        ("OLMo-core", "2025", 3), ("NeMo AutoModel", "2026", 3), ("", "2025", 3), ("nanoGPT", "2025", 0), ("OLMo", "2022", 0),
+        ("PyTorch FSDP", "2022", 3), ("InternEvo", "2024", 1), ("GPT-NeoX", "2022", 0), ("vTrain (Megatron)", "2024", 0),
+    ],
+)  # fmt: skip
+def test_a_blank_zero_stage_is_what_programs_of_the_kind_do(framework: str, year: str, stage: int):
+    assert setup_of(asked(framework=framework, year=year, zero_stage="")).layouts[0].zero_stage == stage
+
+
+@pytest.mark.parametrize(
+    ("word", "stage", "shard"),
+    [
+        ("ZeRO-1", 1, None), ("zero_2", 2, None), ("stage 3", 3, None), ("FULL_SHARD", 3, None), ("SHARD_GRAD_OP", 2, None),
+        ("3-offload", 3, None), ("distributed optimizer", 1, None), ("DDP", 0, None), ("hsdp", 3, 8), ("HYBRID_SHARD", 3, 8),
+    ],
+)  # fmt: skip
+def test_words_for_zero_are_known_and_told(word: str, stage: int, shard: int | None):
+    setup = setup_of(asked(zero_stage=word))
+    layout = setup.layouts[0]
+    assert (layout.zero_stage, layout.dp_shard) == (stage, shard)
+    assert any(text.startswith(f"zero_stage {word!r} is") for text in setup.assumed)
+
+
+@pytest.mark.parametrize(
+    ("word", "year", "precision"),
+    [("float8 rowwise", "", "fp8"), ("e4m3", "", "fp8"), ("half", "", "fp16"), ("float32", "", "fp32"), ("mixed", "", "bf16"),
+     ("16-bit", "2020", "fp16")],
+)  # fmt: skip
+def test_words_of_a_precision_are_known(word: str, year: str, precision: str):
+    assert setup_of(asked(precision=word, year=year)).layouts[0].precision == precision
+
+
+def test_a_batch_of_no_whole_micro_batches_is_rounded_and_told():
+    setup = setup_of(asked(dp="12", n_gpus="12", micro_batch="4", global_batch="1538", grad_accum="32"))
+    assert setup.workload.sequences_per_batch == 1536
+    assert "global_batch = 1536, of whole micro-batches: 1538 is none" in setup.assumed
+
+
+@pytest.mark.parametrize(("hidden", "tp", "heads"), [(4096, 1, 32), (11600, 4, 100), (11600, 1, 100), (14336, 8, 112)])
+def test_blank_heads_divide_the_width_and_are_cut_by_tp(hidden: int, tp: int, heads: int):
+    cells = {
+        "hidden": str(hidden),
+        "tp": str(tp),
+        "dp": "",
+        "heads": "",
+        "kv_heads": "",
+        "model": "GPT",
+        "framework": "Megatron-LM",
+    }
+    assert setup_of(asked(**cells)).workload.model.num_attention_heads == heads
+
+
+def test_devices_from_before_bf16_are_predicted_over_their_fp16_peak():
+    one = predict_rows([asked(gpu="V100-32GB", precision="fp16", zero_stage="3", seq_len="1024")])[0]
+    assert one.step_seconds and one.mfu and one.flops_per_second_per_gpu
+    assert one.flops_per_second_per_gpu / one.mfu == pytest.approx(125e12, rel=0.01)
+
+
+def test_automodel_s_recomputation_is_open_where_nemo_s_recipes_have_none():
+    found = [setup_of(asked(framework=framework, recompute="")).open_cells for framework in ("NeMo AutoModel", "NeMo 25.02")]
+    assert "recompute" in found[0] and "recompute" not in found[1]

@@ -215,6 +215,9 @@ def test_blank_cells_follow_from_the_others_and_are_said():
         ("1600 Gb/s per node RoCE (NVLink in node)", 200e9),
         ("NVLink in node; RDMA 400 Gb/s (CX-7) per GPU", 400e9),
         ("400 Gb/s per node inter-node; NVLink in node", 50e9),
+        ("4x Omni-Path 100 Gb/s per node", 50e9),
+        ("Omni-Path 100 Gbps x 4", 50e9),
+        ("4 x Slingshot-11 200 Gb/s", 100e9),
         ("", 400e9),
     ],
 )

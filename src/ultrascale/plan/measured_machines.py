@@ -24,8 +24,11 @@ _GPUS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"MI325X", ("mi325x", "mi300x")), (r"MI355X", ("mi355x",)), (r"V100.*16", ("v100-16", "v100-32")), (r"V100", ("v100-32",)),
 )  # fmt: skip
 _RATE = re.compile(
-    r"(?:(\d+)\s*x\s*)?(?:[A-Z]{3}\s+)?(?:InfiniBand\s+)?(\d+(?:\.\d+)?)\s*(Gb/s|Gbps|Gbit/s|GB/s)", re.IGNORECASE
+    r"(?:(\d+)\s*[x\u00d7]\s*(?:(?:[EFHNX]DR|InfiniBand|IB|RoCE|EFA|Omni-?Path|OPA|Slingshot|ConnectX|CX|Ethernet|RDMA)[-\w]*\s+){0,3})?"
+    r"(\d+(?:\.\d+)?)\s*(Gb/s|Gbps|Gbit/s|GB/s)(?:\s*[x\u00d7]\s*(\d+))?",
+    re.IGNORECASE,
 )
+"""A rate with how many links have it in front ("4x Omni-Path 100 Gb/s"), or behind ("100 Gbps x 4")."""
 _INSIDE = re.compile(r"intra-?node|in-?side|in node|within|nvlink|nvswitch|pcie", re.IGNORECASE)
 LAST_YEAR_OF_A100 = 2022
 HUGGING_FACE_NODE, HUGGING_FACE_NETWORK = "aws-p5", "EFA v2 under load"
@@ -107,7 +110,12 @@ def _rates(text: str, per_node: int) -> tuple[float | None, float | None]:
         match = _RATE.search(clause)
         if match is None:
             continue
-        rate = float(match[2]) * int(match[1] or 1) * 1e9 / (1 if match[3].lower() == "gb/s" and match[3][1] == "B" else 8)
+        rate = (
+            float(match[2])
+            * int(match[1] or match[4] or 1)
+            * 1e9
+            / (1 if match[3].lower() == "gb/s" and match[3][1] == "B" else 8)
+        )
         if _INSIDE.search(clause):
             inside = rate
         else:

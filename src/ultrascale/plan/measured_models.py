@@ -2,7 +2,7 @@
 
     blank                 taken instead
     everything            the preset of that name; else the one nearest in size to a name such as 13B
-    heads                 hidden / 128
+    heads                 what divides hidden into heads nearest to 128 wide, and tp into ranks
     kv_heads              heads
     ffn_hidden            4 x hidden, or 8/3 x hidden up to a multiple of 256 if the MLP is gated
     vocab                 50304 (GPT-2's, padded), 32000 if the MLP is gated
@@ -13,6 +13,7 @@ What a rule filled in is told with the prediction.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import lru_cache
@@ -87,7 +88,9 @@ def model_of(asked: Asked) -> tuple[Model, tuple[str, ...]]:
         raise UnrepresentableError(f"layers and hidden are blank, and no model is known by the name {asked.model!r}")
     same_width = preset is not None and preset.hidden_size == hidden
     shape = preset if same_width else None
-    heads = asked.heads or (shape.num_attention_heads if shape else _filled(assumed, "heads", _heads(hidden, asked.head_dim)))
+    heads = asked.heads or (
+        shape.num_attention_heads if shape else _filled(assumed, "heads", _heads(hidden, asked.head_dim, asked.tp or 1))
+    )
     model = Model(
         vocab_size=asked.vocab or (shape.vocab_size if shape else _filled(assumed, "vocab", _usual_vocab(gated))),
         hidden_size=hidden,
@@ -156,9 +159,12 @@ def _usual_vocab(gated: bool) -> int:
     return LLAMA_VOCAB if gated else GPT2_PADDED_VOCAB
 
 
-def _heads(hidden: int, head_dim: int | None) -> int:
-    wanted = head_dim or USUAL_HEAD_DIM
-    return max(1, hidden // wanted)
+def _heads(hidden: int, head_dim: int | None, tp: int) -> int:
+    if head_dim:
+        return max(1, hidden // head_dim)
+    widths = [width for width in range(2, 4 * USUAL_HEAD_DIM + 1, 2) if hidden % width == 0]  # halves turn: even
+    cut = [width for width in widths if hidden // width % tp == 0] or widths or [hidden]
+    return hidden // min(cut, key=lambda width: abs(math.log(width / USUAL_HEAD_DIM)))
 
 
 def _head_dim(asked: Asked, shape: Model | None, hidden: int, heads: int) -> int:

@@ -6,7 +6,7 @@ were tuned, and widens the interval to the others. What is taken by a rule is to
 
     blank             taken instead
     dp                n_gpus / (tp pp cp)
-    zero_stage        1 with Megatron from 2023, DeepSpeed and nanotron; 3 with FSDP; else 0
+    zero_stage        3 with FSDP and its like; else 1 from 2023 on (Megatron, DeepSpeed, nanotron), 0 before
     sp                with tp, from 2023 on
     grad_accum        global_batch / (dp micro_batch); without both, one micro-batch per pipeline stage
     global_batch      dp micro_batch grad_accum
@@ -27,7 +27,7 @@ from ultrascale.plan.measured_machines import cluster_of
 from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
 from ultrascale.plan.measured_rows import Asked
 from ultrascale.plan.measured_stacks import LAST_YEAR_WITHOUT_FLASH, TUNING, Tuning, is_overlapped_table, stack_of
-from ultrascale.plan.measured_words import RECOMPUTE_WORDS, out_of_range, read_otherwise
+from ultrascale.plan.measured_words import RECOMPUTE_WORDS, out_of_range, read_otherwise, zero_stage_of
 from ultrascale.plan.share_cut import cannot_run
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout, Precision
@@ -38,6 +38,7 @@ ZeroStage = Literal[0, 1, 2, 3]
 MOST_CANDIDATES = 96
 """Layouts tried for one row."""
 LARGEST_MICRO_BATCH = 64
+USUAL_NODE_GPUS = 8
 LAST_YEAR_OF_FP16 = 2021
 LAST_YEAR_OF_PP_MICRO_BATCHES = 2024
 """Of torchtitan's key for the number of micro-batches of a pipeline; since then it has one for their size."""
@@ -45,9 +46,11 @@ USUAL_SEQUENCE, OLD_SEQUENCE = 4096, 2048
 """Tokens of a sequence in most of the rows that state them: since flash attention, and before it."""
 _PRECISIONS: dict[str, Precision] = {
     "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "fp8",
-    "fp4": "fp8",
+    "fp4": "fp8", "float8": "fp8", "mx-fp8": "fp8", "e4m3": "fp8", "float32": "fp32", "half": "fp16",
 }  # fmt: skip
 """Words of a precision, and what it is priced as."""
+_VAGUE = re.compile("mixed|amp|16")
+"""Words of 16 bits that do not say which: bf16, as most since 2022."""
 _SCHEDULES = (
     ("dualpipe-?v", "dualpipe-v"), ("dualpipe", "dualpipe"), ("zb-?v|zbv", "zb-v"), ("zb|zero.?bubble", "zb-h1"),
     ("gpipe|afab", "afab"),
@@ -79,7 +82,7 @@ def setup_of(asked: Asked, tuning: Tuning = TUNING) -> Setup:
     assumed = list(filled)
     model, of_model = model_of(asked)
     stack, of_stack = stack_of(asked, tuning)
-    cut = _cut(asked, model, assumed)
+    cut = _cut(asked, model, stack, assumed)
     cluster, of_machines = cluster_of(asked, cut.world_size)
     if asked.seq_len is None:
         asked = replace(asked, seq_len=USUAL_SEQUENCE if (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH else OLD_SEQUENCE)
@@ -106,12 +109,12 @@ _COLUMN_OF = {
 }  # fmt: skip
 
 
-def _cut(asked: Asked, model: Model, assumed: list[str]) -> Layout:
+def _cut(asked: Asked, model: Model, stack: Stack, assumed: list[str]) -> Layout:
     """What is cut how: everything about the layout that a row never leaves open."""
     gpus = asked.n_gpus or (asked.nodes * (asked.gpus_per_node or 8) if asked.nodes else None)
     tp, cp, pp = _blank_cuts(asked, gpus, assumed)
     dp = _data_parallel(asked, gpus, tp * cp * pp, assumed)
-    zero, shard = _zero(asked, dp, assumed)
+    zero, shard = _zero(asked, stack, dp, assumed)
     ep, expert_tp = _experts(asked, model.num_experts, tp * cp * dp, assumed)
     return Layout(
         dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp, cp_method=_cp_method(asked),
@@ -162,27 +165,35 @@ def _data_parallel(asked: Asked, gpus: int | None, rest: int, assumed: list[str]
     return dp
 
 
-def _zero(asked: Asked, dp: int, assumed: list[str]) -> tuple[ZeroStage, int | None]:
+def _zero(asked: Asked, stack: Stack, dp: int, assumed: list[str]) -> tuple[ZeroStage, int | None]:
     text = asked.zero_stage.lower().removesuffix(".0")
+    if text and not re.fullmatch(r"[0-3]|hsdp\s*-?\d+", text):
+        known = zero_stage_of(text, asked.gpus_per_node or USUAL_NODE_GPUS)
+        if known is None:
+            raise UnrepresentableError(f"zero_stage {asked.zero_stage!r} is not 0, 1, 2, 3 or hsdpK")
+        assumed.append(f"zero_stage {asked.zero_stage!r} is {known}")
+        text = known
     if match := re.fullmatch(r"hsdp\s*-?(\d+)", text):
         shard = min(int(match[1]), dp) or dp
         return 3, shard if dp % shard == 0 else None
     stages: dict[str, ZeroStage] = {"0": 0, "1": 1, "2": 2, "3": 3}
-    if text in stages:
-        return stages[text], None
     if text:
-        raise UnrepresentableError(f"zero_stage {asked.zero_stage!r} is not 0, 1, 2, 3 or hsdpK")
-    stage = _usual_zero(asked)
+        return stages[text], None
+    stage = _usual_zero(asked, stack)
     assumed.append(f"ZeRO stage {stage}")
     return stage, None
 
 
-def _usual_zero(asked: Asked) -> ZeroStage:
+def _usual_zero(asked: Asked, stack: Stack) -> ZeroStage:
+    """What programs of a kind do unless told otherwise: FSDP shards all; Megatron's kind cuts the optimizer since 2023."""
     words = asked.framework.lower()
     if re.search("fsdp|torchtitan|foundry|maxtext|automodel|zero-3", words):
         return 3
-    cuts = re.search("megatron-|nemo|mcore|nanotron|deepspeed", words) is not None
-    return 1 if cuts and "vtrain" not in words and (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH else 0
+    if (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH or re.search("vtrain|nanogpt|nanochat", words):
+        return 0
+    if stack.gathers == "buckets":
+        return 3
+    return 1 if stack.name in ("megatron", "nanotron", "deepspeed") else 0
 
 
 def _experts(asked: Asked, num_experts: int, ranks: int, assumed: list[str]) -> tuple[int, int]:
@@ -214,6 +225,9 @@ def _precision(asked: Asked, assumed: list[str]) -> Precision:
         assumed.append(f"precision {'fp16' if is_old else 'bf16'}")
         return "fp16" if is_old else "bf16"
     name = next((name for name in _PRECISIONS if name in text), None)
+    if name is None and _VAGUE.search(text):
+        name = "fp16" if (asked.year or 9999) <= LAST_YEAR_OF_FP16 else "bf16"
+        assumed.append(f"precision {asked.precision!r} is {name}")
     if name is None:
         raise UnrepresentableError(f"precision {asked.precision!r} is not one of {', '.join(_PRECISIONS)}")
     if "fp4" in text:
@@ -300,7 +314,9 @@ def _recompute(asked: Asked, stack: Stack) -> tuple[str, ...]:
         return ("none",) if "core" not in asked.recompute_detail.lower() else ("selective",)
     if text:
         return (RECOMPUTE_WORDS.get(text, "selective"),)
-    if (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH and re.search("nemo|megatron-bridge", asked.framework, re.IGNORECASE):
+    if (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH and re.search(
+        "nemo(?!.*automodel)|megatron-bridge", asked.framework, re.IGNORECASE
+    ):
         return ("none",)  # NVIDIA's recipes: 65 of the 79 whose setting is published, the rest but modules
     return ("none", "selective", "full") if stack.kernels.attention == "math" else ("none", "full")
 
@@ -309,7 +325,12 @@ def _sequences(asked: Asked, cut: Layout, choices: dict[str, tuple], assumed: li
     if asked.global_batch:
         if asked.global_batch < cut.dp:
             raise UnrepresentableError(f"global_batch = {asked.global_batch} is less than dp = {cut.dp}")
-        return asked.global_batch
+        at_once = cut.dp * choices["micro_batch_size"][0] if len(choices["micro_batch_size"]) == 1 else 0
+        if not at_once or asked.global_batch % at_once == 0 or asked.global_batch < at_once:
+            return asked.global_batch
+        rounded = round(asked.global_batch / at_once) * at_once
+        assumed.append(f"global_batch = {rounded}, of whole micro-batches: {asked.global_batch} is none")
+        return rounded
     rounds = asked.grad_accum or cut.pp
     sequences = cut.dp * choices["micro_batch_size"][0] * rounds
     if not (asked.micro_batch and asked.grad_accum):

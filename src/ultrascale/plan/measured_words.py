@@ -31,6 +31,21 @@ RECOMPUTE_WORDS = {
 """What a word in the column `recompute` is priced as; any other as selective."""
 
 
+_ZERO_WORDS = (
+    (r"(?:deepspeed|zero|stage|[-_ ])*([0-3])(?:[-_ +(].*)?", ""), (r"full_?shard|fsdp2?|fully.?shard(?:ed|ing)?", "3"),
+    (r"shard_?grad_?op", "2"), (r"(?:distributed|dist|sharded)[-_ ]*opt\w*", "1"),
+    (r"no_?shard|ddp|replicated?|off|false", "0"), (r"hsdp|hybrid(?:_?shard)?", "hsdp"),
+)  # fmt: skip
+
+
+def zero_stage_of(text: str, node: int) -> str | None:
+    """What a cell says of ZeRO, as `0 1 2 3` or `hsdpK`; None if nobody knows. `node`: GPUs, which hybrid shards are of."""
+    for pattern, stage in _ZERO_WORDS:
+        if match := re.fullmatch(pattern, text.lower().removesuffix(".0")):
+            return f"hsdp{node}" if stage == "hsdp" else stage or match[1]
+    return None
+
+
 def out_of_range(asked: Asked) -> str:
     """Which numbers no run can have, or nothing."""
     limits = dict.fromkeys(_COUNTS, (1, LARGEST_COUNT)) | dict.fromkeys(_SIZES, (1, LARGEST_NUMBER))

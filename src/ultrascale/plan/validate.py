@@ -23,7 +23,7 @@ from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableErro
 from ultrascale.plan.measured_rows import Asked, MeasuredRow
 from ultrascale.plan.measured_setups import Setup, setup_of
 from ultrascale.plan.measured_stacks import TUNING, Tuning
-from ultrascale.plan.price import PriceTable, predict, price
+from ultrascale.plan.price import PriceTable, half_precision_peak, predict, price
 from ultrascale.spec.problems import SpecError
 
 COLUMNS = (
@@ -161,8 +161,9 @@ def _convention(asked: Asked) -> str:
 def _peak(setup: Setup) -> float:
     """Dense FLOPs per second that the row's MFU is over: those of its precision."""
     accelerator, precision = setup.workload.cluster.accelerator, setup.layouts[0].precision
-    dtype = "fp8" if precision == "fp8" and "fp8" in accelerator.peak_flops else "bf16"
-    return accelerator.peak_flops_per_second(dtype)
+    if precision == "fp8" and "fp8" in accelerator.peak_flops:
+        return accelerator.peak_flops_per_second("fp8")
+    return half_precision_peak(accelerator)
 
 
 def _without(reason: str, fits: bool | None = None) -> RowPrediction:
