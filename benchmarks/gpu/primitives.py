@@ -2,10 +2,12 @@
 
     python benchmarks/gpu/primitives.py --output results.json [--toy]
 
-Products are those of one block of three Llama shapes at 4096 and 16,384 tokens, forward and both gradients; attention is causal
-flash through SDPA, forward and backward; bandwidth is a copy and a sum of tensors of 2 GiB. Each is timed by device events over
-several runs on inputs that take turns, and the median is held against `plan.compute`. The printed ratios are what a calibration
-of the catalogue would change.
+Products are those of one block of three Llama shapes at 4096 and 16,384 tokens, forward and both gradients, each factor laid
+out as a linear layer has it; in fp8, of one shape, with a scale for a tensor and for a row, with the tensor cores' fast sums
+and without, beside what rounding costs. Attention is causal, forward and backward, by each of SDPA's kernels by name: what
+SDPA takes by itself is cuDNN's on Hopper. Bandwidth is a copy and a sum of tensors of 2 GiB. Each is timed by device events
+over several runs on inputs that take turns, and the median is held against `plan.compute` (whose fp8 products include rounding
+the left factor). The printed ratios are what a calibration of the catalogue would change.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,15 +27,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ultrascale.kernels.fp8 import FORWARD, Scaling, multiplies_fp8, narrow
 from ultrascale.measure.machine import device_name, this_gpu
-from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matmul_seconds
+from ultrascale.plan.compute import Kernel, attention_seconds, elementwise_seconds, matmul_seconds
 from ultrascale.spec.cluster import Accelerator
 from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import preset
 
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b")
 TOKENS = (4096, 16384)
+FP8_MODEL = "llama-3-8b"
+ATTENTION_KERNELS: dict[Kernel, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION, "flash-2": SDPBackend.FLASH_ATTENTION,
+}  # fmt: skip
+"""What the planner calls them, and SDPA."""
 SETS = 3
 """Input sets that are used in turn, so that no product finds its operands in the cache."""
 TIMED = 12
@@ -43,7 +53,8 @@ class Case:
     """One operation."""
 
     kind: str
-    """`product`, `input gradient`, `weight gradient`, `attention`, `attention backward`, `copy`, `add`."""
+    """`product`, `input gradient`, `weight gradient`, `fp8 product`, `fp8 rounding`, `attention`, `attention backward`, `copy`,
+    `add`."""
     name: str
     flops: float
     num_bytes: float
@@ -57,16 +68,19 @@ def cases(device: torch.device, *, toy: bool) -> Iterator[Case]:
     """Everything that is measured."""
     if toy:
         yield from products(device, "toy", 64, {"qkv": (96, 64)})
-        yield from attention(device, "toy", 1, 64, 4, 2, 16)
+        yield from attention(device, "toy", (1, 64, 4, 2, 16))
         yield from streams(device, 2**16)
         return
     for name in MODELS:
         model = preset(name)
         for tokens in TOKENS:
             yield from products(device, name, tokens, weights_of(model))
+            if name == FP8_MODEL and multiplies_fp8(device):
+                yield from fp8_products(device, name, tokens, weights_of(model))
         for sequences, length in ((4, 4096), (1, 16384)):
             heads = (model.num_attention_heads, model.num_key_value_heads, model.head_dim)
-            yield from attention(device, name, sequences, length, *heads)
+            for kernel in ATTENTION_KERNELS:
+                yield from attention(device, name, (sequences, length, *heads), kernel)
     yield from streams(device, 2**30)
 
 
@@ -80,12 +94,14 @@ def weights_of(model: Model) -> dict[str, tuple[int, int]]:
 def products(device: torch.device, model: str, m: int, weights: dict[str, tuple[int, int]]) -> Iterator[Case]:
     """[m, k] x [k, n] and its two gradients, for each weight [n, k]."""
     for name, (n, k) in weights.items():
-        sizes = {"product": ((m, k), (k, n)), "input gradient": ((m, n), (n, k)), "weight gradient": ((n, m), (m, k))}
+        # As a linear layer has them: weights [n, k], activations [m, k] and gradients [m, n] row by row, turned where need be.
+        sizes = {"product": ((m, k), (n, k)), "input gradient": ((m, n), (n, k)), "weight gradient": ((m, n), (m, k))}
         words: dict[str, Any] = {"product": "forward", "input gradient": "input-gradient", "weight gradient": "weight-gradient"}
         for kind, (left, right) in sizes.items():
 
-            def make(left: tuple[int, int] = left, right: tuple[int, int] = right) -> Callable[[], object]:
+            def make(left: tuple[int, int] = left, right: tuple[int, int] = right, kind: str = kind) -> Callable[[], object]:
                 a, b = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in (left, right))
+                a, b = a.t() if kind == "weight gradient" else a, b.t() if kind == "product" else b
                 return lambda: a @ b
 
             def predict(gpu: Accelerator, n: int = n, k: int = k, kind: str = words[kind]) -> float:
@@ -94,26 +110,67 @@ def products(device: torch.device, model: str, m: int, weights: dict[str, tuple[
             yield Case(kind, f"{model} {name} {m} x {n} x {k}", 2.0 * m * n * k, 2.0 * (m * k + n * k + m * n), make, predict)
 
 
-def attention(device: torch.device, model: str, batch: int, length: int, heads: int, groups: int, width: int) -> Iterator[Case]:
-    """Causal attention through SDPA, forward and backward."""
+def fp8_products(device: torch.device, model: str, m: int, weights: dict[str, tuple[int, int]]) -> Iterator[Case]:
+    """[m, k] x [k, n] in e4m3 to bf16, both factors rounded before; and what rounding the left one takes."""
+    for name, (n, k) in weights.items():
+        for scaling, is_fast in ((scaling, is_fast) for scaling in ("tensor", "row") for is_fast in (False, True)):
+
+            def make(n: int = n, k: int = k, scaling: Scaling = scaling, is_fast: bool = is_fast) -> Callable[[], object]:
+                a, b = (torch.randn(rows, k, device=device, dtype=torch.bfloat16).to(FORWARD) for rows in (m, n))
+                scales = [
+                    torch.ones(shape if scaling == "row" else (), device=device) for shape in ((m, 1), (1, n))
+                ]  # of tensors a number each
+                return lambda: torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+                    a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=is_fast
+                )
+
+            def predict(gpu: Accelerator, n: int = n, k: int = k) -> float:
+                return matmul_seconds(gpu, m, n, k, dtype="fp8")
+
+            told = f"{model} {name} {m} x {n} x {k}, {scaling}{', fast sums' * is_fast}"
+            yield Case("fp8 product", told, 2.0 * m * n * k, 1.0 * (m * k + n * k) + 2.0 * m * n, make, predict)
+    for k in sorted({k for _, k in weights.values()}):
+        for scaling in ("tensor", "row"):
+
+            def rounding(k: int = k, scaling: Scaling = scaling) -> Callable[[], object]:
+                wide, once = torch.randn(m, k, device=device, dtype=torch.bfloat16), torch.compile(narrow)
+                return lambda: once(wide, scaling)
+
+            moved = 5.0 * m * k  # read for the largest, read again, written
+            yield Case(
+                "fp8 rounding", f"{m} x {k}, {scaling}", 0.0, moved, rounding,
+                lambda gpu, moved=moved: elementwise_seconds(gpu, moved, num_kernels=2),
+            )  # fmt: skip
+
+
+def attention(
+    device: torch.device, model: str, sizes: tuple[int, int, int, int, int], kernel: Kernel | None = None
+) -> Iterator[Case]:
+    """Causal attention of `sizes` (sequences, length, heads, groups, width) through SDPA, forward and backward; by `kernel`, or
+    by what SDPA takes."""
+    batch, length, heads, groups, width = sizes
     flops = 2.0 * batch * heads * length * length * width  # two products over half of the square
     num_bytes = 2.0 * batch * length * width * (2 * heads + 2 * groups)
-    name = f"{model} {batch} x {length}, {heads} heads of {width}, {groups} groups"
+    name = f"{model} {batch} x {length}, {heads} heads of {width}, {groups} groups{f', {kernel}' if kernel else ''}"
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with nullcontext() if kernel is None else sdpa_kernel(ATTENTION_KERNELS[kernel]):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
     def inputs(needs_grad: bool) -> list[torch.Tensor]:
         counts = (heads, groups, groups)
         return [
-            torch.randn(batch, count, length, width, device=device, dtype=torch.bfloat16, requires_grad=needs_grad)
+            torch.randn(batch, length, count, width, device=device, dtype=torch.bfloat16, requires_grad=needs_grad)
             for count in counts
-        ]
+        ]  # [B, S, H, E], as a projection leaves them
 
     def forward() -> Callable[[], object]:
         query, key, value = inputs(False)
-        return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return lambda: attend(*(one.transpose(1, 2) for one in (query, key, value)))
 
     def backward() -> Callable[[], object]:
         query, key, value = given = inputs(True)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        out = attend(*(one.transpose(1, 2) for one in (query, key, value)))
         gradient = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, given, gradient, retain_graph=True)
 
@@ -122,7 +179,7 @@ def attention(device: torch.device, model: str, batch: int, length: int, heads: 
         def predict(gpu: Accelerator, is_backward: bool = kind != "attention") -> float:
             return attention_seconds(
                 gpu, batch=batch, heads=heads, key_value_heads=groups, head_dim=width, queries=length, keys=length, share=0.5,
-                backward=is_backward,
+                backward=is_backward, kernel=kernel or "flash",
             )  # fmt: skip
 
         yield Case(kind, name, flops * (2.5 if kind != "attention" else 1.0), num_bytes, make, predict)

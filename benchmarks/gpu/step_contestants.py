@@ -237,6 +237,8 @@ def measure(case: Case, say: Callable[[Any], None]) -> dict[str, Any]:
         step()
     settle(on_cuda)
     warm = time.perf_counter() - started
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()  # of steps, not of what chose or compiled kernels for them
     say("warm")
     seconds, loss = [], 0.0
     for _ in range(case.steps):

@@ -64,6 +64,24 @@ def test_all_that_waits_for_a_gpu_is_one_command_and_a_part_that_fails_costs_the
     assert json.loads((tmp_path / "toy" / "place.json").read_text())["commit"] == "abc"
 
 
+def test_parts_share_the_time_of_one_call(tmp_path, monkeypatch, capsys):
+    for name, seconds in (("primer", 60.0), ("kernels", 60.0)):
+        monkeypatch.setitem(everything.PARTS, name, everything.Part(("-c", "import time; time.sleep(60)"), seconds, ()))
+    words = ["--name", "toy", "--results", str(tmp_path), "--commit", "abc", "--within", "2"]
+    assert everything.main([*words, "--only", "primer", "kernels"]) == 1
+    told = capsys.readouterr().out
+    assert "primer: was stopped after 2 s" in told and "kernels: no time was left" in told
+
+
+def test_what_is_claimed_is_run_first():
+    arguments = argparse.Namespace(shapes=["1b", "3b", "8b"], only=None, toy=True, steps=1)
+    rows = [(row.case.contestant, row.shape) for row in step_speed.rows_of(arguments, step_speed.torch.device("cpu"))]
+    assert len(rows) == len(set(rows)) == 3 * 4 + len(step_speed.MORE), "fp8 is for devices that have it"
+    assert rows[:3] == [("ours", "8b"), ("ours", "1b"), ("ours", "3b")]
+    assert {name for name, _ in rows[3:6]} == {"plain"} and {name for name, _ in rows[6:9]} == {"transformers"}
+    assert rows[12:] == [(name, "1b") for name in step_speed.MORE]
+
+
 def test_the_command_for_all_runs_every_script_and_every_test_that_needs_a_gpu():
     words = [one for part in everything.PARTS.values() for one in part.words]
     scripts = {path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text()} - {"everything.py"}
