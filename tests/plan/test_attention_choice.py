@@ -22,6 +22,8 @@ from ultrascale.spec.run import Batch, Data, Run
 from ultrascale.spec.stack import KERNEL_OF_CORE, STACKS, with_attention
 from ultrascale.spec.work import block_work
 
+KERNELS = {"sdpa": "flash-2", "varlen": "flash-2", **KERNEL_OF_CORE}
+"""Of torch's flash attention where it does not take cuDNN's by itself."""
 OF_TORCH: tuple[AttentionCore, ...] = ("sdpa", "varlen", "cudnn", "flex")
 
 
@@ -50,7 +52,7 @@ def test_a_contest_whose_times_are_the_plan_s_has_the_same_winner(gpus, name, pr
     def seconds(core: AttentionCore) -> float:
         return sum(
             attention_seconds(
-                cluster.accelerator, **scores._asdict(), dtype=dtype, backward=way, kernel=KERNEL_OF_CORE[core]
+                cluster.accelerator, **scores._asdict(), dtype=dtype, backward=way, kernel=KERNELS[core]
             )
             for way in (False, True)
         )  # fmt: skip
@@ -62,7 +64,7 @@ def test_a_contest_whose_times_are_the_plan_s_has_the_same_winner(gpus, name, pr
     if all(isinstance(one, str) for one in outcomes.values()):
         return
     chosen = decide("attention", [outcomes]).chosen
-    winner = next(kernel for core, kernel in KERNEL_OF_CORE.items() if core == chosen)
+    winner = next(kernel for core, kernel in KERNELS.items() if core == chosen)
     assert winner == attention_kernel(workload, shape, scores)
 
 
@@ -85,9 +87,10 @@ def test_hopper_takes_cudnn_where_nothing_is_masked(gpus, documents, cp, expecte
 def test_a_core_that_is_named_is_priced_as_it_is():
     workload = Workload(preset("llama-3.1-8b"), parse_cluster("8xh100"), 8192, 8)
     layout = Layout(dp=8, zero_stage=3, precision="bf16")
-    cores: tuple[AttentionCore, ...] = ("auto", "sdpa", "cudnn", "flex", "flash-3")
+    cores: tuple[AttentionCore, ...] = ("auto", "sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3")
     step = {core: predict(replace(workload, stack=with_attention(workload.stack, core)), layout).step_seconds for core in cores}
-    assert step["flash-3"] < step["cudnn"] == step["auto"] < step["sdpa"] < step["flex"]
+    assert step["flash-3"] < step["cudnn"] == step["auto"] < step["flash-2"] < step["flex"]
+    assert step["sdpa"] == step["varlen"] == step["cudnn"], "torch takes cuDNN's on Hopper where nothing is masked"
 
 
 def test_deterministic_runs_do_without_cudnn():

@@ -241,10 +241,10 @@ of messages. `plan.muon_update` has it to the byte."""
 
 
 KERNEL_OF_CORE: dict[AttentionCore, Literal["flash", "cudnn", "flash-2"]] = {
-    "sdpa": "flash-2", "varlen": "flash-2", "flex": "flash-2", "flash-2": "flash-2", "cudnn": "cudnn", "flash-3": "flash",
-    "flash-4": "flash",
+    "flex": "flash-2", "flash-2": "flash-2", "cudnn": "cudnn", "flash-3": "flash", "flash-4": "flash",
 }  # fmt: skip
-"""What runs under the name of a core; the others leave it to a contest."""
+"""What runs under the name of a core; the others leave it open: `auto` and `fastest` to a contest, `sdpa`, and `varlen` where
+nothing is masked, to torch, which on Hopper takes cuDNN's where that can (2.11), elsewhere flash attention 2."""
 FLEX_OVER_FLASH = 1.16
 """Time of FlexAttention over that of flash attention 2: 0.9 of its rate forward, 0.85 backward, which is 2.5 times the work
 (He et al., "FlexAttention", PyTorch 2024)."""
