@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -113,7 +113,7 @@ def products(device: torch.device, model: str, m: int, weights: dict[str, tuple[
 def fp8_products(device: torch.device, model: str, m: int, weights: dict[str, tuple[int, int]]) -> Iterator[Case]:
     """[m, k] x [k, n] in e4m3 to bf16, both factors rounded before; and what rounding the left one takes."""
     for name, (n, k) in weights.items():
-        for scaling, is_fast in ((scaling, is_fast) for scaling in ("tensor", "row") for is_fast in (False, True)):
+        for scaling, is_fast in product(get_args(Scaling), (False, True)):
 
             def make(n: int = n, k: int = k, scaling: Scaling = scaling, is_fast: bool = is_fast) -> Callable[[], object]:
                 a, b = (torch.randn(rows, k, device=device, dtype=torch.bfloat16).to(FORWARD) for rows in (m, n))
@@ -130,7 +130,7 @@ def fp8_products(device: torch.device, model: str, m: int, weights: dict[str, tu
             told = f"{model} {name} {m} x {n} x {k}, {scaling}{', fast sums' * is_fast}"
             yield Case("fp8 product", told, 2.0 * m * n * k, 1.0 * (m * k + n * k) + 2.0 * m * n, make, predict)
     for k in sorted({k for _, k in weights.values()}):
-        for scaling in ("tensor", "row"):
+        for scaling in get_args(Scaling):
 
             def rounding(k: int = k, scaling: Scaling = scaling) -> Callable[[], object]:
                 wide, once = torch.randn(m, k, device=device, dtype=torch.bfloat16), torch.compile(narrow)

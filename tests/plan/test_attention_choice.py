@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ultrascale.kernels.attention_contest import left_out
 from ultrascale.kernels.contest import decide
 from ultrascale.plan.attention_choice import attention_kernel, wanted_of
-from ultrascale.plan.compute import attention_seconds
+from ultrascale.plan.compute import Kernel, attention_seconds
 from ultrascale.plan.price import predict
 from ultrascale.plan.report import workload_of
 from ultrascale.plan.workload import Workload
@@ -22,7 +22,7 @@ from ultrascale.spec.run import Batch, Data, Run
 from ultrascale.spec.stack import KERNEL_OF_CORE, STACKS, with_attention
 from ultrascale.spec.work import block_work
 
-KERNELS = {"sdpa": "flash-2", "varlen": "flash-2", **KERNEL_OF_CORE}
+KERNELS: dict[AttentionCore, Kernel] = {"sdpa": "flash-2", "varlen": "flash-2", **KERNEL_OF_CORE}
 """Of torch's flash attention where it does not take cuDNN's by itself."""
 OF_TORCH: tuple[AttentionCore, ...] = ("sdpa", "varlen", "cudnn", "flex")
 
