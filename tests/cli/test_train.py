@@ -86,10 +86,17 @@ def test_under_torchrun_a_world_of_another_size_is_a_wrong_description(run_file,
     ],
 )
 def test_several_processes_end_as_their_launcher_says(run_file, capsys, monkeypatch, ending, code, message):
+    (run_file.parent / "small" / "checkpoints" / "step-00000001").mkdir(parents=True)
     monkeypatch.setattr(local, "launch_local", lambda file, processes, **options: ending)
     assert train(run_file, "--processes", "2") == code
     told = capsys.readouterr().err
     assert message in told and (message != "" or told == "")
+
+
+def test_of_a_run_that_ends_before_its_first_save_no_checkpoint_is_promised(run_file, capsys, monkeypatch):
+    monkeypatch.setattr(local, "launch_local", lambda file, processes, **options: Ending("stopped by SIGINT", stopped=True))
+    assert train(run_file, "--processes", "2") == 1
+    assert "stopped by SIGINT. Nothing is saved yet." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code, told", [(1, 2), (2, 0)])

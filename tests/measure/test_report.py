@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ultrascale.cli.main import main
+from ultrascale.measure import plots
 from ultrascale.measure.plots import plot_noise_scale
 
 PNG = b"\x89PNG"
@@ -59,6 +61,16 @@ def test_the_speed_is_of_the_last_start_as_one_before_it_may_have_had_another_la
     assert main(["report", str(tmp_path)]) == 0
     told = f"{rate} tokens/s (median since the start at step {since})" if since else f"{rate} tokens/s (median"
     assert told in capsys.readouterr().out
+
+
+def test_the_picture_has_the_median_of_the_summary(tmp_path: Path, monkeypatch) -> None:
+    write_run(tmp_path)
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "start", "time": 5.0, "step": 3}) + "\n")
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure) or path)
+    plots.plot_run_folder(tmp_path)
+    labels = [line.get_label() for figure in drawn for line in figure.axes[0].lines]
+    assert "median 250 since step 3" in labels
 
 
 def test_a_run_that_logged_nothing_but_losses_is_reported_too(tmp_path: Path, capsys) -> None:

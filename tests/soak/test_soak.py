@@ -53,6 +53,13 @@ def test_a_fault_strikes_once(tmp_path):
     assert list(fired(tmp_path, drawn(count=3))) == [0]
 
 
+@pytest.mark.parametrize("minutes", ["nan", "inf", "0"])
+def test_a_storm_without_an_end_is_refused(tmp_path, capsys, monkeypatch, minutes):
+    monkeypatch.setattr("ultrascale.soak.story.soak", lambda *words, **settings: pytest.fail("it began"))
+    assert main(["soak", "--minutes", minutes, "--folder", str(tmp_path / "soak")]) == 2
+    assert "must be above 0 and finite" in capsys.readouterr().err
+
+
 def test_a_kind_that_there_is_not_is_refused_with_those_there_are(tmp_path, capsys):
     assert main(["soak", "--faults", "earthquake", "--folder", str(tmp_path / "soak")]) == 2
     assert "'earthquake' is no fault" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import statistics
 from collections import defaultdict
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,8 @@ def command(arguments: list[str]) -> int:
     processes, minutes, count, faults, seed, folder, torchrun, as_json = parse(soak, "soak", arguments)
     if processes < 2 or processes % 2:
         raise SpecError([Problem("--processes", f"must be even, is {processes}", "Use 2 or 4.")])
-    if minutes <= 0 or (count is not None and count < 1):
-        raise SpecError([Problem("--minutes, --count", "must be above 0", "One minute is about six faults.")])
+    if not (isfinite(minutes) and minutes > 0) or (count is not None and count < 1):
+        raise SpecError([Problem("--minutes, --count", "must be above 0 and finite", "One minute is about six faults.")])
     from ultrascale.soak.storm import KINDS
     from ultrascale.soak.story import soak as carry_through
 

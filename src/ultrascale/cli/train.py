@@ -131,7 +131,8 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: boo
     if not ending.reason or ending.saved:
         return 0
     if not ending.explained:
-        say(f"{ending.reason}. What is saved is in {folder.checkpoints}.")
+        saved = f"What is saved is in {folder.checkpoints}."
+        say(f"{ending.reason}. {saved if any(folder.checkpoints.glob('step-*')) else 'Nothing is saved yet.'}")
     return ending.exit_code
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ultrascale.launch.events import event_of, read_rows
 from ultrascale.spec.parsing import parse_json
 from ultrascale.spec.problems import Problem, SpecError
 
@@ -25,10 +26,12 @@ def plot_run(
     memory_timeline: Sequence[Mapping[str, Any]] = (),
     planned_peak_bytes: int | None = None,
     reference_loss: tuple[str, float] | None = None,
+    timed_since: int = 0,
 ) -> list[Path]:
     """Write `loss`, `tokens_per_second`, `noise_scale` and `memory_by_category.png` into `folder`; those there is data for.
 
-    `metrics` are rows of metrics.jsonl, `memory_timeline` is `LiveMemory.timeline()`; `reference_loss` draws a named line.
+    `metrics` are rows of metrics.jsonl, `memory_timeline` is `LiveMemory.timeline()`; `reference_loss` draws a named line; the
+    median speed is of the steps from `timed_since` on.
     Raises ModuleNotFoundError without matplotlib (extra `plot`).
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +39,7 @@ def plot_run(
     if any("train/loss" in row for row in metrics):
         written.append(plot_loss(metrics, folder / "loss.png", reference=reference_loss))
     if any(row.get("perf/tokens_per_s") for row in metrics):
-        written.append(plot_tokens_per_second(metrics, folder / "tokens_per_second.png"))
+        written.append(plot_tokens_per_second(metrics, folder / "tokens_per_second.png", since=timed_since))
     if any(row.get("train/noise_scale_tokens") for row in metrics):
         written.append(plot_noise_scale(metrics, folder / "noise_scale.png"))
     if memory_timeline:
@@ -46,10 +49,11 @@ def plot_run(
 
 def plot_run_folder(folder: Path, output: Path | None = None, *, reference_loss: tuple[str, float] | None = None) -> list[Path]:
     """The pictures of the run in `folder`, from its metrics.jsonl and memory.json, into `output` (default: its `plots`)."""
-    memory = read_memory(folder)
+    memory, metrics = read_memory(folder), read_metrics(folder / "metrics.jsonl")
     return plot_run(
-        read_metrics(folder / "metrics.jsonl"),
+        metrics,
         output or folder / "plots",
+        timed_since=last_timed_start(folder, metrics),
         memory_timeline=memory.get("measured_timeline", ()),
         planned_peak_bytes=memory.get("planned_peak_bytes"),
         reference_loss=reference_loss,
@@ -85,6 +89,15 @@ def read_memory(folder: Path) -> dict[str, Any]:
     raise SpecError([Problem(str(path), "is not what a run wrote there", "Remove it: the report then has no memory.")])
 
 
+def last_timed_start(folder: Path, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Steps done at the last start, by the folder's events, that has timed steps among `rows`; 0 if none is known."""
+    events = folder / "events.jsonl"
+    found = map(event_of, read_rows(events) if events.is_file() else ())
+    starts = [event.step for event in found if event is not None and event.kind == "start" and event.step is not None]
+    last = max((row["step"] for row in rows if row.get("perf/tokens_per_s") is not None), default=-1)
+    return next((step for step in reversed(starts) if step <= last), 0)
+
+
 def _row_of(line: bytes) -> dict[str, Any] | None:
     try:
         row = parse_json(line)
@@ -106,15 +119,16 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple
     return save_figure(figure, path)
 
 
-def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Tokens per second by step, and their median."""
+def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path, *, since: int = 0) -> Path:
+    """Tokens per second by step, and their median from step `since` on: before it the run may have had another layout."""
     from statistics import median
 
     figure, axes = new_figure("Throughput", "step", "tokens per second")
     steps, rates = _series(rows, "perf/tokens_per_s")
-    middle = median(rates)
+    middle = median(rate for step, rate in zip(steps, rates, strict=True) if step >= since)
     axes.plot(steps, rates, color=LINE, linewidth=1.2, alpha=0.85)
-    axes.axhline(middle, color=SECOND, linewidth=1.2, label=f"median {middle:,.0f}")
+    label = f"median {middle:,.0f}" + (f" since step {since:,}" if since else "")
+    axes.plot([max(since, steps[0]), steps[-1]], [middle, middle], color=SECOND, linewidth=1.2, label=label)
     axes.set_ylim(0, max(rates) * 1.15)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend(frameon=False, loc="lower right")
@@ -213,6 +227,8 @@ def _dress(axes: Any, title: str, across: str, up: str) -> None:
     axes.tick_params(colors=INK, labelsize=9)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
+    if across == "step":
+        axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def save_figure(figure: Any, path: Path) -> Path:

@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ultrascale.launch.events import event_of, read_rows
-from ultrascale.measure.plots import read_memory, read_metrics
+from ultrascale.measure.plots import last_timed_start, read_memory, read_metrics
 from ultrascale.spec.problems import Problem, SpecError
 
 
@@ -53,14 +52,7 @@ def summarise(folder: Path) -> Summary:
     if not rows:
         remedy = "Give the folder of a run that has trained, such as out/first."
         raise SpecError([Problem(str(folder), "has no metrics.jsonl with a step in it", remedy)])
-    return summary_of(rows, read_memory(folder), _last_timed_start(folder / "events.jsonl", rows))
-
-
-def _last_timed_start(events: Path, rows: Sequence[Mapping[str, Any]]) -> int:
-    found = map(event_of, read_rows(events) if events.is_file() else ())
-    starts = [event.step for event in found if event is not None and event.kind == "start" and event.step is not None]
-    last = max((row["step"] for row in rows if row.get("perf/tokens_per_s") is not None), default=-1)
-    return next((step for step in reversed(starts) if step <= last), 0)
+    return summary_of(rows, read_memory(folder), last_timed_start(folder, rows))
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any], timed_since: int = 0) -> Summary:
