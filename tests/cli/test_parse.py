@@ -32,3 +32,16 @@ def test_settings_are_told_from_the_words_of_the_verb_wherever_they_stand(words:
 def test_a_setting_may_stand_before_the_file(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--layout.tp", "3", "runs/tiny-llama-cpu.toml"]) == 2
     assert "must divide model.num_attention_heads = 4, is 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", ["plan", "plan far", "show", "show schedule", "check", "trace", "train", "measure", "validate"]
+)
+def test_help_has_its_examples_in_lines_below_each_other_and_no_value_none(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--help"])
+    told = capsys.readouterr().out
+    assert "\n    ultrascale " in told
+    assert "\n\n\n" not in told and "{None" not in told

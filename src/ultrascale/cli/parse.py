@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from inspect import signature
+from inspect import getdoc, signature
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -24,7 +24,7 @@ def parse(verb: Callable[..., T] | Any, name: str, arguments: list[str]) -> T:
     Wrong ones end the process with exit code 2.
     """
     _say_what_to_give(verb)
-    return tyro.cli(verb, prog=f"ultrascale {name}", args=arguments, config=_CONFIG)
+    return tyro.cli(verb, prog=f"ultrascale {name}", description=what_it_does(verb), args=arguments, config=_CONFIG)
 
 
 def parse_with_overrides(verb: Callable[..., T], name: str, arguments: list[str]) -> tuple[T, list[str]]:
@@ -34,8 +34,18 @@ def parse_with_overrides(verb: Callable[..., T], name: str, arguments: list[str]
     """
     _say_what_to_give(verb)
     settings, words = set_aside(arguments, own=signature(verb).parameters.keys())
-    result, unknown = tyro.cli(verb, prog=f"ultrascale {name}", args=words, return_unknown_args=True, config=_CONFIG)
+    result, unknown = tyro.cli(
+        verb, prog=f"ultrascale {name}", description=what_it_does(verb), args=words, return_unknown_args=True, config=_CONFIG
+    )
     return result, [*settings, *unknown]  # type: ignore[return-value]
+
+
+def what_it_does(verb: Any) -> str | None:
+    """The docstring above its arguments, examples right below what they are of: tyro begins a line of its own for each, and
+    would put two empty ones above that. None for a choice of verbs, each of which has its own."""
+    if get_origin(verb) in (Union, UnionType):
+        return None
+    return (getdoc(verb) or "").partition("\n\nArgs:")[0].replace("\n\n    ", "\n    ")
 
 
 def set_aside(arguments: list[str], *, own: Collection[str]) -> tuple[list[str], list[str]]:
@@ -76,4 +86,6 @@ def _say_what_to_give(verb: Any) -> None:
             given = [kind for kind in get_args(hint) if kind is not NoneType]
             is_plain = get_origin(hint) in (Union, UnionType) and len(given) == 1 and isinstance(given[0], type)
             metavar = given[0].__name__.upper() if is_plain else None
+            if len(given) == 1 and get_origin(given[0]) is Literal:
+                metavar = f"{{{','.join(map(str, get_args(given[0])))}}}"
             verb.__annotations__[name] = Annotated[hint, tyro.conf.arg(help_behavior_hint="", metavar=metavar)]
