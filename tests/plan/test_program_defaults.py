@@ -117,3 +117,9 @@ def test_devices_from_before_bf16_are_predicted_over_their_fp16_peak():
 def test_automodel_s_recomputation_is_open_where_nemo_s_recipes_have_none():
     found = [setup_of(asked(framework=framework, recompute="")).open_cells for framework in ("NeMo AutoModel", "NeMo 25.02")]
     assert "recompute" in found[0] and "recompute" not in found[1]
+
+
+def test_automodel_attends_with_transformer_engine_and_sends_tokens_once():
+    stack, _ = stack_of(asked(framework="NeMo AutoModel", experts="128", topk="8", expert_ffn="768"))
+    assert (stack.name, stack.attention_kernel, stack.sends_tokens_once) == ("torchtitan", "cudnn", True)
+    assert not stack_of(asked(framework="torchtitan", experts="128", topk="8", expert_ffn="768"))[0].sends_tokens_once

@@ -82,13 +82,15 @@ overlapped, which Megatron does in its interleaved schedule only (arguments.py: 
 _BASELINE = r"megascale|2402\.15627"
 """MegaScale's paper measures Megatron-LM before its traffic of data parallelism ran beside passes: of what it adds to this
 baseline, step by step, "DP overlap" is one (its table 3)."""
+_AUTOMODEL = r"automodel"
 _LIKENESSES = (
     _Likeness(r"torchtitan", "torchtitan", True, {}),
     _Likeness(r"nanotron|picotron", "nanotron", True, {}),
     _Likeness(r"llm-foundry|composer|mosaic", "llm-foundry", True, {}),
     _Likeness(r"megatron-deepspeed|bigscience", "deepspeed", False, _NO_OVERLAP),
     _Likeness(r"vtrain", "megatron", False, _NO_OVERLAP),  # its paper: gradients are reduced after the backward pass
-    _Likeness(r"nemo.*automodel|automodel", "torchtitan", False, {}),
+    # Its recipes of mixtures of experts: attn: te, dispatcher: deepep (examples/llm_pretrain, BackendConfig).
+    _Likeness(_AUTOMODEL, "torchtitan", False, {"attention_kernel": "cudnn"}),
     _Likeness(r"nemo|megatron-bridge", "megatron", True, _NARROW_GRADIENTS),
     _Likeness(r"megatron|mcore", "megatron", True, _PLAIN_MEGATRON),
     _Likeness(r"deepspeed", "deepspeed", True, {}),
@@ -214,8 +216,8 @@ def _in_graphs(asked: Asked) -> bool:
 
 
 def _sends_once(asked: Asked) -> bool:
-    """Whether a mixture of experts is run with DeepEP or HybridEP: DeepSeek's own program, and NVIDIA's recipes."""
-    if not asked.experts or re.search("hai-llm", asked.framework, re.IGNORECASE):
+    """Whether a mixture of experts is run with DeepEP or HybridEP: DeepSeek's own program, NVIDIA's recipes and AutoModel's."""
+    if not asked.experts or re.search(f"hai-llm|{_AUTOMODEL}", asked.framework, re.IGNORECASE):
         return bool(asked.experts)
     since = (0, 1) if asked.attn_kind.lower().startswith("mla") else FIRST_RELEASE_SENDING_ONCE
     return _release(asked) >= since
