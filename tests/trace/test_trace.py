@@ -15,7 +15,7 @@ from agree.traced import run_of
 from ultrascale.models import feed_forward
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
-from ultrascale.trace.allocator import LARGE_SEGMENT, SMALL_SEGMENT, Allocator, reserved_bytes
+from ultrascale.trace.allocator import LARGE_SEGMENT, SMALL_SEGMENT, Allocator, allocated_bytes, reserved_bytes
 from ultrascale.trace.compare import compare, traffic_of
 from ultrascale.trace.explain import biggest_parts
 from ultrascale.trace.files import perfetto, snapshot, write_file
@@ -109,8 +109,21 @@ def test_the_allocator_takes_segments_as_torch_does() -> None:
     assert allocator.reserved == 2 * SMALL_SEGMENT + LARGE_SEGMENT + 34 * 2**20, "each stream has segments of its own"
 
 
+def test_a_block_that_is_not_split_counts_as_allocated_in_whole() -> None:
+    allocator = Allocator()
+    address, pool = allocator.take(LARGE_SEGMENT - 2**19, "compute")
+    assert allocator.allocated == LARGE_SEGMENT, "half a MiB is too little for another block"
+    other, _ = allocator.take(SMALL_SEGMENT, "compute")
+    assert allocator.allocated == LARGE_SEGMENT + SMALL_SEGMENT
+    allocator.give_back(address, pool)
+    allocator.give_back(other, pool)
+    assert (allocator.allocated, allocator.peak_allocated) == (0, LARGE_SEGMENT + SMALL_SEGMENT)
+
+
 def test_what_is_reserved_holds_what_lives(traced: RankTrace) -> None:
-    assert traced.peak_bytes() <= reserved_bytes(traced) < 3 * traced.peak_bytes() + 20 * LARGE_SEGMENT
+    assert (
+        traced.peak_bytes() <= allocated_bytes(traced) <= reserved_bytes(traced) < 3 * traced.peak_bytes() + 20 * LARGE_SEGMENT
+    )
 
 
 def test_a_snapshot_opens_in_torchs_own_visualiser(traced: RankTrace, tmp_path: Path) -> None:

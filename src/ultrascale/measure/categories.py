@@ -52,7 +52,8 @@ _ATTENTION_OPS = re.compile(
 _COMPILED = re.compile(r"CompiledFxGraph|CompiledFunction|triton_|cpp_fused")
 _NOT_COMPUTING = ("autograd::", "ultrascale::", "c10d::", "_c10d_functional::")
 """Operations whose own time is Python's: what they compute are operations inside them."""
-_ATTENTION_KERNELS = re.compile(r"flash|fmha|attention|attn|sdpa", re.IGNORECASE)
+_ATTENTION_KERNELS = re.compile(r"flash|fmha|attention|attn|sdpa|cudnn", re.IGNORECASE)
+"""Of cuDNN nothing else runs here: its backward pass has `cudnn::fusion::compute_dot_do_o` and `convert_dq_to_16bits` too."""
 _PRODUCT_KERNELS = re.compile(r"gemm|nvjet|cublas|xmma|cutlass|matmul|splitk|triton_tem|_mm_", re.IGNORECASE)
 
 
