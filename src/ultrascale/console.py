@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Literal
 
 Stream = Literal["stdout", "stderr"]
@@ -46,6 +47,20 @@ def finish_stdout() -> str:
         let_go("stdout")
         return why(error)
     return ""
+
+
+@contextmanager
+def stdout_on_stderr() -> Iterator[None]:
+    """While inside, what this process and those it starts print goes to stderr: stdout is for what a program will read."""
+    finish_stdout()
+    own = os.dup(NUMBERS["stdout"])
+    os.dup2(NUMBERS["stderr"], NUMBERS["stdout"])
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(own, NUMBERS["stdout"])
+        os.close(own)
 
 
 def let_go(stream: Stream) -> None:

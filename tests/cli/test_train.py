@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,7 +34,9 @@ def train(run_file: Path, *words: str) -> int:
 
 def test_a_run_is_trained_and_its_end_told_as_json(run_file, capsys):
     assert train(run_file, "--optimizer.learning-rate", "1e-3", "--json") == 0
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    told = capsys.readouterr()
+    summary = json.loads(told.out)  # nothing else is there
+    assert f"step {STEPS}/{STEPS}  loss" in told.err
     assert summary["finished"] and summary["last"]["step"] == STEPS - 1
     assert resolve(run_file.parent / "small").run.optimizer.learning_rate == 1e-3
 
@@ -133,3 +137,12 @@ def test_a_mistake_is_told_with_its_remedy_before_anything_starts(run_file, tmp_
     assert main(["train", *(word.format(run=run_file, backward_first=backward_first) for word in words)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "small").exists()
+
+
+def test_of_ranks_that_are_started_too_only_json_goes_to_stdout(run_file):
+    words = [sys.executable, "-m", "ultrascale", "train", str(run_file), "--processes", "2", "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["last"]["step"] == STEPS - 1
+    assert f"step {STEPS}/{STEPS}  loss" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -48,7 +49,7 @@ def train(
         max_restarts: Start the processes again this often without a new checkpoint in between when one of them dies.
         allow_changes: Go on from a checkpoint although model, data or seed have changed.
         ignore_memory: Start on GPUs although the plan says that a rank needs more memory than they have.
-        json: At the end print one JSON object.
+        json: At the end print one JSON object; all else goes to stderr.
     """
     return run, processes, elastic, max_restarts, allow_changes, ignore_memory, json
 
@@ -56,7 +57,23 @@ def train(
 def command(arguments: list[str]) -> int:
     """Run the verb; 0 when the run is complete or was stopped in order, 1 when it failed, 2 when it is described wrongly."""
     parsed, rest = parse_with_overrides(train, "train", arguments)
-    path, processes, elastic, max_restarts, allow_changes, ignore_memory, as_json = parsed
+    with console.stdout_on_stderr() if parsed[-1] else nullcontext():
+        run, code = _trained(*parsed[:-1], rest)
+    if parsed[-1] and told_rank(os.environ) == 0:
+        console.put(json_module.dumps(_summary(run, code)))
+    return code
+
+
+def _trained(
+    path: str,
+    processes: int | None,
+    elastic: bool,
+    max_restarts: int,
+    allow_changes: bool,
+    ignore_memory: bool,
+    rest: list[str],
+) -> tuple[Run, int]:
+    """What was trained, and the exit code."""
     if max_restarts < 0:
         raise SpecError([Problem("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")])
     expect_rank_environment(os.environ)
@@ -74,9 +91,7 @@ def command(arguments: list[str]) -> int:
         code = train_or_explain(resolved, allow_changes=allow_changes, ignore_memory=ignore_memory)
     else:
         code = _launch(resolved, max_restarts, allow_changes, ignore_memory)
-    if as_json and told_rank(os.environ) == 0:
-        console.put(json_module.dumps(_summary(resolved, code)))
-    return code
+    return resolved, code
 
 
 def _elastic(run: Run, world: int) -> Run:
