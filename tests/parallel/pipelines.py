@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.data import apply_data_parallel
-from ultrascale.parallel.pipeline import Pipeline
+from ultrascale.parallel.pipeline import Pipeline, build_pipeline
 from ultrascale.parallel.precision import TORCH_DTYPE, apply_mixed_precision
 from ultrascale.parallel.recompute import apply_recompute
 from ultrascale.schedules.build import stages_of_ranks
@@ -141,7 +141,7 @@ def build(rank: int, step: Step) -> Running:
         elif layout.precision != layout.master_dtype:
             apply_mixed_precision(decoder, TORCH_DTYPE[layout.precision])
         stages[stage] = decoder
-    return Running(step, Pipeline(layout, stages, (group, group), torch.device("cpu")), dp, {})
+    return Running(step, build_pipeline(layout, stages, (group, group), torch.device("cpu")), dp, {})
 
 
 def rank_step(rank: int, step: Step) -> tuple[float, dict[str, torch.Tensor]]:

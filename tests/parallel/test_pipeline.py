@@ -243,7 +243,9 @@ def back_and_forth(rank: int) -> int:
     group = dist.new_group([0, 1])
     assert isinstance(group, dist.ProcessGroup)
     orders = build_orders(layout_of("1f1b", 2), 40)
-    mailbox = Mailbox(orders.messages, (group, group), shape=(2,), dtype=torch.float64, device=torch.device("cpu"))
+    mailbox = Mailbox(
+        orders.messages, (group, group), orders.num_stages - 1, shape=(2,), dtype=torch.float64, device=torch.device("cpu")
+    )
     most = 0
     for position, action in enumerate(orders.schedule[rank]):
         mailbox.expect(position)

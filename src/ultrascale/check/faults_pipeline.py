@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ultrascale.check.fault import Home, axis, fault, is_tied
-from ultrascale.parallel import pipeline
-from ultrascale.parallel.pipeline import Passing
+from ultrascale.parallel import pipeline_passes
+from ultrascale.parallel.pipeline_passes import Passing
 from ultrascale.parallel.pipeline_weights import Waiting
 from ultrascale.parallel.share import TIED, Share, local
 from ultrascale.schedules.actions import Action
@@ -110,10 +110,10 @@ def _tied_updated_twice(trainer: Trainer) -> Iterator[None]:
        fits=lambda run: run.layout.pp > 1 and run.layout.schedule in ("zb-h1", "zb-v", "dualpipe-v"),
        home=Home(layout={"pp": 2, "schedule": "zb-h1", "layers_per_stage": (2, 1)}))  # fmt: skip
 def _weights_dropped(trainer: Trainer) -> Iterator[None]:
-    make = pipeline.make_gradients
+    make = pipeline_passes.make_gradients
 
     def forgetful(waiting: Waiting) -> None:
         make(waiting[:-1])
 
-    with patch.object(pipeline, "make_gradients", forgetful):
+    with patch.object(pipeline_passes, "make_gradients", forgetful):
         yield

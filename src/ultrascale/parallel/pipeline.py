@@ -1,49 +1,39 @@
 """Pipeline parallelism: the lists of `schedules` executed, one rank's actions one after the other.
 
-    F   take the stage's input (tokens, a message, or what another stage of this rank made), run the stage, send the result on
-    B   take the gradient of the result, run the backward pass, send the gradient of the input back
-    I   the same without the gradients of most weights        W   those; in the first stage, whose I nobody waits for, all of it
+    each pass (`pipeline_passes`) with what it reads, and its result sent on
     F beside B   one after the other: nothing of ours runs two streams of computation
 
 The planner plays the same lists (`plan.pipeline`). Of a micro-batch in flight a rank holds what autograd saved and the stage's
 input; its result is let go when it has been sent. Sends and receives run beside the computation (`pipeline_messages`). A rank
 sends one activation, [B, S, D], per micro-batch and border, and as much back.
 
-Why not the runtime of torch.distributed.pipelining: it cuts backward passes in the graph (`pipeline_weights` says what that
-costs), keeps sent results until the end of the step, reduces gradients of FSDP after all backward passes of a stage without
-hiding any of it, whatever the ZeRO stage, and shapes, messages and losses are its own to find. What it does beside is here in
-these lines.
+layout.pipeline_runtime = "torch" gives the same list, with its messages, to the runtime of torch.distributed.pipelining
+(`pipeline_torch`). The one here lets go of what has been sent, and says who waits for what.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ultrascale.models.decoder import Decoder
-from ultrascale.parallel.data import prepare_action
-from ultrascale.parallel.pipeline_data import order_gathers, prepare_backward, reduce_weight_gradients
+from ultrascale.parallel.pipeline_data import order_gathers
 from ultrascale.parallel.pipeline_messages import Mailbox
-from ultrascale.parallel.pipeline_weights import Waiting, WeightGradients, make_gradients
+from ultrascale.parallel.pipeline_passes import Passes, Passing
+from ultrascale.parallel.pipeline_weights import WeightGradients
 from ultrascale.schedules.actions import Action, Kind, forward
 from ultrascale.schedules.build import is_file, stages_of_ranks
 from ultrascale.schedules.executable import Schedule, shape_of
 from ultrascale.schedules.for_layout import schedule_of
-from ultrascale.schedules.messages import Message, made_by, messages, only_forward, read_by
+from ultrascale.schedules.messages import Message, messages, only_forward
 from ultrascale.schedules.sharded import sharded
 from ultrascale.spec.layout import Layout
-
-Passes = Callable[[int, int, Tensor | None], Tensor]
-"""(stage, micro-batch, its input or None for the first stage) to what the next stage takes, of the last one the loss (0-d)."""
 
 
 class Executed(NamedTuple):
@@ -61,6 +51,7 @@ class Orders(NamedTuple):
     schedule: Schedule
     messages: list[Message]
     num_stages: int
+    num_micro_batches: int
 
     @property
     def splits(self) -> bool:
@@ -68,18 +59,10 @@ class Orders(NamedTuple):
         return any(part.kind is Kind.INPUT_GRADIENT for row in self.schedule for action in row for part in action.parts)
 
 
-class _Held(NamedTuple):
-    """What a micro-batch leaves in a stage until its backward pass."""
-
-    result: GradientEdge
-    given: Tensor | None
-    """The stage's input, a leaf of its graph; None: tokens."""
-
-
 def build_orders(layout: Layout, num_micro_batches: int) -> Orders:
     """The step of `layout` with so many micro-batches on each rank. Raises SpecError as `schedule_of`."""
     schedule = schedule_of(layout, num_micro_batches)
-    return Orders(schedule, messages(schedule), shape_of(schedule)[0])
+    return Orders(schedule, messages(schedule), shape_of(schedule)[0], num_micro_batches)
 
 
 def build_evaluation(layout: Layout, num_micro_batches: int) -> Orders:
@@ -89,7 +72,7 @@ def build_evaluation(layout: Layout, num_micro_batches: int) -> Orders:
         schedule = [[forward(stage, k) for k in range(num_micro_batches) for stage in stages] for stages in held]
     else:
         schedule = only_forward(build_orders(layout, num_micro_batches).schedule)
-    return Orders(schedule, messages(schedule), layout.num_stages)
+    return Orders(schedule, messages(schedule), layout.num_stages, num_micro_batches)
 
 
 _training, _evaluation = lru_cache(maxsize=16)(build_orders), lru_cache(maxsize=16)(build_evaluation)
@@ -143,86 +126,31 @@ class Pipeline:
             self._run(orders, orders.schedule[self.rank], passes, shape, dtype)
 
     def _run(self, orders: Orders, actions: Sequence[Action], passes: Passes, shape: Sequence[int], dtype: torch.dtype) -> None:
-        mailbox = Mailbox(orders.messages, self.groups, shape=shape, dtype=dtype, device=self.device)
-        passing = Passing(self.stages, passes, mailbox, self._weights, orders.num_stages - 1)
+        mailbox = Mailbox(orders.messages, self.groups, orders.num_stages - 1, shape=shape, dtype=dtype, device=self.device)
+        passing = Passing(self.stages, passes, self._weights)
         self.executed = []
         for position, action in enumerate(actions):
             mailbox.expect(position)
             for part in (part._replace(beside=None) for part in action.parts):
-                given = passing.take(part)
+                given = mailbox.collect(part)
                 start = time.perf_counter()
                 self.on_action(part)
-                passing.do(part, given)
+                mailbox.hand_on(part, passing.do(part, given))
+                del given
                 self.executed.append(Executed(part, start, time.perf_counter()))
         mailbox.close()
 
 
-@dataclass
-class Passing:
-    """The micro-batches in flight on a rank, in one step."""
+def build_pipeline(
+    layout: Layout,
+    stages: Mapping[int, Decoder],
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    device: torch.device,
+    on_action: Callable[[Action], None] = lambda action: None,
+) -> Pipeline:
+    """The rank's pipeline with the runtime that `layout` asks for; arguments as of `Pipeline`."""
+    if layout.pipeline_runtime == "torch":
+        from ultrascale.parallel.pipeline_torch import TorchPipeline  # seconds to import
 
-    stages: Mapping[int, Decoder]
-    passes: Passes
-    mailbox: Mailbox
-    weights: WeightGradients
-    last_stage: int
-    held: dict[tuple[int, int], _Held] = field(default_factory=dict)
-    """[stage, micro-batch]: between F and B or I."""
-    waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
-    """[stage, micro-batch]: between I and W."""
-    _postponed: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
-    """[stage, micro-batch]: gradients of results of the first stage, between I and W."""
-    _handed: dict[tuple[bool, int, int], Tensor] = field(default_factory=dict)
-    """Results for another stage of this rank."""
-
-    def take(self, part: Action) -> Tensor | None:
-        """What a pass reads of another, once it is here. Raises PipelineError."""
-        key = read_by(part, self.last_stage)
-        if key is None:
-            return None
-        message = self.mailbox.incoming.get(key)
-        return self._handed.pop(key) if message is None else self.mailbox.take(message)
-
-    def do(self, part: Action, given: Tensor | None) -> None:
-        """One pass; `given`: what it reads."""
-        stage, at = self.stages[part.stage], (part.stage, part.micro_batch)
-        if part.kind is Kind.INPUT_GRADIENT and part.stage == 0:
-            self._postponed[at] = given
-            return
-        if part.kind is Kind.WEIGHT_GRADIENT and at not in self._postponed:
-            make_gradients(self.waiting.pop(at))
-            reduce_weight_gradients(stage, part)
-            return
-        prepare = prepare_action if part.kind is Kind.FORWARD else prepare_backward
-        prepare(stage, part)
-        given = self._postponed.pop(at) if part.kind is Kind.WEIGHT_GRADIENT else given
-        result = self._forward(part, given) if part.kind is Kind.FORWARD else self._backward(part, given)
-        key = made_by(part, self.last_stage)
-        if key is None:
-            return
-        assert result is not None
-        message = self.mailbox.outgoing.get(key)
-        if message is None:
-            self._handed[key] = result
-        else:
-            self.mailbox.send(message, result)
-
-    def _forward(self, part: Action, given: Tensor | None) -> Tensor:
-        with_gradients = torch.is_grad_enabled()
-        if given is not None and with_gradients:
-            given.requires_grad_()
-        result = self.passes(part.stage, part.micro_batch, given)
-        if with_gradients:
-            self.held[part.stage, part.micro_batch] = _Held(get_gradient_edge(result), given)
-        return result.detach()
-
-    def _backward(self, part: Action, gradient: Tensor | None) -> Tensor | None:
-        at = (part.stage, part.micro_batch)
-        result, given = self.held.pop(at)
-        splits = part.kind is Kind.INPUT_GRADIENT
-        with self.weights.put_off() if splits else nullcontext() as waiting:
-            torch.autograd.backward(result, gradient)
-        if splits:
-            assert waiting is not None
-            self.waiting[at] = waiting
-        return None if given is None else given.grad
+        return TorchPipeline(layout, stages, groups, device, on_action)
+    return Pipeline(layout, stages, groups, device, on_action)

@@ -24,7 +24,8 @@ from ultrascale.contact import why
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.lost import LostRankError, marked
 from ultrascale.parallel.time_limits import wait_for
-from ultrascale.schedules.messages import Message
+from ultrascale.schedules.actions import Action
+from ultrascale.schedules.messages import Message, made_by, read_by, receipts
 
 BETWEEN_STAGES = "a message between stages"
 """As profilers are told."""
@@ -41,6 +42,7 @@ class Mailbox:
         self,
         messages: Sequence[Message],
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        last_stage: int,
         *,
         shape: Sequence[int],
         dtype: torch.dtype,
@@ -48,24 +50,39 @@ class Mailbox:
     ):
         """`messages` of the whole step, each of `shape`; `groups` of the pipeline's ranks, for messages to higher and to lower
         ranks (on CPU they may be one)."""
-        self.rank, self.groups = groups[0].rank(), groups
+        self.rank, self.groups, self.last_stage = groups[0].rank(), groups, last_stage
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
         self.outgoing = {message.key: message for message in messages if message.sender == self.rank}
         self.incoming = {message.key: message for message in messages if message.receiver == self.rank}
-        self._channels: defaultdict[int, deque[Message]] = defaultdict(deque)
-        for message in self.incoming.values():
-            self._channels[message.sender].append(message)
-        self._needed = sorted(self.incoming.values(), key=lambda message: message.needed_by)
+        self._expected = deque(receipts(messages, self.rank))
+        self._handed: dict[tuple[bool, int, int], Tensor] = {}
         self._arriving: dict[tuple[bool, int, int], tuple[Tensor, dist.Work | None]] = {}
         self._leaving: defaultdict[int, deque[tuple[Message, Tensor, dist.Work | None]]] = defaultdict(deque)
-        self._next = 0
 
     def expect(self, position: int) -> None:
-        """Start to receive what the actions up to `position` of this rank's list need, and one message more."""
-        # Not one more with every action: a stage takes a message with every other, and half a step's would pile up.
-        while self._next < len(self._needed) and (self._next == 0 or self._needed[self._next - 1].needed_by <= position):
-            self._start(self._needed[self._next])
-            self._next += 1
+        """Start to receive what `receipts` says should be on its way when the action at `position` begins."""
+        while self._expected and self._expected[0][0] <= position:
+            self._start(self._expected.popleft()[1])
+
+    def collect(self, part: Action) -> Tensor | None:
+        """What a pass reads of another, once it is here; None: of no other. Raises PipelineError."""
+        key = read_by(part, self.last_stage)
+        if key is None:
+            return None
+        message = self.incoming.get(key)
+        return self._handed.pop(key) if message is None else self.take(message)
+
+    def hand_on(self, part: Action, result: Tensor | None) -> None:
+        """Send what a pass has made, or keep it for another stage of this rank. Raises PipelineError."""
+        key = made_by(part, self.last_stage)
+        if key is None:
+            return
+        assert result is not None
+        message = self.outgoing.get(key)
+        if message is None:
+            self._handed[key] = result
+        else:
+            self.send(message, result)
 
     def take(self, message: Message) -> Tensor:
         """The tensor of an expected message, once it is here. Raises PipelineError."""
@@ -100,25 +117,21 @@ class Mailbox:
 
     def close(self) -> None:
         """Wait until all that was sent has left. Raises PipelineError."""
-        assert not self._arriving and self._next == len(self._needed), "messages that nobody has taken"
+        assert not self._arriving and not self._expected, "messages that nobody has taken"
         for leaving in self._leaving.values():
             while leaving:
                 message, _, work = leaving.popleft()
                 self._wait(work, f"sent {message} to pipeline rank {message.receiver}, which did not take it")
 
     def _start(self, message: Message) -> None:
-        """Start to receive `message` and whatever its sender sends before it."""
-        channel = self._channels[message.sender]
-        while channel and message.key not in self._arriving:
-            following = channel.popleft()
-            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            group = self.groups[following.sender > self.rank]
-            try:
-                with marked(BETWEEN_STAGES):
-                    work = dist.irecv(tensor, group=group, group_src=following.sender, tag=following.number)
-            except RuntimeError as error:
-                raise self._lost(f"waited for {following}", error) from error
-            self._arriving[following.key] = tensor, work
+        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        group = self.groups[message.sender > self.rank]
+        try:
+            with marked(BETWEEN_STAGES):
+                work = dist.irecv(tensor, group=group, group_src=message.sender, tag=message.number)
+        except RuntimeError as error:
+            raise self._lost(f"waited for {message}", error) from error
+        self._arriving[message.key] = tensor, work
 
     def _wait(self, work: dist.Work | None, what: str) -> None:
         try:

@@ -10,6 +10,7 @@
     _resolve_process_group                               operations of torch's know a group by its name
     _set_pg_timeout                                      limits of a step, once the first one is done (`time_limits`)
     _is_profiler_enabled                                 ranges for a profiler, and nothing without one (`lost`)
+    _PipelineScheduleRuntime, _Action                    torch's own executor of schedules (`pipeline_torch`)
     PrefixStore, Store, foreach, _assert_async,
     _backward_hooks, tree_leaves                         public in all but name
 
@@ -74,6 +75,16 @@ def expect_all(names: Sequence[str]) -> None:
 
 
 expect_all(list(missing()))
+
+
+def pipeline_runtime() -> tuple[Any, Callable[[str], Any]]:
+    """The class of torch's executor of schedules, and what reads an action of its lists. A second to import: not with others.
+    Raises ImportError."""
+    from torch.distributed.pipelining import schedules
+
+    names = ("_Action", "_PipelineScheduleRuntime")
+    expect_all([f"torch.distributed.pipelining.schedules {name}" for name in names if not hasattr(schedules, name)])
+    return schedules._PipelineScheduleRuntime, schedules._Action.from_str
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -1,8 +1,9 @@
 """A rank of a pipeline replayed: its list of actions on its stages, and the messages that come and go beside them.
 
 input     of a stage: memory of the message that brought it, until its backward pass is done
-result    handed to the mailbox; over gloo it lives until an answer shows that it has arrived (`parallel.pipeline_messages`)
-gradient  of a result: a message, held by the executor while its backward pass runs and until the next action has its own
+result    handed to the mailbox; over gloo it lives until an answer shows that it has arrived (`parallel.pipeline_messages`),
+          with torch's runtime until the end of the step
+gradient  of a result: a message, until its backward pass is done
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.stage_replay import StageReplay
 from ultrascale.plan.tally import Tally
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.schedules.messages import Message, made_by, read_by
+from ultrascale.schedules.messages import Message, made_by, read_by, receipts
 
 
 class MailReplay:
@@ -25,29 +26,22 @@ class MailReplay:
     ):
         """`messages` of the whole step, `num_bytes` each."""
         self.ledger, self.tally, self.num_bytes, self.over_gloo = ledger, tally, num_bytes, over_gloo
+        self.hears_answers = tally.layout.pipeline_runtime == "ultrascale"
         self.outgoing = {message.key: message for message in messages if message.sender == rank}
         self.incoming = {message.key: message for message in messages if message.receiver == rank}
-        self._channels: defaultdict[int, deque[Message]] = defaultdict(deque)
-        for message in self.incoming.values():
-            self._channels[message.sender].append(message)
-        self._needed = sorted(self.incoming.values(), key=lambda message: message.needed_by)
+        self._expected = deque(receipts(messages, rank))
         self._arriving: dict[tuple[bool, int, int], Held] = {}
         self._leaving: defaultdict[int, deque[tuple[Message, Held]]] = defaultdict(deque)
-        self._next = 0
 
     def expect(self, position: int) -> None:
-        """Memory for what the actions up to `position` need, and for one message more."""
-        while self._next < len(self._needed) and (self._next == 0 or self._needed[self._next - 1].needed_by <= position):
-            message = self._needed[self._next]
-            channel = self._channels[message.sender]
-            while channel and message.key not in self._arriving:
-                self._arriving[channel.popleft().key] = self.ledger.take("activations", "messages", self.num_bytes)
-            self._next += 1
+        """Memory for what is on its way when the action at `position` begins."""
+        while self._expected and self._expected[0][0] <= position:
+            self._arriving[self._expected.popleft()[1].key] = self.ledger.take("activations", "messages", self.num_bytes)
 
     def take(self, message: Message) -> Held:
         """What has arrived; what its sender has read by then is let go."""
         leaving = self._leaving[message.sender]
-        while leaving and leaving[0][0].needed_by <= message.sent_by:
+        while self.hears_answers and leaving and leaving[0][0].needed_by <= message.sent_by:
             self.ledger.drop(leaving.popleft()[1])
         return self._arriving.pop(message.key)
 
@@ -75,7 +69,6 @@ class RankReplay:
         self._inputs: dict[tuple[int, int], Held] = {}
         self._postponed: dict[tuple[int, int], Held] = {}
         self._handed: dict[tuple[bool, int, int], Held] = {}
-        self._lingering: Held | None = None
 
     def play(self, actions: Sequence[Action], step: int) -> None:
         """All of a rank's actions."""
@@ -83,10 +76,8 @@ class RankReplay:
             self.mail.expect(position)
             for part in action.parts:
                 given = self._take(part)
-                self._linger(given)
                 self.ledger.mark("forward" if part.kind is Kind.FORWARD else "backward", step)
                 self._do(part, given)
-        self._linger(None)
         self.mail.close()
 
     def _take(self, part: Action) -> Held | None:
@@ -95,12 +86,6 @@ class RankReplay:
             return None
         message = self.mail.incoming.get(key)
         return self._handed.pop(key) if message is None else self.mail.take(message)
-
-    def _linger(self, held: Held | None) -> None:
-        """The executor's own hold on what it took last."""
-        if self._lingering is not None:
-            self.ledger.drop(self._lingering)
-        self._lingering = None if held is None else held.hold()
 
     def _do(self, part: Action, given: Held | None) -> None:
         stage, at = self.stages[part.stage], (part.stage, part.micro_batch)

@@ -9,7 +9,8 @@ NCCL knows no tags. A pass on the rank of the pass before it needs no message. E
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ultrascale.schedules.actions import Action, Kind
@@ -60,6 +61,42 @@ def messages(schedule: Schedule) -> list[Message]:
             receiver, needed_by = readers[key]
             found.append(Message(len(found), *key, rank, receiver, position, needed_by))
     return found
+
+
+def receipts(messages: Sequence[Message], rank: int) -> list[tuple[int, Message]]:
+    """When `rank` starts to receive what, in order: (position in its list of the action before which it does, message).
+
+    One message more than the actions so far need is on its way, so that it travels while one computes. (Not one more with every
+    action: a stage takes a message with every other, and half a step's would pile up.) From a rank they come as it sends them.
+    """
+    incoming = [message for message in messages if message.receiver == rank]
+    channels: defaultdict[int, deque[Message]] = defaultdict(deque)
+    for message in incoming:
+        channels[message.sender].append(message)
+    started: list[tuple[int, Message]] = []
+    position = 0
+    for needed in sorted(incoming, key=lambda message: message.needed_by):
+        channel = channels[needed.sender]
+        while channel and channel[0].number <= needed.number:
+            started.append((position, channel.popleft()))
+        position = needed.needed_by
+    return started
+
+
+def lowered(actions: Sequence[Action], messages: Sequence[Message], rank: int, num_stages: int) -> Iterator[str]:
+    """The list of `rank` with its messages, in the words of torch.distributed.pipelining: 2RECV_F0, 2F0, 2SEND_F0. Passes that
+    run at the same time are written one after the other."""
+    outgoing = {message.key for message in messages if message.sender == rank}
+    expected = deque(receipts(messages, rank))
+    for position, action in enumerate(actions):
+        while expected and expected[0][0] <= position:
+            is_gradient, stage, micro_batch = expected.popleft()[1].key
+            yield f"{stage}RECV_{'FB'[is_gradient]}{micro_batch}"
+        for part in action.parts:
+            yield part._replace(beside=None).cell
+            key = made_by(part, num_stages - 1)
+            if key is not None and key in outgoing:
+                yield f"{part.stage}SEND_{'FB'[key[0]]}{part.micro_batch}"
 
 
 def read_by(part: Action, last_stage: int) -> tuple[bool, int, int] | None:

@@ -32,6 +32,7 @@ from ultrascale.spec.recomputed import SELECTIVE, WHOLE, Again, modes_of, parse_
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Fp8Scaling = Literal["row", "tensor", "delayed"]
 Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", "expert_dp"]
+PipelineRuntime = Literal["ultrascale", "torch"]
 AttentionCore = Literal["auto", "fastest", "sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4"]
 SCHEDULES: dict[str, int | None] = {
     "1f1b": 1, "afab": 1, "interleaved": None, "breadth-first": None, "zb-h1": 1, "zb-v": 2, "dualpipe": 1, "dualpipe-v": 2,
@@ -120,6 +121,9 @@ class Layout:
     """Stages on each pipeline rank; the model is cut into pp * virtual_stages."""
     schedule: str = "1f1b"
     """Order of the pipeline's passes: a name of `SCHEDULES`, or the path of a file of actions. Read only if pp > 1."""
+    pipeline_runtime: PipelineRuntime = "ultrascale"
+    """What executes the schedule: this package, or torch.distributed.pipelining. The numbers are the same; torch's keeps what
+    it has sent until the end of the step. Read only if pp > 1."""
     layers_per_stage: tuple[int, ...] | None = None
     """Decoder blocks of each of the pp * virtual_stages stages, in the model's order. None: as even as can be."""
     ep: int = 1
