@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from ranks import run_ranks
 
 from ultrascale.plan.memory import plan_memory
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import Layout, PipelineRuntime
 
 LIMIT_PERCENT = 1.5
 """Seen: 1.1."""
@@ -32,9 +32,12 @@ def differences(case: Case) -> list[float]:
     return percent
 
 
+@pytest.mark.parametrize("runtime", ["ultrascale", "torch"])
 @pytest.mark.parametrize("schedule, virtual_stages", SCHEDULES)
-def test_every_rank_of_a_pipeline_peaks_where_its_schedule_says(schedule: str, virtual_stages: int) -> None:
-    layout = Layout(pp=2, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=2)
+def test_every_rank_of_a_pipeline_peaks_where_its_schedule_says(
+    schedule: str, virtual_stages: int, runtime: PipelineRuntime
+) -> None:
+    layout = Layout(pp=2, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=2, pipeline_runtime=runtime)
     found = differences(Case(MODEL, layout, num_micro_batches=4))
     assert max(map(abs, found)) < 0.2, found
 

@@ -12,7 +12,7 @@ from models.families import EXPERT_FAMILIES, FAMILIES
 from ranks import run_ranks
 
 from ultrascale.check.prove import Case, prove_all
-from ultrascale.parallel import pipeline
+from ultrascale.parallel import pipeline_passes
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.pipeline_weights import Waiting
@@ -86,7 +86,7 @@ def made_in_i(rank: int, layout: Layout) -> tuple[set[str], set[str]]:
 def positions_that_wait(rank: int, layout: Layout) -> set[tuple[int, int]]:
     """Of each product of the last stage that waits for W: positions kept of its output's gradient, and of its input."""
     found: set[tuple[int, int]] = set()
-    make = pipeline.make_gradients
+    make = pipeline_passes.make_gradients
 
     def noting(waiting: Waiting) -> None:
         found.update((grad_output.own.shape[1], given.own.shape[1]) for _, grad_output, given, _ in waiting)
@@ -94,7 +94,7 @@ def positions_that_wait(rank: int, layout: Layout) -> set[tuple[int, int]]:
         assert max(sizes) <= LENGTH * FAMILIES["llama"].intermediate_size * 8
         make(waiting)
 
-    pipeline.make_gradients = noting
+    pipeline_passes.make_gradients = noting
     made_in_i(rank, layout)
     return found
 

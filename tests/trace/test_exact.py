@@ -36,6 +36,7 @@ RUNS = {
         run_of(SHORT, Layout(pp=2, schedule="zb-h1", precision="bf16"), num_micro_batches=4),
         run_of(SHORT, Layout(tp=2, precision="fp8", recompute="selective")),
         run_of(MODEL, Layout(pp=2, schedule="dualpipe-v", virtual_stages=2), num_micro_batches=4),
+        run_of(SHORT, Layout(pp=2, schedule="zb-h1", precision="bf16", pipeline_runtime="torch"), num_micro_batches=4),
         run_of(SHORT_EXPERTS, Layout(dp=2, ep=2, zero_stage=1)),
         run_of(SHORT_EXPERTS, Layout(tp=2, expert_tp=2)),
     ],

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ultrascale.parallel import pipeline
+from ultrascale.parallel import pipeline_passes
 from ultrascale.parallel.host_memory import is_on_host
 from ultrascale.parallel.offload import Travel
 from ultrascale.parallel.precision import computing_copies
@@ -241,7 +241,7 @@ class LiveMemory(TorchDispatchMode):
         self._patch(Share, "finish_gradients", region="communication")
         self._patch(Travel, "_bring_up", region="activations")  # in the backward pass, from the host
         for name in ("make_gradients", "reduce_weight_gradients"):  # W, in which autograd has no part
-            self._patch(pipeline, name, region="gradients")
+            self._patch(pipeline_passes, name, region="gradients")
 
     def _after_gather(self, group: Any, *unused: Any) -> None:
         """Watch the gradients of the gathered parameters, which exist from the first all-gather on."""

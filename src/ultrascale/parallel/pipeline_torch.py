@@ -3,7 +3,7 @@
     2RECV_F0  2F0  2SEND_F0  ...     the list of `schedules` with its messages, where a mailbox would start them (`lowered`)
     forward, backward, weights       `pipeline_passes`: W cut in the modules, not in autograd's graph (`pipeline_weights` says
                                      why), gradients reduced where `schedules.sharded` says
-    sends and receives               torch's: what is sent stays until the end of the step
+    sends and receives               torch's: over gloo, what is sent stays until the end of the step
 
 So gradients have the bits of our own runtime, whatever the layout. It is for who wants torch's messages, or wants to know
 whether ours are at fault.
@@ -23,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ultrascale import heartbeat
 from ultrascale.contact import why
+from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.parallel.lost import LostRankError, is_lost
 from ultrascale.parallel.pipeline import Executed, Orders, Pipeline
 from ultrascale.parallel.pipeline_messages import PipelineError
@@ -78,6 +79,8 @@ class _Step:
         self.outgoing = {message.key: message for message in orders.messages if message.sender == pipeline.rank}
         self._here: dict[Key, Tensor] = {}
         """Results that have come, or are to be sent or read by another stage of this rank."""
+        self._sent: list[Tensor] = []
+        """What torch's runtime keeps anyway: it waits for what it sends at the end, and until then gloo's handles hold it."""
         self.is_in_pass = False
 
     def do(self, kind: Kind, stage: int, micro_batch: int) -> None:
@@ -103,8 +106,10 @@ class _Step:
 
     def send(self, key: Key) -> list[dist.P2POp]:
         """How it is to send one."""
-        message = self.outgoing[key]
-        return [self._operation(dist.isend, self._here.pop(key).contiguous(), message, message.receiver)]
+        message, tensor = self.outgoing[key], self._here.pop(key).contiguous()
+        if not is_cuda(self.pipeline.device):
+            self._sent.append(tensor)
+        return [self._operation(dist.isend, tensor, message, message.receiver)]
 
     def _operation(self, operation: Any, tensor: Tensor, message: Message, peer: int) -> dist.P2POp:
         group = self.groups[message.receiver < message.sender]
