@@ -106,6 +106,36 @@ def ddp(pace: Pace, folder: Path, *, bf16: bool) -> None:
     dist.destroy_process_group()
 
 
+def dtensor(pace: Pace, folder: Path, *, bf16: bool) -> None:
+    """The plain loop with tensor and sequence parallelism by torch's DTensor, cut as torchtitan cuts its Llama."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    block = {
+        "attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel(),
+        "qkv": ColwiseParallel(input_layouts=Shard(1)), "out": RowwiseParallel(output_layouts=Shard(1)),
+        "gate_up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1)),
+    }  # fmt: skip
+    plan = {f"blocks.{k}.{name}": style for k in range(LAYERS) for name, style in block.items()}
+    plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    plan["norm"] = SequenceParallel()
+    plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    model = parallelize_module(Llama(), mesh, plan)
+    step = training_step(model, batches(folder, SEQUENCES, 0), bf16=bf16)
+    with loss_parallel():
+        run_steps(pace, step)
+    dist.destroy_process_group()
+
+
 def run_steps(pace: Pace, step: Callable[[], object]) -> None:
     while not pace.over:
         step()
@@ -191,6 +221,8 @@ for precision in ("fp32", "bf16"):
             f"ours {axis} eager {precision}": (2, ours, {**kind, **cut}),
             f"ours {axis} compiled {precision}": (2, ours, {**kind, **cut, "compiled": True}),
         }
+    CONTESTANTS[f"DTensor tp2 {precision}"] = (2, dtensor, kind)
+    CONTESTANTS[f"ours pp2 torch's runtime {precision}"] = (2, ours, {**kind, **AXES["pp2"], "pipeline_runtime": "torch"})
 
 
 def main() -> None:

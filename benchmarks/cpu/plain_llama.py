@@ -36,10 +36,10 @@ class Block(nn.Module):
         self.down = nn.Linear(FFN, HIDDEN, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        b, s, d = x.shape
-        q, k, v = self.qkv(self.attention_norm(x)).view(b, s, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4)  # [B, H, S, E] each
+        qkv = self.qkv(self.attention_norm(x))
+        q, k, v = qkv.unflatten(2, (3, -1, HIDDEN // HEADS)).permute(2, 0, 3, 1, 4)  # [B, H, S, E] each
         mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, s, d))
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 

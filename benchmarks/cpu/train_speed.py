@@ -34,6 +34,7 @@ PEER = {
     "ours eager": "plain eager", "ours compiled": "plain compiled", "HF Trainer": "plain eager", "DDP x2": "plain eager",
     "ours x2 ZeRO 0": "DDP x2", "ours x2 ZeRO 3": "DDP x2",
     **{f"ours {axis} {kind}": "plain eager" for axis in AXES for kind in ("eager", "compiled")},
+    "ours pp2 torch's runtime": "ours pp2 eager", "DTensor tp2": "ours tp2 eager",
 }  # fmt: skip
 """Whom each contestant is compared with, at the same precision."""
 PICOTRON = {f"picotron {axis} fp32" for axis in AXES}

@@ -60,8 +60,8 @@ def command(arguments: list[str]) -> int:
 
     possible = {kind: one for kind, one in KINDS.items() if not (torchrun and one.meets_launcher)}
     kinds = tuple(possible) if faults == "all" else tuple(faults.split(","))
-    if kinds_of_ours := [kind for kind in kinds if kind in KINDS and kind not in possible]:
-        rule = f"{kinds_of_ours[0]!r} strikes the launcher of `ultrascale train`, and with --torchrun there is none"
+    if refused := [kind for kind in kinds if kind in KINDS and kind not in possible]:
+        rule = f"{refused[0]!r} strikes the launcher of `ultrascale train`, and with --torchrun there is none"
         raise SpecError([Problem("--faults", rule, f"There are {', '.join(possible)}.")])
     outcome = carry_through(
         folder.absolute(), processes=processes, seed=seed, kinds=kinds, seconds=None if count else minutes * 60,

@@ -111,9 +111,8 @@ def _activate(
         return [Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra), moved_bytes=2 * elements * a,
                    backward_moved_bytes=3 * elements * a)]  # fmt: skip
     if shape.kernels.swiglu:
-        clamped = (
-            product.num_bytes if model.activation == "swigluoai" else 0
-        )  # in the form without Triton: each is clamped first
+        # Clamped first, in the form without Triton.
+        clamped = product.num_bytes if model.activation == "swigluoai" else 0
         return [
             Op(fused_name, "elementwise", (*reads, *extra), (product,), (*reads, *extra),
                scratch_bytes=clamped, backward_scratch_bytes=product.num_bytes + clamped,
