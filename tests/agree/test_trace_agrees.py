@@ -109,7 +109,7 @@ def traced(draw: st.DrawFn) -> Traced:
         expert_tp=expert_tp,
     )  # fmt: skip
     count = draw(st.sampled_from([2, 3, 8])) * (pp if schedule in ("interleaved", "dualpipe-v", "breadth-first") else 1)
-    layout = replace(layout, pipeline_runtime="torch" if pp > 1 and count % 3 == 0 else "ultrascale")
+    layout = replace(layout, pipeline_runtime="torch" if pp > 1 and (tp + cp + dp + zero_stage) % 3 == 0 else "ultrascale")
     sequences = dp * layout.micro_batch_size * count
     data = Data(document_mask=draw(st.booleans()))
     run = Run(model, layout=layout, batch=Batch(length, sequences), data=data, checkpoint=Checkpoint(export=False))

@@ -149,8 +149,9 @@ def nccl_rules(rules: NcclRules) -> Iterator[None]:
             undo.append(partial(setattr, module, name, original))
 
     def single(*arguments: Any, group: Any = None, tag: int = 0, **peers: int) -> None:
-        """On CUDA what the first four tags stand for is a collective (`parallel.collectives`)."""
-        rules.use(group, None if tag in range(1, 5) else peers.get("group_dst", peers.get("group_src")))
+        """On CUDA the first four tags stand for collectives (`parallel.collectives`), but in a pipeline for messages."""
+        in_pipeline = group is not None and group.group_desc.startswith("pp")
+        rules.use(group, None if tag in range(1, 5) and not in_pipeline else peers.get("group_dst", peers.get("group_src")))
 
     for name in ("all_reduce", "all_to_all_single", "all_gather", "reduce_scatter_tensor", "all_gather_into_tensor"):
         wrap(name, lambda *arguments, group=None, **options: rules.use(group))
@@ -191,6 +192,11 @@ LAYOUTS = {
     "three stages, ends tied, tp": (TIED, Layout(pp=3, tp=2, precision="fp64")),
     "interleaved": (replace(TIED, num_hidden_layers=4), Layout(pp=2, virtual_stages=2, schedule="interleaved")),
     "a wave, backward passes in two": (replace(TIED, num_hidden_layers=6), Layout(pp=3, virtual_stages=2, schedule="zb-v")),
+    "by torch's runtime": (replace(TIED, tie_word_embeddings=False), Layout(pp=2, tp=2, pipeline_runtime="torch")),
+    "interleaved by torch's runtime": (
+        replace(TIED, num_hidden_layers=6),
+        Layout(pp=3, virtual_stages=2, schedule="interleaved", pipeline_runtime="torch"),
+    ),
     "a stage without blocks, tp": (TIED, Layout(pp=2, tp=2, layers_per_stage=(0, 3))),
     "a stage without blocks, cp": (TIED, Layout(pp=2, cp=2, layers_per_stage=(0, 3))),
     "experts": (MIXTRAL, Layout(dp=2, tp=2, ep=2, expert_tp=2, zero_stage=2)),

@@ -141,7 +141,7 @@ def _schedules() -> Iterator[Cell]:
         pipeline = {"pp": 2, "schedule": schedule, "virtual_stages": stages or 2}
         for column, other in beside.items():
             yield _cell("Schedules", schedule, column, SPARSE if column == "ep" else DENSE, pipeline | other)
-            if column in ("ZeRO 1", "ZeRO 3", "tp", "ep"):
+            if column in ("ZeRO 1", "ZeRO 3", "tp", "ep") and schedule != "dualpipe":
                 yield _cell("Schedules by torch's runtime", schedule, column, SPARSE if column == "ep" else DENSE,
                             pipeline | other | {"pipeline_runtime": "torch"})  # fmt: skip
     for schedule in ("1f1b", "zb-h1"):

@@ -51,9 +51,8 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     result = search(workload, base=base, asked=asked)
     best = result.best or result.smallest
     assert best is not None
-    chosen = plan_run(
-        replace(run, layout=replace(best.layout, attention=base.attention)), cluster, stack, **verb.conditions(parsed)
-    )
+    layout = replace(best.layout, attention=base.attention, pipeline_runtime=base.pipeline_runtime)
+    chosen = plan_run(replace(run, layout=layout), cluster, stack, **verb.conditions(parsed))
     if result.best is not None:
         verb.write_files(chosen, parsed)
     elif unwritten := [parsed[name] for name in ("save", "svg", "perfetto") if parsed[name] is not None]:

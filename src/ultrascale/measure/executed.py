@@ -16,7 +16,7 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks, process_group
-from ultrascale.parallel.pipeline import Pipeline, build_orders, build_pipeline
+from ultrascale.parallel.pipeline import Pipeline, build_orders
 from ultrascale.plan.pipeline import Program, StageSeconds, Timeline, play
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.layout import Layout
@@ -98,7 +98,7 @@ def _pipeline(layout: Layout, ranks: Ranks) -> Pipeline:
         num_attention_heads=4, num_key_value_heads=4, head_dim=WIDTH // 4, max_position_embeddings=LENGTH,
     )  # fmt: skip
     share = build_share(model, layout, ranks, seed=0, sequence_length=LENGTH)
-    return build_pipeline(layout, share.stages, share.mesh.pipeline_groups(), ranks.device)
+    return Pipeline(layout, share.stages, share.mesh.pipeline_groups(), ranks.device)
 
 
 def _step(pipeline: Pipeline, num_micro_batches: int, ranks: Ranks) -> Row:

@@ -20,11 +20,6 @@ class LostRankError(RuntimeError):
     """A message did not arrive or could not be sent: a rank has died, or is too late."""
 
 
-def is_lost(error: RuntimeError) -> bool:
-    """Whether torch says so of a message, and not of something else."""
-    return "gloo" in str(error) or isinstance(error, dist.DistError)
-
-
 @contextmanager
 def waiting(
     what: str,
@@ -45,7 +40,7 @@ def waiting(
     except LostRankError:
         raise
     except RuntimeError as error:
-        if not is_lost(error):
+        if "gloo" not in str(error) and not isinstance(error, dist.DistError):
             raise
         ranks = dist.get_process_group_ranks(group)
         whom = [rank for rank in ranks if rank != dist.get_rank()] if peers is None else [ranks[peer] for peer in peers]

@@ -7,8 +7,8 @@ The planner plays the same lists (`plan.pipeline`). Of a micro-batch in flight a
 input; its result is let go when it has been sent. Sends and receives run beside the computation (`pipeline_messages`). A rank
 sends one activation, [B, S, D], per micro-batch and border, and as much back.
 
-layout.pipeline_runtime = "torch" gives the same list, with its messages, to the runtime of torch.distributed.pipelining
-(`pipeline_torch`). The one here lets go of what has been sent, and says who waits for what.
+layout.pipeline_runtime = "torch" gives list, passes and messages to the runtime of torch.distributed.pipelining
+(`pipeline_torch`) instead of the loop here.
 """
 
 from __future__ import annotations

@@ -84,6 +84,12 @@ class Mailbox:
         else:
             self.send(message, result)
 
+    def start(self, key: tuple[bool, int, int]) -> None:
+        """Start to receive the next that is expected, which is this one: for who goes by `lowered`, instead of `expect`."""
+        _, message = self._expected.popleft()
+        assert message.key == key, (message, key)
+        self._start(message)
+
     def take(self, message: Message) -> Tensor:
         """The tensor of an expected message, once it is here. Raises PipelineError."""
         tensor, work = self._arriving.pop(message.key)

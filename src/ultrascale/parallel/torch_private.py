@@ -82,9 +82,10 @@ def pipeline_runtime() -> tuple[Any, Callable[[str], Any]]:
     Raises ImportError."""
     from torch.distributed.pipelining import schedules
 
-    names = ("_Action", "_PipelineScheduleRuntime")
-    expect_all([f"torch.distributed.pipelining.schedules {name}" for name in names if not hasattr(schedules, name)])
-    return schedules._PipelineScheduleRuntime, schedules._Action.from_str
+    runtime, action = (getattr(schedules, name, None) for name in ("_PipelineScheduleRuntime", "_Action"))
+    wanted = [(runtime, "_initialize_stages"), (runtime, "_step_microbatches"), (runtime, "step"), (action, "from_str")]
+    expect_all([f"torch.distributed.pipelining.schedules {name}" for owner, name in wanted if not hasattr(owner, name)])
+    return runtime, action.from_str  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def group_named(name: str) -> dist.ProcessGroup:

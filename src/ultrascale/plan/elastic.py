@@ -43,7 +43,7 @@ def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
     if found is None:
         rule = f"the planner finds no layout of this run for {world} ranks and a batch of {gcd(*batches)} sequences"
         raise SpecError([Problem("--elastic", rule, "Use another number of processes, or say the layout yourself.")])
-    return replace(found, precision=precision)
+    return replace(found, precision=precision, pipeline_runtime=run.layout.pipeline_runtime)
 
 
 def _most_like(layout: Layout, workload: Workload, base: Layout) -> Layout | None:

@@ -1,8 +1,7 @@
 """A rank of a pipeline replayed: its list of actions on its stages, and the messages that come and go beside them.
 
 input     of a stage: memory of the message that brought it, until its backward pass is done
-result    handed to the mailbox; over gloo it lives until an answer shows that it has arrived (`parallel.pipeline_messages`),
-          with torch's runtime until the end of the step
+result    handed to the mailbox; over gloo it lives until an answer shows that it has arrived (`parallel.pipeline_messages`)
 gradient  of a result: a message, until its backward pass is done
 """
 
@@ -26,7 +25,6 @@ class MailReplay:
     ):
         """`messages` of the whole step, `num_bytes` each."""
         self.ledger, self.tally, self.num_bytes, self.over_gloo = ledger, tally, num_bytes, over_gloo
-        self.hears_answers = tally.layout.pipeline_runtime == "ultrascale"
         self.outgoing = {message.key: message for message in messages if message.sender == rank}
         self.incoming = {message.key: message for message in messages if message.receiver == rank}
         self._expected = deque(receipts(messages, rank))
@@ -41,7 +39,7 @@ class MailReplay:
     def take(self, message: Message) -> Held:
         """What has arrived; what its sender has read by then is let go."""
         leaving = self._leaving[message.sender]
-        while self.hears_answers and leaving and leaving[0][0].needed_by <= message.sent_by:
+        while leaving and leaving[0][0].needed_by <= message.sent_by:
             self.ledger.drop(leaving.popleft()[1])
         return self._arriving.pop(message.key)
 

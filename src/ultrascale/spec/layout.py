@@ -122,8 +122,8 @@ class Layout:
     schedule: str = "1f1b"
     """Order of the pipeline's passes: a name of `SCHEDULES`, or the path of a file of actions. Read only if pp > 1."""
     pipeline_runtime: PipelineRuntime = "ultrascale"
-    """What executes the schedule: this package, or torch.distributed.pipelining. The numbers are the same; on the CPU
-    torch's keeps what it has sent until the end of the step. Read only if pp > 1."""
+    """Whose loop executes the schedule: this package's, or the runtime of torch.distributed.pipelining. Passes and messages are
+    the same, and so are numbers and memory. Read only if pp > 1."""
     layers_per_stage: tuple[int, ...] | None = None
     """Decoder blocks of each of the pp * virtual_stages stages, in the model's order. None: as even as can be."""
     ep: int = 1

@@ -24,7 +24,7 @@ MOST_MICRO_BATCHES = 2**16
 # Settings of an axis that is not used when it has one rank.
 _READ_WITH = {
     "sequence_parallel": "tp", "tp_overlap": "tp", "cp_method": "cp", "cp_heads": "cp", "virtual_stages": "pp",
-    "schedule": "pp", "layers_per_stage": "pp",
+    "schedule": "pp", "layers_per_stage": "pp", "pipeline_runtime": "pp",
 }  # fmt: skip
 SPLITTING_SCHEDULES = ("zb-h1", "zb-v", "dualpipe", "dualpipe-v")
 """With I and W in the place of some backward passes."""
