@@ -109,6 +109,7 @@ def ddp(pace: Pace, folder: Path, *, bf16: bool) -> None:
 def dtensor(pace: Pace, folder: Path, *, bf16: bool) -> None:
     """The plain loop with tensor and sequence parallelism by torch's DTensor, cut as torchtitan cuts its Llama."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -119,7 +120,7 @@ def dtensor(pace: Pace, folder: Path, *, bf16: bool) -> None:
     )
 
     dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     block = {
         "attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel(),
         "qkv": ColwiseParallel(input_layouts=Shard(1)), "out": RowwiseParallel(output_layouts=Shard(1)),

@@ -140,10 +140,11 @@ class _Stage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         return self.step.send((True, self.stage_index - 1, bwd_chunk_id))
 
-    def set_local_fwd_input(self, *_: Any) -> None:
+    def set_local_fwd_input(self, *_: Any, **__: Any) -> None:
         """Nothing: the mailbox has what one stage of a rank makes for another."""
 
-    set_local_bwd_input = set_local_fwd_input
+    def set_local_bwd_input(self, *_: Any, **__: Any) -> None:
+        """Nothing, as above."""
 
     def get_local_bwd_output(self, mb_index: int) -> None:
         """Nothing, as above."""
