@@ -7,7 +7,7 @@
     norms, positions, narrow ones     not                        with sequence parallelism each rank its own positions
 
 Slices are plain tensors of the sizes in `spec.places`; FSDP2 cuts them further. DTensor would do the same sums, but dispatches
-every operation of a block anew, which on CPU costs a third of a small model's speed.
+every operation of a block anew, which on CPU costs a fifth of a small model's speed (docs/speed.md).
 
 Gradients of weights that are not cut are shares of a sum, one on each rank, wherever `spec.places.place` says `is_partial`:
 whoever applies this sums them over tp, once a step.
