@@ -82,6 +82,12 @@ def test_what_follows_is_something_that_can_be_done(capsys, tmp_path) -> None:
     assert "ultrascale check" not in capsys.readouterr().out
 
 
+def test_what_the_search_does_not_choose_is_kept(tmp_path) -> None:
+    file = tmp_path / "run.toml"
+    assert main([*ON_64, "--pp", "2", "--layout.pipeline_runtime", "torch", "--save", str(file)]) == 0
+    assert 'pipeline_runtime = "torch"' in file.read_text()
+
+
 def test_where_nothing_fits_what_was_not_written_is_told(capsys, tmp_path) -> None:
     file = tmp_path / "run.toml"
     assert main([*TOO_LARGE, "--save", str(file)]) == 1

@@ -20,6 +20,7 @@ from ultrascale.plan.elastic import elastic_layout
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.rules import run_notes
 from ultrascale.spec.trainable import expect_trainable
 
 PATIENCE = 280.0
@@ -107,3 +108,10 @@ def test_no_process_at_all_is_a_mistake(home, capsys):
 def test_where_nothing_fits_the_number_of_ranks_is_named(tmp_path):
     with pytest.raises(SpecError, match="no layout of this run for 7919 ranks"):
         elastic_layout(small_run(tmp_path), 7919)
+
+
+def test_the_runtime_of_a_pipeline_is_not_for_the_planner_to_choose(tmp_path):
+    run = small_run(tmp_path, layout=Layout(dp=2, pp=2, pipeline_runtime="torch"))
+    assert {elastic_layout(run, world).pipeline_runtime for world in (2, 4, 8)} == {"torch"}
+    alone = replace(run, layout=Layout(pipeline_runtime="torch"))
+    assert any("layout.pipeline_runtime = torch has no effect (layout.pp = 1)" in note for note in run_notes(alone))
