@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -94,6 +95,19 @@ def test_a_run_file_is_planned_with_overrides(tmp_path, capsys) -> None:
     assert plan["layout"]["dp"] == 2 and plan["time"] is None
     assert main(["plan", str(file)]) == 0
     assert "next  ultrascale check" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["--zero-stage", "3"]])
+def test_the_command_that_is_next_can_be_given_to_a_shell_whatever_the_file_is_called(tmp_path, capsys, words) -> None:
+    file = tmp_path / "my run" / "it's mine.toml"
+    file.parent.mkdir()
+    file.write_text('[model]\npreset = "tiny-llama"\n[batch]\nsequence_length = 128\n')
+    assert main(["plan", str(file), *words]) == 0
+    said = shlex.split(capsys.readouterr().out.partition("next  ")[2])
+    assert said[:3] == ["ultrascale", "check", str(file)]
+    searched = ["plan", "--model", "tiny-llama", "--gpus", "8xh100", "--save", str(file.with_name("a plan.toml"))]
+    assert main(searched) == 0
+    assert shlex.split(capsys.readouterr().out.partition("next  ")[2])[2] == searched[-1]
 
 
 @pytest.mark.parametrize("forbidden", ["torch", "pandas", "scipy"])

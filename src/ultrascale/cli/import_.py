@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -43,5 +44,5 @@ def command(arguments: list[str]) -> int:
     if as_json:
         print(jsonlib.dumps({"source": str(folder), "checkpoint": str(checkpoint)}))
     else:
-        print(f"{folder} -> {checkpoint}\nnow: ultrascale train {' '.join([path, *overrides])}")
+        print(f"{folder} -> {checkpoint}\nnow: ultrascale train {shlex.join([path, *overrides])}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import shlex
 import sys
 from dataclasses import replace
 from difflib import get_close_matches
@@ -347,7 +348,7 @@ def num_tokens(text: str | None) -> int | None:
 
 def _next_command(chosen: RunPlan, parsed: dict[str, Any], arguments: list[str], rest: list[str]) -> str:
     layout = chosen.run.layout
-    words = ["ultrascale plan", *arguments]
+    words = ["ultrascale plan", shlex.join(arguments)]
     if not chosen.fits:
         if layout.zero_stage == 3 and layout.recompute == "full":
             return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
@@ -364,7 +365,7 @@ def next_of_run(chosen: RunPlan, words: list[str]) -> str:
     """What to do with a run's file (and settings over it): train it, hand it to its trainer, or look at its step."""
     optimizer = chosen.stack.optimizer
     said = [] if optimizer == DEFAULT_OPTIMIZER or "--optimizer.name" in words else ["--optimizer.name", optimizer]
-    told = " ".join([*words, *said])
+    told = shlex.join([*words, *said])
     if chosen.stack.name != "ultrascale":
         return f"ultrascale plan {told} --stack {chosen.stack.name} --print-flags"
     if not_trainable(chosen.run):

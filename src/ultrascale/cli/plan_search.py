@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -227,7 +228,7 @@ def _what_would_fit(workload: Workload, base: Layout, asked: dict[str, tuple[Any
 
 
 def _next_command(chosen: RunPlan, parsed: dict[str, Any], arguments: list[str]) -> str:
-    words = ["ultrascale plan", *arguments]
+    words = ["ultrascale plan", shlex.join(arguments)]
     if not chosen.fits:
         return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
     if parsed["save"] is not None:

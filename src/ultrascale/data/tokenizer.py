@@ -33,7 +33,8 @@ Token = tuple[int, int, int]  # id, and the characters it begins and ends at
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """A `tokenizer.json`, set to encode all of a text and nothing but it. Raises DataError if it cannot be read."""
     if not Path(path).is_file():
-        raise DataError(str(path), "is not there", "Give a tokenizer.json with --tokenizer, or use --train-tokenizer.")
+        rule = "is no file" if Path(path).exists() else "is not there"
+        raise DataError(str(path), rule, "Give a tokenizer.json with --tokenizer, or use --train-tokenizer.")
     try:
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.encode("a \N{SNOWMAN}")  # some that cannot be used are found out only then
