@@ -37,7 +37,7 @@ def test_loss_and_every_gradient_are_the_cpus(family, dtype, tolerance):
         torch.testing.assert_close(found[1][name], expected, rtol=tolerance, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize("counts", [[32, 0, 16, 80], [0, 0, 128, 0]], ids=str)
+@pytest.mark.parametrize("counts", [[32, 0, 16, 80], [0, 0, 128, 0], [33, 0, 18, 77], [1, 3, 0, 13]], ids=str)
 def test_grouped_products_in_bf16_are_those_of_each_expert_and_leave_zeros_where_one_has_no_rows(counts):
     torch.manual_seed(0)
     sizes = torch.tensor(counts, device="cuda")
