@@ -17,6 +17,9 @@ from hypothesis import HealthCheck, settings
 # Ranks are forked, and a child has the compiler's pool of processes without the thread that reads from it: it would hang.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# Ranks of tests are forks, which must not meet a pool of threads of this process: they would wait for it. Bits are compared.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
 # On CUDA torch asks for it once, at the first product of a process, and `deterministic = true` then wants it to be there.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -76,8 +76,9 @@ def events(run: Run) -> list[str]:
 
 
 def event_rows(run: Run) -> list[dict[str, Any]]:
+    """But for ranks that are slower than others, which on a busy machine are any."""
     path = Path(run.folder) / run.name / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for line in path.read_text().splitlines() if (row := json.loads(line))["event"] != "straggler"]
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:

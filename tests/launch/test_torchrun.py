@@ -50,8 +50,10 @@ def torchrun(run: Run) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def events(run: Run) -> list[dict[str, Any]]:
+    """But for ranks that are slower than others, which on a busy machine are any."""
     path = Path(run.folder) / run.name / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else []
+    return [row for row in rows if row["event"] != "straggler"]
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
