@@ -15,7 +15,7 @@ from ultrascale.plan.measured_machines import cluster_of
 from ultrascale.plan.measured_models import UnrepresentableError
 from ultrascale.plan.measured_rows import Asked, Measured, MeasuredRow, misspelt_columns, read_rows
 from ultrascale.plan.measured_setups import setup_of
-from ultrascale.plan.measured_stacks import stack_of
+from ultrascale.plan.measured_stacks import VINTAGE, stack_of
 from ultrascale.plan.scores import kendall_tau, score
 from ultrascale.plan.validate import COLUMNS, RowPrediction, predict_rows
 from ultrascale.spec.model_presets import preset
@@ -258,11 +258,12 @@ def test_moments_of_the_deepseek_family_are_narrow_where_its_recipes_say_so():
 def test_steps_captured_as_one_graph_wait_for_no_launches():
     moe = {"experts": "64", "topk": "6", "expert_ffn": "1408", "ep": "8", "dp": "64", "tp": "1", "framework": "Megatron-Bridge",
            "gpu": "GB200"}  # fmt: skip
-    releases = {"26.04 NeMo container": 1.8e-4, "26.06 NeMo container": 0.0, "26.06.01 NeMo container, line 9": 0.0}
+    waits = VINTAGE.expert_op_seconds
+    releases = {"26.04 NeMo container": waits, "26.06 NeMo container": 0.0, "26.06.01 NeMo container, line 9": 0.0}
     for source, launch in releases.items():
         assert setup_of(asked(**moe, source=source, precision="mxfp8")).workload.stack.overheads.op_seconds == launch
     in_bf16 = setup_of(asked(**moe, source="26.06 NeMo container"))
-    assert in_bf16.workload.stack.overheads.op_seconds == 1.8e-4
+    assert in_bf16.workload.stack.overheads.op_seconds == waits
     narrow, wide, nvfp4 = (
         setup_of(asked(**moe | {"gpu": "GB300"}, source="26.08 NeMo container", precision=precision)).workload.stack
         for precision in ("mxfp8", "bf16", "nvfp4")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 DEVICE_DERATES = {
     "h100-96": 1.12,  # 500 W instead of 700: clocks fall with about the third root of power
     "b200": 1.26,  # 1,000 W, not a GB200's 1,200: NVIDIA's recipes run 1.15 slower, SimuMax's products 1.32
-    "gb300": 0.85,  # 1,400 W: products that throttle a GB200 do not throttle it; NVIDIA's recipes, 2025 to 2026
+    "gb300": 0.9,  # 1,400 W: products that throttle a GB200 do not throttle it; NVIDIA's recipes, 2025 to 2026
 }
 """Time of products in training over what the law of `plan.compute` gives for a device, where its power says it must differ."""
 
@@ -21,13 +21,13 @@ DEVICE_DERATES = {
 class Constants:
     """How parts make a step."""
 
-    compute_derate: float = 1.12
+    compute_derate: float = 1.145
     """Time of a product in training over its time alone in a hot loop: cold caches, clocks lowered by power."""
     device_derates: Mapping[str, float] = field(default_factory=lambda: DEVICE_DERATES)
     """The same for one kind of accelerator, on top; 1 for those not named."""
     compiled_host_fraction: float = 0.5
     """Of the time Python needs to launch a block's operations, when it is compiled."""
-    tensor_parallel_hidden: float = 0.2
+    tensor_parallel_hidden: float = 0.17
     """Share of tensor-parallel traffic hidden where the stack overlaps it (Megatron's user buffers), beyond what travels beside
     the two products of a column-parallel layer's backward pass (`plan.blocks.PartSeconds.tp_beside`)."""
     data_parallel_window: float = 0.9
@@ -37,11 +37,11 @@ class Constants:
     in Calculon (SC'23); 0.11 to 0.23 follows from what Galvatron measured and assumed (VLDB'23)."""
     send_exposed: float = 1.0
     """Share of a pipeline send that a rank waits for where the stack does not overlap it; the warm-up waits always."""
-    straggler_per_doubling: float = 0.006
+    straggler_per_doubling: float = 0.007
     """A step waits for the slowest of its nodes: this share more per doubling of nodes."""
     step_seconds: float = 5e-3
     """Per optimizer step: batch to device, loss to host, learning rate, logging."""
-    optimizer_passes: float = 1.2
+    optimizer_passes: float = 1.3
     """Bytes the optimizer really moves over what its arithmetic needs: foreach temporaries, norms, zeroing."""
 
 

@@ -20,10 +20,10 @@ class Vintage:
 
     nvfp4_over_fp8: float = 0.6
     """Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026)."""
-    eager_op_seconds: float = 1.2e-4
+    eager_op_seconds: float = 1.1e-4
     """`Overheads.op_seconds` of programs without fused kernels and CUDA graphs (Megatron's first years, nanotron): an operation
     of the table is several kernels, each launched by Python, autograd and the dispatcher."""
-    expert_op_seconds: float = 1.8e-4
+    expert_op_seconds: float = 2.1e-4
     """The same with experts: permutations are many kernels, and the host waits for how many tokens each expert got."""
     flash_1_over_2: float = 1.6
     """Time of flash attention's first version, and of its Triton twin, over the second's (Dao 2023, figures 4 to 6)."""
@@ -33,7 +33,7 @@ class Vintage:
     """`Overheads.hops_per_rank` of the playbook's scan, the only source whose pipelines show it; 1 where it is left out."""
     scan_hop_growth: float = 7e-4
     """`Overheads.hop_growth` of the same: a block takes 25 ms at least at tp 8, 52 at 16, 138 at 32."""
-    eager_over_bytes: float = 2.3
+    eager_over_bytes: float = 2.5
     """Time of element-wise work in eager PyTorch over that of the bytes in the operations' table: casts and copies between."""
 
 
