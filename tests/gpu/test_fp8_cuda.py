@@ -31,7 +31,7 @@ def passes(layer: Any, *given: Tensor) -> list[Tensor]:
 
 
 def near_emulated(layer: Any, *given: Tensor) -> int:
-    """Hold the passes to the same with products in fp32; how many products were native."""
+    """Hold the passes to the same with products in fp32; how many products were native. Hopper's sums have 14 bits."""
     native, seen = torch._scaled_mm, []  # pyright: ignore[reportPrivateImportUsage]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_scaled_mm", lambda *a, **options: (seen.append(a), native(*a, **options))[1])
@@ -39,7 +39,7 @@ def near_emulated(layer: Any, *given: Tensor) -> int:
         patch.setattr(fp8, "multiplies_fp8", lambda device: False)
         expected = passes(layer, *given)
     for one, other in zip(found, expected, strict=True):
-        assert (one.double() - other.double()).norm() < 4e-3 * other.double().norm()
+        assert (one.double() - other.double()).norm() < 1e-2 * other.double().norm()
     return len(seen)
 
 

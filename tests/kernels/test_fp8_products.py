@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,9 @@ from ultrascale.kernels.fp8_linear import fp8_linear
 SIZES = [(32, 64, 48), (1021, 64, 48), (1, 64, 48), (32, 61, 48), (32, 64, 47), (3, 5, 1), (1, 1, 1)]
 
 
-def strict(left: Tensor, right: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+def strict(
+    left: Tensor, right: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype, use_fast_accum: bool
+) -> Tensor:
     """`torch._scaled_mm` as CUDA has it, which refuses what `_scaled_mm_out_cuda` does (aten/src/ATen/native/cuda)."""
     m, n = len(left), right.shape[1]
     assert left.is_contiguous() and right.t().is_contiguous()
@@ -24,6 +28,7 @@ def strict(left: Tensor, right: Tensor, scale_a: Tensor, scale_b: Tensor, *, out
     if not scale_a.numel() == scale_b.numel() == 1:
         assert scale_a.shape == (m, 1) and scale_b.shape == (1, n) and scale_a.is_contiguous() and scale_b.is_contiguous()
     assert not left.dtype == right.dtype == GRADIENT
+    assert use_fast_accum == (scale_a.numel() > 1 or left.dtype == right.dtype == FORWARD)
     return ((left.float() @ right.float()) * scale_a * scale_b).to(out_dtype)
 
 
@@ -32,9 +37,9 @@ def native(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Let products run as on a GPU that has them; the sizes of those that did."""
     seen: list[tuple[int, int, int]] = []
 
-    def run(left: Tensor, right: Tensor, *rest: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def run(left: Tensor, right: Tensor, *rest: Tensor, **options: Any) -> Tensor:
         seen.append((len(left), left.shape[1], right.shape[1]))
-        return strict(left, right, *rest, out_dtype=out_dtype)
+        return strict(left, right, *rest, **options)
 
     monkeypatch.setattr(fp8, "is_cuda", lambda where: True)
     monkeypatch.setattr(fp8, "multiplies_fp8", lambda device: True)
