@@ -96,12 +96,6 @@ def test_it_is_torchs_runtime_that_executes_the_list_and_says_when():
         assert all(start <= end for _, start, end in done)
 
 
-def test_a_rank_without_stages_has_nothing_to_do(tmp_path):
-    path = tmp_path / "all_on_one.csv"
-    path.write_text("0F0,1F0,1B0,0B0\n,\n")
-    assert_same_bits(2, [Step(layout_of(str(path), 2), 1)])
-
-
 def dying(rank: int, step: Step, doomed: int) -> None:
     running = build(rank, step)
 

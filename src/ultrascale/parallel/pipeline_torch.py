@@ -38,8 +38,6 @@ class TorchPipeline(Pipeline):
     """One rank of a pipeline, as `Pipeline`."""
 
     def _run(self, orders: Orders, actions: Sequence[Action], passes: Passes, shape: Sequence[int], dtype: torch.dtype) -> None:
-        if not self.stages:
-            return super()._run(orders, actions, passes, shape, dtype)
         self.executed = []
         mailbox = Mailbox(orders.messages, self.groups, orders.num_stages - 1, shape=shape, dtype=dtype, device=self.device)
         step = _Step(self, mailbox, actions, Passing(self.stages, passes, self._weights))
