@@ -118,7 +118,7 @@ def _lines_table(trace: RankTrace, step: int) -> Table:
 
 def _flops_table(trace: RankTrace, comparison: Comparison, step: int) -> Table:
     table = _table("FLOPs of a step", "forward", "again", "backward", "sum", "planned", right=(1, 2, 3, 4, 5))
-    names = sorted({op for of, op, _ in trace.flops if of == step}, key=lambda op: -sum(_of(trace, step, op)))
+    names = sorted({op for of, op, _ in trace.flops if of == step}, key=lambda op: (-sum(_of(trace, step, op)), op))
     for op in names:
         row = _of(trace, step, op)
         table.add_row(op, *map(format_count, row), format_count(sum(row)), "")
