@@ -115,8 +115,8 @@ def ours(case: Case, model: Model) -> tuple[Step, dict[str, Any]]:
 
 def planned(run: Any, device: torch.device) -> dict[str, Any]:
     """What the planner says of `run` on this device: seconds, bytes and FLOPs."""
+    from ultrascale.plan.flops import hardware_flops_per_token
     from ultrascale.plan.report import plan_run
-    from ultrascale.plan.time import hardware_flops_per_token
     from ultrascale.train.loop import cluster_of
 
     plan = plan_run(run, cluster_of(run, device))

@@ -33,7 +33,7 @@ import torch
 from step_contestants import Case
 
 from ultrascale.measure.machine import measure_matmul_ceiling, peak_flops
-from ultrascale.plan.time import model_flops_per_token
+from ultrascale.plan.flops import model_flops_per_token
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import preset

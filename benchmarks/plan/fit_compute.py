@@ -216,7 +216,7 @@ def _attention_held_out(rows: list[dict[str, str]]) -> Vector:
 
 def _attention_seconds(curve: AttentionCurve, row: dict[str, str]) -> float:
     from ultrascale.plan.compute import flash_seconds
-    from ultrascale.plan.time import mean_context
+    from ultrascale.plan.flops import mean_context
 
     length, window = int(row["sequence_length"]), int(row["window"] or 0)
     share = 1.0 if row["mask"] == "none" else mean_context(length, window or None) / length

@@ -156,10 +156,11 @@ def compared(one: Traced) -> tuple[Apart, list[str]]:
     run, wrong = one.run, []
     found, planned = trace_rank(run, one.rank, device="cuda", round_to=1), planned_rank(run, one.rank, "cuda")
     assert planned is not None
-    most = found.highest_at("activations", 1)
-    activations = found.by_category(most)["activations"]
+    start, end = found.span(1)
+    sizes = {index: now["activations"] for index, (tick, now) in enumerate(found.timeline()) if start <= tick < end}
+    most = max(sizes, key=sizes.__getitem__)
     apart = Apart(
-        100 * (planned.peak.total / found.peak_bytes(1) - 1), 100 * (planned.highest["activations"] / activations - 1)
+        100 * (planned.peak.total / found.peak_bytes(1) - 1), 100 * (planned.highest["activations"] / sizes[most] - 1)
     )
     sent, sends = traffic_of(found, 1), planned.traffic
     for name, traced_value, planned_value in (

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.recompute import apply_recompute
-from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
+from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
 from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.model import Model
 from ultrascale.spec.weights import weights

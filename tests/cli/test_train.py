@@ -85,7 +85,7 @@ def test_under_torchrun_a_world_of_another_size_is_a_wrong_description(run_file,
             "without saving. What is saved is in",
         ),
         (Ending("stopped by SIGTERM; rank 0 failed", stopped=True, explained=True), 1, ""),
-        (Ending("rank 1 was ended by SIGKILL", by_signal=True), 1, "rank 1 was ended by SIGKILL. What is saved is in"),
+        (Ending("rank 1 was ended by SIGKILL"), 1, "rank 1 was ended by SIGKILL. What is saved is in"),
         (Ending("rank 0 failed", exit_code=2, explained=True), 2, ""),
     ],
 )

@@ -33,7 +33,7 @@ from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Checkpoint, Faults, Run
 
 FAILED = Ending("rank 1 failed with exit code 1")
-KILLED = Ending("rank 1 was ended by SIGKILL", by_signal=True)
+KILLED = Ending("rank 1 was ended by SIGKILL")
 WRONG = Ending("rank 0 failed", exit_code=2, explained=True)
 STOPPED = Ending("stopped by SIGTERM", stopped=True)
 GOOD = Ending("")

@@ -13,7 +13,7 @@ import torch
 
 from ultrascale.measure import machine
 from ultrascale.measure.machine import MatmulCeiling, measure_matmul_ceiling, peak_flops, stored_or_measured_peak
-from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
+from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
 from ultrascale.spec.resolve import resolve
 from ultrascale.train.metrics import Metrics
 from ultrascale.train.performance import Performance

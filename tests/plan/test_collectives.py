@@ -92,9 +92,7 @@ def test_groups_that_share_a_node_share_its_cards() -> None:
     cluster = parse_cluster("512xh100")
     whole, eighth = place(fabric_of(cluster), 512, 1), place(fabric_of(cluster), 64, 8)
     assert whole.bytes_per_second == 8 * eighth.bytes_per_second == 388e9
-    alone = place(fabric_of(cluster), 64, 8, concurrent=1)
-    assert alone.bytes_per_second == eighth.bytes_per_second  # one rank drives one card, however idle the others
-    assert place(fabric_of(cluster), 128, 4, concurrent=1).bytes_per_second == 2 * eighth.bytes_per_second
+    assert place(fabric_of(cluster), 128, 4).bytes_per_second == 2 * eighth.bytes_per_second
 
 
 def test_half_the_cards_give_half_the_bandwidth_as_galvatron_measured() -> None:
@@ -245,7 +243,7 @@ def test_time_never_falls_with_twice_the_ranks_by_the_same_algorithm(
     fabric = fabric_of(cluster)
 
     def by_algorithm(ranks: int) -> dict[str, float]:
-        lines, floor = _lines(fabric, kind, ranks, stride, None)
+        lines, floor = _lines(fabric, kind, ranks, stride)
         if place(fabric, ranks, stride).num_nodes == 1:
             return {floor.algorithm: floor.seconds(num_bytes)}
         return {f"{line.algorithm} {line.protocol}": line.seconds(num_bytes) for line in lines}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ultrascale.plan import curves
 from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matmul_seconds, optimizer_seconds
 from ultrascale.plan.devices import matmul_curve, relative_of
-from ultrascale.plan.time import mean_context
+from ultrascale.plan.flops import mean_context
 from ultrascale.spec.cluster import Accelerator, Sourced
 from ultrascale.spec.machines import ACCELERATORS, this_machine
 from ultrascale.spec.problems import SpecError

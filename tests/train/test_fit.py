@@ -17,7 +17,7 @@ from ultrascale.spec.problems import SpecError
 from ultrascale.spec.run import Batch, Data, Faults, Run
 from ultrascale.spec.units import format_bytes
 from ultrascale.trace.rank import trace_rank
-from ultrascale.train.fit import Trace, _stage_plans, expect_fits, smallest_bytes, stage_peaks, traced_by_first
+from ultrascale.train.fit import Trace, _stage_plans, expect_fits, smallest_bytes, traced_by_first
 from ultrascale.train.out_of_memory import Measured, out_of_memory
 from ultrascale.train.traced_rank import NoTraceError, traced_rank
 
@@ -37,8 +37,13 @@ def never(rank: int) -> str:
     raise AssertionError("the plan is enough")
 
 
+def stage_peaks() -> list[int]:
+    """Live bytes at the peak of every stage, as planned."""
+    return [plan.peak.total for plan in _stage_plans(RUN)]
+
+
 def test_each_stage_is_told_in_one_line() -> None:
-    first, last = stage_peaks(RUN)
+    first, last = stage_peaks()
     line = expect_fits(RUN, 80 * GIB, trace=never)
     assert line is not None and "\n" not in line
     assert (
@@ -57,7 +62,7 @@ def test_what_cannot_fit_is_refused_unless_memory_is_to_be_ignored() -> None:
 def test_of_compiled_blocks_what_no_compiler_makes_smaller_is_refused() -> None:
     compiled = replace(RUN, compile=True)
     states = max(plan.before_update.total for plan in _stage_plans(RUN))
-    assert 7 * GIB < states < 8 * GIB and min(stage_peaks(RUN)) > 12 * GIB
+    assert 7 * GIB < states < 8 * GIB and min(stage_peaks()) > 12 * GIB
     with pytest.raises(SpecError, match="does not fit"):
         expect_fits(RUN, 12 * GIB)
     assert expect_fits(compiled, 12 * GIB) == expect_fits(RUN, 12 * GIB, anyway=True)
@@ -67,7 +72,7 @@ def test_of_compiled_blocks_what_no_compiler_makes_smaller_is_refused() -> None:
 
 @pytest.mark.parametrize("share", [0.96, 1.04])
 def test_a_plan_that_is_far_enough_from_the_limit_decides_without_a_trace(share: float) -> None:
-    usable = round(max(stage_peaks(RUN)) * share)
+    usable = round(max(stage_peaks()) * share)
     if share > 1:
         assert "trace" not in str(expect_fits(RUN, capacity_with(usable), trace=never))
     else:
@@ -77,7 +82,7 @@ def test_a_plan_that_is_far_enough_from_the_limit_decides_without_a_trace(share:
 
 @pytest.mark.parametrize("share", [0.98, 1.02])
 def test_near_the_limit_the_trace_of_the_fullest_stage_decides_whatever_the_plan_says(share: float) -> None:
-    peaks = stage_peaks(RUN)
+    peaks = stage_peaks()
     fullest = peaks.index(max(peaks)) * 4
     usable = round(max(peaks) * share)
     asked: list[int] = []
@@ -94,7 +99,7 @@ def test_near_the_limit_the_trace_of_the_fullest_stage_decides_whatever_the_plan
 
 
 def test_where_there_is_no_trace_the_plan_decides_and_the_line_says_why() -> None:
-    peak = max(stage_peaks(RUN))
+    peak = max(stage_peaks())
     line = expect_fits(RUN, capacity_with(round(1.01 * peak)), trace=lambda rank: "it took longer than 180 s")
     assert line is not None and line.endswith("there is no trace to decide (it took longer than 180 s), so the plan does")
     with pytest.raises(SpecError, match=r"no trace to decide \(it is Sunday\)"):

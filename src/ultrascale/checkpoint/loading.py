@@ -102,9 +102,9 @@ def verify(folder: Path, *, process_group: dist.ProcessGroup | None = None, rank
     return manifest
 
 
-def newest_valid(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Path | None:
+def newest_valid(root: Path) -> Path | None:
     """The newest checkpoint in `root` of which every byte verifies; see `search`."""
-    return search(root, process_group=process_group).folder
+    return search(root).folder
 
 
 def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Search:

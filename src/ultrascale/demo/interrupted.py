@@ -160,5 +160,5 @@ def _processes_of_ps() -> list[tuple[int, int, str]]:
     return [(int(row[0]), int(row[1]), row[2]) for row in parts if len(row) == 3]
 
 
-def _tail(log: Path, lines: int = 15) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])

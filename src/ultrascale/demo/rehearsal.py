@@ -1,4 +1,4 @@
-"""What this machine reaches with the demo's own model: the achievable rate that the planner's first-order time needs.
+"""What this machine reaches with the demo's own model: the rate from which the demo says how long a step should take.
 
 A CPU has no datasheet to look it up in, and a large matrix product reaches several times what a small model does. So as many
 processes as will train make a few forward and backward passes, each alone: no communication, no optimizer, no data.
@@ -16,7 +16,7 @@ from ultrascale.launch.forked import run_forked
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
 from ultrascale.parallel.precision import TORCH_DTYPE
-from ultrascale.plan.time import hardware_flops_per_token
+from ultrascale.plan.flops import hardware_flops_per_token
 from ultrascale.spec.layout import Precision
 from ultrascale.spec.run import Run
 
@@ -42,6 +42,13 @@ def rehearse(run: Run) -> Rehearsal:
     flops = hardware_flops_per_token(run.model, run.layout, run.batch.sequence_length)
     flops *= run.layout.micro_batch_size * run.batch.sequence_length
     return Rehearsal({p: flops / max(seconds[p] for seconds in per_rank) for p in PRECISIONS})
+
+
+def step_seconds(run: Run, flops_per_second: float) -> float:
+    """Seconds of a step at a process's rehearsed rate. A bound: communication, optimizer and data are not in it."""
+    tokens = run.batch.sequences_per_batch * run.batch.sequence_length
+    flops = tokens * hardware_flops_per_token(run.model, run.layout, run.batch.sequence_length)
+    return flops / (flops_per_second * run.layout.dp)
 
 
 def threads_of_a_rank(num_processes: int) -> int:

@@ -23,14 +23,13 @@ from ultrascale.demo.folder import demo_folder, forget_text
 from ultrascale.demo.interrupted import train_and_kill
 from ultrascale.demo.proof import plant_faults, prove_layouts
 from ultrascale.demo.recipe import PROCESSES, SAVES, fitting_steps, write_run
-from ultrascale.demo.rehearsal import rehearse
+from ultrascale.demo.rehearsal import rehearse, step_seconds
 from ultrascale.demo.sample import PROMPTS, continue_prompts, sample_words
 from ultrascale.demo.screen import INDENT, Screen
 from ultrascale.demo.text import library_folder, prepare_library, prepare_words
 from ultrascale.measure.compare import Difference, comparison_table
 from ultrascale.measure.plots import plot_run, read_metrics
-from ultrascale.plan.report import RunPlan, plan_run
-from ultrascale.plan.time import plan_time
+from ultrascale.plan.report import plan_run
 from ultrascale.plan.view import show_plan
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.run import Run
@@ -75,7 +74,7 @@ def tell(folder: Path, screen: Screen) -> Demo:
         with screen.stage("Text: Python's own standard library"):
             entropy = _text(demo, library)
         with screen.stage("Plan: what it will take, before it runs"):
-            run, plan = _plan(demo)
+            run, planned = _plan(demo)
         with screen.stage("Prove: two processes compute what one does"):
             _prove(demo, run)
         with screen.stage("Train, with one process killed on the way"):
@@ -83,7 +82,7 @@ def tell(folder: Path, screen: Screen) -> Demo:
         rows = read_metrics(demo.run_folder / "metrics.jsonl")
         memory = json.loads((demo.run_folder / "memory.json").read_text())
         with screen.stage("Compare: planned beside measured"):
-            _compare(demo, plan, rows, memory)
+            _compare(demo, planned, rows, memory)
         with screen.stage("Loss: against a model that ignores context"):
             _loss(demo, rows, entropy)
         with screen.stage("Sample: what it writes"):
@@ -124,18 +123,15 @@ def _prepare(demo: Demo, library: Path, data: Path) -> Prepared:
         return prepare_library(library, data, on_progress=on_progress)
 
 
-def _plan(demo: Demo) -> tuple[Run, RunPlan]:
-    """Rehearse, settle precision and length of the run, and plan it."""
+def _plan(demo: Demo) -> tuple[Run, float]:
+    """Rehearse, settle precision and length of the run, and plan it; the run, and the seconds that a step should take."""
     draft = write_run(demo.folder)
     rehearsal = rehearse(draft)
     precision = rehearsal.fastest
     rate = rehearsal.flops_per_second[precision]
     draft = replace(draft, layout=replace(draft.layout, precision=precision))
-    time_plan = plan_time(
-        draft.model, draft.layout, sequence_length=draft.batch.sequence_length,
-        sequences_per_batch=draft.batch.sequences_per_batch, peak_flops_per_second=rate, achievable_fraction=1.0,
-    )  # fmt: skip
-    run = write_run(demo.folder, precision=precision, steps=fitting_steps(time_plan.seconds_per_step))
+    seconds = step_seconds(draft, rate)
+    run = write_run(demo.folder, precision=precision, steps=fitting_steps(seconds))
     plan = plan_run(run, parse_cluster(f"{PROCESSES}xcpu"))
     screen = demo.screen
     screen.command("plan", str(demo.run_file))
@@ -143,10 +139,10 @@ def _plan(demo: Demo) -> tuple[Run, RunPlan]:
     rates = ", ".join(f"{name} {format_flops_per_second(r)}" for name, r in rehearsal.flops_per_second.items())
     screen.say(f"\nRehearsed here, a process reaches {rates}: so {precision}.")
     screen.say(
-        f"A step of {format_count(time_plan.tokens_per_step)} tokens should take [bold]"
-        f"{format_seconds(time_plan.seconds_per_step)}[/], and {run.steps} of them fit the time that the demo has."
+        f"A step of {format_count(run.batch.sequences_per_batch * run.batch.sequence_length)} tokens should take [bold]"
+        f"{format_seconds(seconds)}[/], and {run.steps} of them fit the time that the demo has."
     )
-    return run, replace(plan, time=time_plan)
+    return run, seconds
 
 
 def _prove(demo: Demo, run: Run) -> None:
@@ -196,7 +192,7 @@ def _progress(rows: list[dict[str, Any]], run: Run) -> tuple[float, str]:
     return last["step"] + 1, note + (f"   {speed:,.0f} tokens/s" if speed else "")
 
 
-def _compare(demo: Demo, plan: RunPlan, rows: list[dict[str, Any]], memory: dict[str, Any]) -> None:
+def _compare(demo: Demo, planned: float, rows: list[dict[str, Any]], memory: dict[str, Any]) -> None:
     screen = demo.screen
     table = comparison_table([Difference(**row) for row in memory["by_category"]])
     screen.say("[dim]Live bytes of rank 0's tensors, counted over the first four steps; differences in percent of the peak.[/]")
@@ -211,8 +207,6 @@ def _compare(demo: Demo, plan: RunPlan, rows: list[dict[str, Any]], memory: dict
             planned_bytes=memory["planned_peak_bytes"], measured_bytes=memory["measured_peak_bytes"], percent=percent,
         )
     )  # fmt: skip
-    assert plan.time is not None
-    planned = plan.time.seconds_per_step
     measured = median(row["perf/step_s"] for row in rows if row.get("perf/step_s"))
     off = _signed(100 * (planned / measured - 1), 0)
     number = f"{format_seconds(planned)} planned, {format_seconds(measured)} measured: {off} %"

@@ -48,8 +48,6 @@ class Ending:
     """Empty when all of them ended well."""
     exit_code: int = 1
     """For the command: 1 failed, 2 the description is wrong."""
-    by_signal: bool = False
-    """A signal ended a rank."""
     stopped: bool = False
     """This process was asked to stop, and passed that on."""
     saved: bool = False
@@ -217,7 +215,7 @@ def _failed(error: object, failure: Path, folder: Path) -> Ending:
         return Ending(reason, told["exit_code"], explained=True, rank=told["rank"], step=step)
     if (folder / HANG_FILE).exists():
         hang = json.loads((folder / HANG_FILE).read_text())
-        return Ending(f"hang: {hang['reason']}", by_signal=True, rank=min(hang["culprits"], default=None), step=step)
+        return Ending(f"hang: {hang['reason']}", rank=min(hang["culprits"], default=None), step=step)
     causes = [json.loads(path.read_text()) for path in folder.glob("*.cause")]
     ranks = sorted(getattr(error, "failures").items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))  # noqa: B009
     rank, first = ranks[0]
@@ -226,11 +224,11 @@ def _failed(error: object, failure: Path, folder: Path) -> Ending:
         return Ending(f"rank {own['rank']} failed: {own['text']}", rank=own["rank"], step=step)
     odd = disagreement([*beats.values()])
     if odd is not None and first.exitcode in (1, -signal.SIGABRT):  # gloo raises or aborts where messages do not fit
-        return Ending(f"the ranks do not agree: {odd[1]}", by_signal=True, rank=min(odd[0]), step=step)
+        return Ending(f"the ranks do not agree: {odd[1]}", rank=min(odd[0]), step=step)
     if first.exitcode < 0:
         missed = sorted(cause["text"].partition(": ")[2] for cause in causes if cause["rank"] != rank)
         reason = f"rank {rank} was ended by {first.signal_name()}{meanwhile([*beats.values()], rank, missed)}"
-        return Ending(reason, by_signal=True, rank=rank, step=step)
+        return Ending(reason, rank=rank, step=step)
     why = f": {causes[0]['text']}" if causes else meanwhile([*beats.values()], rank, [])
     return Ending(f"rank {rank} failed with exit code {first.exitcode}{why}", rank=rank, step=step)
 

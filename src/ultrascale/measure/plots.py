@@ -47,12 +47,12 @@ def plot_run(
     return written
 
 
-def plot_run_folder(folder: Path, output: Path | None = None, *, reference_loss: tuple[str, float] | None = None) -> list[Path]:
-    """The pictures of the run in `folder`, from its metrics.jsonl and memory.json, into `output` (default: its `plots`)."""
+def plot_run_folder(folder: Path, *, reference_loss: tuple[str, float] | None = None) -> list[Path]:
+    """The pictures of the run in `folder`, from its metrics.jsonl and memory.json, into its `plots`."""
     memory, metrics = read_memory(folder), read_metrics(folder / "metrics.jsonl")
     return plot_run(
         metrics,
-        output or folder / "plots",
+        folder / "plots",
         timed_since=last_timed_start(folder, metrics),
         memory_timeline=memory.get("measured_timeline", ()),
         planned_peak_bytes=memory.get("planned_peak_bytes"),

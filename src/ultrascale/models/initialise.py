@@ -61,10 +61,10 @@ def initialise(
         bias.zero_()
 
 
-def initial_value(weight: Weight, seed: int, *, part: Place | None = None, device: torch.device | str = "cpu") -> Tensor:
-    """The initial value of `weight`, or of a part of it, fp32 on `device`."""
+def initial_value(weight: Weight, seed: int, *, part: Place | None = None) -> Tensor:
+    """The initial value of `weight`, or of a part of it, fp32 on the CPU."""
     part = part or _all_of(weight)
-    value = torch.empty(part.shape, dtype=torch.float32, device=device)
+    value = torch.empty(part.shape, dtype=torch.float32)
     _fill(value, weight, part.offsets, seed, value.device)
     return value
 

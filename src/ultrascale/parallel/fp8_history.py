@@ -15,7 +15,6 @@ Every rank holds the whole table of its blocks, of all experts too, to the same 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from ultrascale.spec.fp8_slots import Slots, block_slots, fp8_layers, is_delayed
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 
-Algorithm = Literal["max", "most_recent"]
 _SLOTS = "fp8_slots"
 _BLOCK = "fp8_amaxes"
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.plan.flops import hardware_flops_per_token
 from ultrascale.plan.layouts import RECOMPUTE, SCHEDULES, LayoutTable
 from ultrascale.plan.rank_state import rank_state
 from ultrascale.plan.stages import cut_stages
-from ultrascale.plan.time import hardware_flops_per_token
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
 

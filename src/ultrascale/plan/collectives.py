@@ -42,57 +42,52 @@ def collective_seconds(
     *,
     size: ArrayLike,
     stride: ArrayLike,
-    concurrent: float | None = None,
 ) -> Floats:
     """Seconds of one collective of every group of an axis, all of which run at once. Arguments broadcast.
 
     `kind`: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, or send (every rank to its neighbour in the group).
     `num_bytes`: the whole gathered or reduced buffer; for all_to_all what one rank sends in total, for send one message.
-    `size`, `stride`: ranks of a group and how far apart they are. `concurrent`: how many groups of a node talk at once, if not
-    all. A group of one and a message of nothing take no time. Raises SpecError if the cluster has no link the group needs.
+    `size`, `stride`: ranks of a group and how far apart they are. A group of one and a message of nothing take no time.
+    Raises SpecError if the cluster has no link the group needs.
     """
     assert kind in KINDS, kind
     if isinstance(size, int) and isinstance(stride, int) and isinstance(num_bytes, int | float):
-        return np.asarray(_one(cluster, kind, num_bytes, size, stride, concurrent)[0])
+        return np.asarray(_one(cluster, kind, num_bytes, size, stride)[0])
     widths, sizes, strides = np.asarray(num_bytes, dtype=np.float64), np.asarray(size), np.asarray(stride)
     if widths.size <= FEW and sizes.size == strides.size == 1 and widths.ndim >= max(sizes.ndim, strides.ndim):
         ranks, apart = sizes.item(), strides.item()
-        found = [_one(cluster, kind, n, ranks, apart, concurrent)[0] for n in widths.ravel().tolist()]
+        found = [_one(cluster, kind, n, ranks, apart)[0] for n in widths.ravel().tolist()]
         return np.array(found, dtype=np.float64).reshape(widths.shape)
     every = np.broadcast(widths, sizes, strides)
     if every.size <= FEW:  # NumPy's fixed costs would be most of it
-        found = [_one(cluster, kind, float(n), int(of), int(apart), concurrent)[0] for n, of, apart in every]
+        found = [_one(cluster, kind, float(n), int(of), int(apart))[0] for n, of, apart in every]
         return np.array(found, dtype=np.float64).reshape(every.shape)
     sizes, strides = np.broadcast_arrays(sizes, strides)
     pairs, which = _distinct(sizes.ravel(), strides.ravel())
     if all(ranks <= 1 for ranks, _ in pairs):
         return np.zeros(np.broadcast_shapes(widths.shape, sizes.shape))
     fabric = _fabric_of(cluster)
-    groups = [_lines(fabric, kind, ranks, apart, concurrent) for ranks, apart in pairs]
+    groups = [_lines(fabric, kind, ranks, apart) for ranks, apart in pairs]
     return _evaluate(groups, which.reshape(sizes.shape), widths)
 
 
-def send_seconds(
-    cluster: Cluster, num_bytes: ArrayLike, *, stride: ArrayLike, size: ArrayLike = 2, concurrent: float | None = None
-) -> Floats:
+def send_seconds(cluster: Cluster, num_bytes: ArrayLike, *, stride: ArrayLike, size: ArrayLike = 2) -> Floats:
     """Seconds of a message to the neighbour `stride` ranks on, while all others of a node send theirs; arguments broadcast.
 
     `size`: length of the chain of neighbours; one hop of it that leaves the node makes all of it as slow as that.
-    `concurrent`: how many groups of a node send at once, if not all. Raises SpecError as `collective_seconds`.
+    Raises SpecError as `collective_seconds`.
     """
-    return collective_seconds(cluster, "send", num_bytes, size=size, stride=stride, concurrent=concurrent)
+    return collective_seconds(cluster, "send", num_bytes, size=size, stride=stride)
 
 
-def explain_collective(
-    cluster: Cluster, kind: str, num_bytes: float, *, size: int, stride: int, concurrent: float | None = None
-) -> dict[str, Any]:
+def explain_collective(cluster: Cluster, kind: str, num_bytes: float, *, size: int, stride: int) -> dict[str, Any]:
     """How one collective is priced, for printing: algorithm, protocol, tier, bandwidths in bytes per second, alternatives."""
-    seconds, line = _one(cluster, kind, num_bytes, size, stride, concurrent)
+    seconds, line = _one(cluster, kind, num_bytes, size, stride)
     if size <= 1:
         return {"seconds": 0.0, "tier": "one rank", "algorithm": "none", "protocol": "none"}
     fabric = fabric_of(cluster)
-    where = place(fabric, size, stride, concurrent)
-    lines, _ = _lines(fabric, kind, size, stride, concurrent)
+    where = place(fabric, size, stride)
+    lines, _ = _lines(fabric, kind, size, stride)
     return {
         "seconds": seconds,
         "tier": "inside a node" if where.num_nodes == 1 else f"{where.num_nodes} nodes over {fabric.network}",
@@ -128,22 +123,22 @@ def _fabric_of(cluster: Cluster) -> Fabric:
     return found[1]
 
 
-def _one(cluster: Cluster, kind: str, num_bytes: float, size: int, stride: int, concurrent: float | None) -> tuple[float, Line]:
+def _one(cluster: Cluster, kind: str, num_bytes: float, size: int, stride: int) -> tuple[float, Line]:
     if size <= 1 or num_bytes <= 0:
         return 0.0, _NEVER
-    lines, floor = _lines(_fabric_of(cluster), kind, size, stride, concurrent)
+    lines, floor = _lines(_fabric_of(cluster), kind, size, stride)
     line = min(lines, key=lambda line: line.seconds(num_bytes))
     return max(line.seconds(num_bytes), floor.seconds(num_bytes)), line
 
 
 @lru_cache(maxsize=65536)
 def _lines(
-    fabric: Fabric, kind: str, size: int, stride: int, concurrent: float | None
+    fabric: Fabric, kind: str, size: int, stride: int
 ) -> tuple[tuple[Line, ...], Line]:  # fmt: skip
     """What NCCL can choose among, and the line below which no group of so many ranks falls."""
     if size <= 1:
         return (_FREE,), _FREE
-    where = place(fabric, size, stride, concurrent)
+    where = place(fabric, size, stride)
     floor = inside_line(fabric, kind, min(size, fabric.gpus_per_node)) if fabric.gpus_per_node > 1 else _FREE
     if where.num_nodes == 1:
         return (floor,), floor

@@ -100,12 +100,12 @@ def elementwise_seconds(accelerator: Accelerator, num_bytes: Any, *, num_kernels
     return derate * (num_kernels * rate.launch_seconds + num_bytes / rate.bytes_per_second)
 
 
-def optimizer_seconds(accelerator: Accelerator, num_bytes: Any, *, derate: float = 1.0) -> Any:
+def optimizer_seconds(accelerator: Accelerator, num_bytes: Any) -> Any:
     """Seconds of an optimizer update that reads and writes `num_bytes` in multi-tensor kernels, which run as fast as copies.
 
     `num_bytes`: a number, or an array of them. How many bytes an update moves is the caller's: it depends on the trainer.
     """
-    return elementwise_seconds(accelerator, num_bytes, derate=derate)
+    return elementwise_seconds(accelerator, num_bytes)
 
 
 @lru_cache(maxsize=1 << 17)

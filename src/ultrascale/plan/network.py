@@ -105,8 +105,8 @@ def fabric_of(cluster: Cluster) -> Fabric:
     )
 
 
-def place(fabric: Fabric, size: int, stride: int, concurrent: float | None = None) -> Placement:
-    """The placement of a group of `size` ranks that are `stride` apart; `concurrent`: groups in a node that talk at once.
+def place(fabric: Fabric, size: int, stride: int) -> Placement:
+    """The placement of a group of `size` ranks that are `stride` apart, while all groups of a node talk at once.
 
     Raises SpecError if the group crosses nodes that no network joins.
     """
@@ -117,7 +117,7 @@ def place(fabric: Fabric, size: int, stride: int, concurrent: float | None = Non
     if not fabric.node_bytes_per_second:
         rule = f"{size} ranks {stride} apart are on {nodes} nodes, and no network joins them"
         raise SpecError([Problem("cluster", rule, "Choose a machine with a network, or keep the group inside a node.")])
-    groups = concurrent or fabric.gpus_per_node / ranks
+    groups = fabric.gpus_per_node / ranks
     card = fabric.node_bytes_per_second / fabric.num_cards
     share = min(fabric.node_bytes_per_second / max(1.0, groups), min(ranks, fabric.num_cards) * card)
     ring, remote = _crossing(fabric, nodes, stride)

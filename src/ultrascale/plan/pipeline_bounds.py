@@ -40,30 +40,13 @@ def bubble_seconds(
     schedule: str, pp: ArrayLike, virtual_stages: ArrayLike, num_micro_batches: ArrayLike, forward: ArrayLike,
     input_gradient: ArrayLike, weight_gradient: ArrayLike, *, send: ArrayLike = 0.0,
 ) -> Floats:  # fmt: skip
-    """Seconds of a step in which a rank computes nothing, even stages assumed. Arguments as in `balanced_step_seconds`."""
+    """Seconds of a step in which a rank computes nothing, if all stages cost the same.
+
+    `forward`, `input_gradient`, `weight_gradient`: of a micro-batch on one stage. Columns broadcast; `schedule`: of
+    `build.NAMES`. Exact as the header says; otherwise a lower bound.
+    """
     columns = (pp, virtual_stages, num_micro_batches, forward, input_gradient, weight_gradient, send)
     return np.maximum(_FILLS[schedule](*map(np.asarray, columns)), 0.0)
-
-
-def balanced_step_seconds(
-    schedule: str, pp: ArrayLike, virtual_stages: ArrayLike, num_micro_batches: ArrayLike, forward: ArrayLike,
-    input_gradient: ArrayLike, weight_gradient: ArrayLike, *, send: ArrayLike = 0.0, pair_saving: ArrayLike = 0.0,
-) -> Floats:  # fmt: skip
-    """Seconds of a step whose stages all cost `forward`, ... a micro-batch. Columns broadcast; `schedule`: of `build.NAMES`.
-
-    `pair_saving`: what a forward and a backward that run at the same time (DualPipe) save against one after the other.
-    Exact as the header says; otherwise a lower bound.
-    """
-    bubble = bubble_seconds(
-        schedule, pp, virtual_stages, num_micro_batches, forward, input_gradient, weight_gradient, send=send
-    )
-    p, m = np.asarray(pp), np.asarray(num_micro_batches)
-    stages = np.asarray(STAGES_A_RANK.get(schedule, virtual_stages))
-    work = m * stages * (np.asarray(forward) + np.asarray(input_gradient) + np.asarray(weight_gradient))
-    if schedule in ("dualpipe", "dualpipe-v"):
-        depth, stream = (p // 2, m // 2) if schedule == "dualpipe" else (p, m)
-        work = work - np.maximum(2 * stream - depth - 2, 0) * np.asarray(pair_saving)
-    return work + bubble
 
 
 def in_flight_stages(

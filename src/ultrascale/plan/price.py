@@ -20,6 +20,7 @@ from ultrascale.plan.compute import optimizer_seconds
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.cut_backward import CUTTING, cut_share, cut_share_of
 from ultrascale.plan.data_traffic import data_parallel_seconds
+from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.footprint import Footprint, stage_memory
 from ultrascale.plan.fp8_state import agreed_scales_seconds
 from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
@@ -39,7 +40,6 @@ from ultrascale.plan.rank_activations import kept_by, rank_activations
 from ultrascale.plan.rank_state import shards
 from ultrascale.plan.stages import FIRST, Stages, cut_stages
 from ultrascale.plan.storage import checkpoint_share, read_seconds
-from ultrascale.plan.time import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.executable import Schedule

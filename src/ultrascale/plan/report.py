@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ultrascale.plan.flops import CONVENTION, model_flops_per_token
 from ultrascale.plan.memory import MemoryPlan, is_replayed, num_micro_batches, plan_fullest_rank
-from ultrascale.plan.time import CONVENTION, NOT_IN_IT, TimePlan, model_flops_per_token
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator, Cluster
 from ultrascale.spec.problems import Problem, SpecError
@@ -50,8 +50,6 @@ class RunPlan:
     """The device's memory."""
     headroom_bytes: int
     """What is kept free: a part of the device, and without a prediction what the replay does not count."""
-    time: TimePlan | None = None
-    """From a rate that somebody measured, in place of `prediction`."""
 
     @property
     def usable_bytes(self) -> int:
@@ -139,9 +137,7 @@ class RunPlan:
         }
 
     def _time_json(self) -> dict[str, Any] | None:
-        if self.prediction is not None:
-            return prediction_json(self.prediction)["time"]
-        return None if self.time is None else asdict(self.time) | {"leaves_out": NOT_IN_IT}
+        return None if self.prediction is None else prediction_json(self.prediction)["time"]
 
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:

@@ -83,7 +83,6 @@ class Picks:
     cells: int
     rows: int
     median_tau: float
-    mean_tau: float
     median_regret: float
     """Of the layout predicted to be fastest: its measured time over the best measured time, less one."""
     mean_regret: float
@@ -261,7 +260,7 @@ def _rank(source: str, cells: Sequence[Sequence[Case]]) -> Picks:
         pick = min(fitting, key=lambda index: predicted[index])
         regrets.append(measured[pick] / min(measured) - 1)
     return Picks(
-        source, len(cells), sum(map(len, cells)), median(taus), fmean(taus), median(regrets), fmean(regrets),
+        source, len(cells), sum(map(len, cells)), median(taus), median(regrets), fmean(regrets),
         float(np.quantile(regrets, 0.9)),
     )  # fmt: skip
 

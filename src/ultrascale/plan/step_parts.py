@@ -16,11 +16,11 @@ import numpy as np
 
 from ultrascale.plan.blocks import Blocks, compute_seconds, price_blocks
 from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.plan.flops import hardware_flops
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.passes import pass_seconds, product_derate
 from ultrascale.plan.price import Prediction
 from ultrascale.plan.stages import Stages, cut_stages
-from ultrascale.plan.time import hardware_flops
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
@@ -41,7 +41,7 @@ _PARTS = {
 """By the parts of `plan.price`; time for checkpoints is no part of a step that is profiled."""
 
 
-def step_parts(prediction: Prediction, constants: Constants = CONSTANTS) -> dict[str, float]:
+def step_parts(prediction: Prediction) -> dict[str, float]:
     """Seconds of a step of `prediction` by category of `measure.categories`; they sum to its step without checkpoints.
 
     `launch gaps` is what a device waits for Python, beyond what it computes. What traffic slows computing by is spread over the
@@ -51,11 +51,11 @@ def step_parts(prediction: Prediction, constants: Constants = CONSTANTS) -> dict
     table = LayoutTable.of([layout])
     stages, blocks = cut_stages(workload, table, layout.layers_per_stage), price_blocks(workload, table)
     passes = pass_seconds(
-        workload, table, blocks, constants, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head,
+        workload, table, blocks, CONSTANTS, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head,
         kept=stages.kept_layers,
     )  # fmt: skip
     row = int(np.where(stages.exists > 0, passes.total, 0.0)[:, 0].argmax())  # the slowest rank, whose step it is
-    kinds = kind_seconds(workload, blocks, stages, row, constants)
+    kinds = kind_seconds(workload, blocks, stages, row, CONSTANTS)
     alone = float(passes.compute[row, 0])
     compute = prediction.waterfall["compute"]
     gaps = max(0.0, alone - sum(kinds.values())) * compute / alone

@@ -13,7 +13,6 @@ from rich.text import Text
 from ultrascale.plan.cost import cost
 from ultrascale.plan.memory import MemoryPlan
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval, workload_of
-from ultrascale.plan.time import NOT_IN_IT
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.units import format_bytes, format_count, format_flops_per_second, format_seconds
 from ultrascale.spec.weights import num_parameters
@@ -101,7 +100,8 @@ def show_plan(plan: RunPlan, console: Console, *, tokens: int | None = None) -> 
             console.print()
             console.print(Text(recomputation_statement(plan.prediction.workload, plan.run.layout), style="dim"))
     else:
-        console.print(_time(plan, tokens))
+        unknown = "Time: this device's rates are not in the catalogue; a run measures and reports them."
+        console.print(Text(unknown, style="dim"))
 
 
 def _memory(plan: RunPlan) -> RenderableType:
@@ -363,19 +363,3 @@ def _rows() -> Table:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(style="dim")
     return table
-
-
-def _time(plan: RunPlan, tokens: int | None) -> RenderableType:
-    time = plan.time
-    if time is None:
-        return Text("Time: this device's rates are not in the catalogue; a run measures and reports them.", style="dim")
-    table = _rows()
-    rate = format_flops_per_second(time.peak_flops_per_second)
-    table.add_row("step, at best", format_seconds(time.seconds_per_step), f"{time.achievable_fraction:.0%} of {rate} a GPU")
-    per_gpu = time.tokens_per_second / time.num_devices
-    table.add_row("tokens/s", f"{time.tokens_per_second:,.0f}", f"{per_gpu:,.0f} a GPU")
-    table.add_row("MFU", f"{time.mfu:.1%}", f"causal attention; {time.mfu_full:.1%} if the full square is counted")
-    table.add_row("HFU", f"{time.hfu:.1%}", "with what is computed twice, or only to be masked")
-    goal, why = _goal(plan, tokens)
-    table.add_row("training", format_seconds(time.seconds_for(goal)), f"on {format_count(goal)} tokens{why}")
-    return Group(table, Text(f"A bound, not a forecast: {NOT_IN_IT} are not in it.", style="dim"))

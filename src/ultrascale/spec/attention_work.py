@@ -285,7 +285,7 @@ def _flash(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], 
     """The fused kernel: scores never exist, one fp32 number per row and head (`logsumexp`) is kept instead."""
     scores = _scores(model, layer, shape)
     rows = shape.swapped_tokens * scores.heads
-    logsumexp = Activation("logsumexp", rows * shape.wide_itemsize, False)
+    logsumexp = Activation("logsumexp", rows * shape.wide_itemsize)
     has_mask = mask_elements(model.window(layer), shape) > 0
     saves = (*dict.fromkeys(names), attended, "logsumexp", *((mask_name(model.window(layer)),) if has_mask else ()))
     square, e, v = 2 * rows * shape.sequence_length, model.head_dim, model.value_head_dim
@@ -379,7 +379,7 @@ def _math(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], a
     ]  # fmt: skip
     probabilities = "probabilities"
     if shape.kernels.dropout:
-        kept = Activation("probabilities_kept", elements, False)
+        kept = Activation("probabilities_kept", elements)
         moved = elements * (2 * a + 1)
         ops.append(
             Op("self_attn.dropout", "attention", ("probabilities",), (Activation("probabilities_dropped", elements * a), kept),

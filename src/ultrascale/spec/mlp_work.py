@@ -157,10 +157,10 @@ def _route(model: Model, shape: Shape, n: int) -> list[Op]:
     d, a, k, x = model.hidden_size, shape.itemsize, model.num_experts_per_tok, model.num_experts
     m = shape.outer_tokens
     logits = Activation("router_logits", m * x * shape.wide_itemsize)
-    chosen = Activation("chosen_experts", m * k * ROW_BYTES, False)
-    kept = (Activation("router_probabilities", logits.num_bytes, False), chosen)
+    chosen = Activation("chosen_experts", m * k * ROW_BYTES)
+    kept = (Activation("router_probabilities", logits.num_bytes), chosen)
     flops, weights = 2 * m * x * d, ("mlp.router.weight", "mlp.router.bias") if model.mlp_bias else ("mlp.router.weight",)
-    rows = Activation("permuted_rows", n * k * ROW_BYTES, False)
+    rows = Activation("permuted_rows", n * k * ROW_BYTES)
     permuted = Activation("permuted" if _sorts(shape) else "expert_in", n * k * d * a)
     wide = (m + x) * d * shape.wide_itemsize if shape.wide_itemsize > a else 0  # of one side and the result, at least in fp32
     return [
@@ -201,7 +201,7 @@ def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) 
     if not _sorts(shape):
         return ops
     # What came from several ranks is put next to each other by expert, and back; the order is kept.
-    order = () if name == "permuted" else (Activation("sorted_rows", rows * ROW_BYTES, False),)
+    order = () if name == "permuted" else (Activation("sorted_rows", rows * ROW_BYTES),)
     ops.append(Op("mlp.sort", "permute", (name,), (Activation("expert_in", gathered), *order), tuple(o.name for o in order),
                   moved_bytes=2 * gathered, backward_moved_bytes=2 * gathered))  # fmt: skip
     return ops

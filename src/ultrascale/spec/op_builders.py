@@ -150,7 +150,7 @@ def local_source(shape: Shape, read: str, width: int, num_tokens: int, *, cheap:
     """What a product keeps of an input that is on this rank already. `cheap`: a compiler would make it again."""
     num_bytes = num_tokens * width * shape.itemsize
     if shape.precision == "fp8":
-        narrow = Activation(f"{read}_fp8", num_tokens * width * FP8_BYTES, False)
+        narrow = Activation(f"{read}_fp8", num_tokens * width * FP8_BYTES)
         quotient = num_tokens * width * shape.wide_itemsize if shape.kernels.own_fp8 else 0
         op = Op(f"{read}.quantise", "elementwise", (), (narrow,), moved_bytes=num_bytes + narrow.num_bytes,
                 scratch_bytes=quotient)  # fmt: skip
@@ -279,9 +279,9 @@ def norm(
     if model.norm == "layernorm":
         # Two numbers a row; torch's CPU kernel keeps them in the dtype of the input, CUDA's in fp32.
         kept_itemsize = a if shape.device == "cpu" else w
-        kept = tuple(Activation(f"{make}_{x}", rows * kept_itemsize, False) for x in ("mean", "rstd"))
+        kept = tuple(Activation(f"{make}_{x}", rows * kept_itemsize) for x in ("mean", "rstd"))
     else:
-        kept = (Activation(f"{make}_inverse_rms", rows * w, False),)
+        kept = (Activation(f"{make}_inverse_rms", rows * w),)
         narrow = a < w and shape.device == "cpu"
         scratch = 2 * elements * w if narrow else 0
         backward_scratch = elements * w * (4 if narrow else 2) if shape.device == "cpu" else 0
@@ -289,7 +289,7 @@ def norm(
     forward, backward = 2 * a, 3 * a  # reads and writes of an element
     if not shape.kernels.norm:
         # A copy in fp32 and the normalised elements are kept in place of the input, one kernel each.
-        kept = (*kept, Activation(f"{make}_wide", elements * w, False), Activation(f"{make}_normalised", elements * a, False))
+        kept = (*kept, Activation(f"{make}_wide", elements * w), Activation(f"{make}_normalised", elements * a))
         saves = tuple(k.name for k in kept)
         scratch, forward, backward = elements * w, 5 * a + 5 * w, 6 * a + 8 * w
     suffixes = ("weight", "bias") if model.norm_bias and bias else ("weight",)
@@ -315,7 +315,7 @@ def dropout(shape: Shape, name: str, read: str, make: str, width: int, num_token
     elements = num_tokens * width
     if not shape.kernels.dropout:
         return _hashed_dropout(shape, name, read, make, width, num_tokens)
-    kept = Activation(f"{make}_kept", elements, False)
+    kept = Activation(f"{make}_kept", elements)
     moved = elements * (2 * shape.itemsize + 1)
     return Op(
         name, "elementwise", (read,), (Activation(make, elements * shape.itemsize), kept), (kept.name,),

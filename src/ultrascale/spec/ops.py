@@ -82,7 +82,6 @@ class Activation(NamedTuple):
 
     name: str
     num_bytes: int
-    has_gradient: bool = True
 
 
 @dataclass(frozen=True, slots=True)

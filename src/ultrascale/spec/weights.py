@@ -135,12 +135,6 @@ def num_active_parameters(model: Model) -> int:
     return num_parameters(model) - moe_layers * idle * expert
 
 
-def num_prediction_parameters(model: Model) -> int:
-    """Parameters that multi-token prediction adds while training; it shares embedding and head with the model."""
-    first = model.num_hidden_layers
-    return model.num_nextn_predict_layers * sum(w.numel for w in layer_weights(model, first))
-
-
 def weights_outside_layers(model: Model) -> Iterator[Weight]:
     """Embeddings, final norm and head: what `weights` gives without its blocks."""
     return weights(replace(model, num_hidden_layers=0, num_nextn_predict_layers=0))

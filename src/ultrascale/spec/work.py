@@ -2,9 +2,9 @@
 
 This is `models.decoder.Decoder` in eager mode, told as data: operations (`spec.ops`) that read and make named activations, of
 one rank under tensor, sequence, context and expert parallelism, with the kernels of a stack. Whoever needs to know what is
-computed reads it: `plan.memory` and `plan.footprint` replay it, `plan.time` and `plan.blocks` sum it. `tests/agree` holds it to
-the real decoder, name by name and byte by byte (FlopCounterMode, saved-tensor hooks), in fp32, bf16 and fp64; what the decoder
-cannot do yet is held to published formulas (`tests/plan/test_work_table.py`).
+computed reads it: `plan.memory` and `plan.footprint` replay it, `plan.flops` and `plan.blocks` sum it. `tests/agree` holds it
+to the real decoder, name by name and byte by byte (FlopCounterMode, saved-tensor hooks), in fp32, bf16 and fp64; what the
+decoder cannot do yet is held to published formulas (`tests/plan/test_work_table.py`).
 
 Masks (documents, sliding windows) and rotary angles are made once per micro-batch and shared by all blocks. Shapes: N tokens of
 a rank inside tensor-parallel regions (B*S/cp), M outside them (N/tp with sequence parallelism).
@@ -54,12 +54,12 @@ def shared_work(model: Model, shape: Shape, layers: tuple[int, ...] | None = Non
     ops: list[Op] = []
     for window in dict.fromkeys(map(model.window, range(model.num_hidden_layers) if layers is None else layers)):
         if elements := mask_elements(window, shape):
-            mask = Activation(mask_name(window), elements * shape.itemsize, False)
+            mask = Activation(mask_name(window), elements * shape.itemsize)
             ops.append(Op(mask.name, "elementwise", (), (mask,), scratch_bytes=mask_room(window, shape)))
     if model.position_embedding == "rotary":
         width = model.qk_rope_head_dim if model.latent_attention else model.head_dim
         planes = rows * width // 2
-        angles = tuple(Activation(name, planes * shape.itemsize, False) for name in ("cos", "sin"))
+        angles = tuple(Activation(name, planes * shape.itemsize) for name in ("cos", "sin"))
         # Angles in fp32, and their cosines before they are rounded.
         ops.append(Op("angles", "elementwise", (), angles, scratch_bytes=planes * 8))
     return tuple(ops)
@@ -76,7 +76,7 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     partial = f"{name}_partial" if shape.cuts_sequence else name
     sums = () if shape.tp == 1 or shape.cuts_sequence else (Collective("all_reduce", "tp", whole, "forward"),)
     # Of a part of the vocabulary: which row each token is here, and whether it is elsewhere.
-    places = (Activation("embed_rows", n * INDEX_BYTES, False), Activation("embed_elsewhere", n, False))
+    places = (Activation("embed_rows", n * INDEX_BYTES), Activation("embed_elsewhere", n))
     kept = places if shape.tp > 1 else ()
     ops = [
         Op("embed_tokens", "embedding", (), (Activation(partial, whole), *kept), tuple(one.name for one in kept),
@@ -103,7 +103,7 @@ def _positions(model: Model, shape: Shape, result: str) -> tuple[Op, ...]:
     rows = m if given else shape.outer_length
     position = Activation("position", rows * d * a)
     # Positions are made in the forward pass unless the batch brings its own, and kept as the indices of the lookup.
-    indices = () if given or shape.tp > 1 else (Activation("positions", rows * INDEX_BYTES, False),)
+    indices = () if given or shape.tp > 1 else (Activation("positions", rows * INDEX_BYTES),)
     return (
         Op("embed_positions", "embedding", (), (position, *indices), tuple(i.name for i in indices),
            ("embed_positions.weight",), moved_bytes=2 * position.num_bytes, backward_moved_bytes=2 * position.num_bytes),
@@ -150,7 +150,7 @@ def coming_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     """From tokens to come to `coming` [M, D]: the embedding once more, of indices that are made for it."""
     first, *rest = (_renamed(op, {"hidden": "coming"}) for op in embedding_work(replace(model, dropout=0.0), shape))
     if shape.tp == 1:
-        indices = Activation("coming_tokens", shape.num_tokens * INDEX_BYTES, False)
+        indices = Activation("coming_tokens", shape.num_tokens * INDEX_BYTES)
         first = replace(first, makes=(*first.makes, indices), saves=(*first.saves, indices.name))
     return (first, *rest)
 
@@ -244,8 +244,8 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
     n, d, a, w = shape.num_tokens, model.hidden_size, shape.itemsize, shape.wide_itemsize
     v, largest = shape.tp_part(model.vocab_size), cut(model.vocab_size, shape.tp)  # ranks agree on chunks by the largest
     kept = (
-        Activation("head_hidden_gradient", shape.outer_tokens * d * a, False),
-        Activation("head_weight_gradient", v * d * a, False),
+        Activation("head_hidden_gradient", shape.outer_tokens * d * a),
+        Activation("head_weight_gradient", v * d * a),
     )
     by_slabs = slab_columns(n, largest, a, shape.device) is not None
     if by_slabs:
@@ -321,7 +321,7 @@ def _loss(shape: Shape, read: str, elements: int) -> Op:
     if way in ("fused", "compiled"):
         return Op("loss", "loss", (read,), (result,), (read,), hands_on_saved=way == "fused",
                   moved_bytes=4 * elements * a, backward_moved_bytes=2 * elements * a, collectives=traffic)  # fmt: skip
-    kept = Activation("softmax", elements * w, False)
+    kept = Activation("softmax", elements * w)
     eager = way == "eager"
     # eager: the copy lives beside logits and log-softmax, and backward two more wide ones, of which one is narrowed.
     held = (read,) if shape.kernels.gathers_logits and shape.tp > 1 else ()  # the program's own hold on what it gathered

@@ -112,12 +112,6 @@ class RankTrace:
         totals = self.totals()
         return totals[self.peak_at(step)] if totals else 0
 
-    def highest_at(self, category: str, step: int) -> int:
-        """Index of the change of a step after which most bytes of a category live."""
-        start, end = self.span(step)
-        sizes = {at: now[category] for at, (tick, now) in enumerate(self.timeline()) if start <= tick < end}
-        return max(sizes, key=sizes.__getitem__, default=0)
-
     def span(self, step: int) -> tuple[int, int]:
         """First tick of a step and the first after it."""
         starts = [mark.tick for mark in self.marks if mark.step == step and mark.phase != "between"]
@@ -187,9 +181,9 @@ class RankTrace:
             following[number] = before
         return found[::-1]
 
-    def total_flops(self, step: int, passes: str | None = None) -> int:
-        """Of a step, or of its `forward`, `recomputed` or `backward` operations alone."""
-        return sum(count for (of, _, when), count in self.flops.items() if of == step and passes in (None, when))
+    def total_flops(self, step: int) -> int:
+        """Of a step."""
+        return sum(count for (of, _, _), count in self.flops.items() if of == step)
 
     def actions(self, step: int) -> list[str]:
         """The actions of a step in order."""

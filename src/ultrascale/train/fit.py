@@ -26,12 +26,8 @@ Trace = Callable[[int], str]
 """Live bytes at the peak of a rank, as a number; or in words why there is no trace of it."""
 
 
-def stage_peaks(run: Run) -> list[int]:
-    """Live bytes at the peak of the first rank of every pipeline stage, as planned for CUDA. Empty: not planned."""
-    return [plan.peak.total for plan in _stage_plans(run)]
-
-
 def _stage_plans(run: Run) -> list[MemoryPlan]:
+    """Of the first rank of every pipeline stage, for CUDA. Empty: not planned."""
     layout, batch = run.layout, run.batch
     if not is_replayed(run.model, layout):
         return []

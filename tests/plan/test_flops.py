@@ -1,4 +1,4 @@
-"""First-order time: the FLOPs people know by heart, and what recomputation adds."""
+"""The FLOPs people know by heart, and what recomputation adds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ultrascale.plan.time import hardware_flops_per_token, mean_context, model_flops_per_token, plan_time
+from ultrascale.plan.flops import hardware_flops_per_token, mean_context, model_flops_per_token
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 
@@ -26,31 +26,12 @@ def test_a_token_sees_as_many_positions_as_counting_says(length: int, window: in
     assert mean_context(length, window) == counted == expected
 
 
-def test_a_step_takes_its_flops_over_the_achievable_rate() -> None:
-    time = plan_time(
-        preset("llama-3-8b"), Layout(dp=64, precision="bf16"), sequence_length=8192, sequences_per_batch=512,
-        peak_flops_per_second=1e15, achievable_fraction=0.5,
-    )  # fmt: skip
-    assert time.seconds_per_step == pytest.approx(time.hardware_flops_per_token * 8192 * 512 / (64 * 0.5e15))
-    assert time.hfu == pytest.approx(0.5)
-    assert time.mfu == pytest.approx(0.5 * time.model_flops_per_token / time.hardware_flops_per_token)
-    assert time.seconds_for(time.tokens_per_second) == pytest.approx(1.0)
-
-
-def test_recomputation_lowers_mfu_but_not_hfu() -> None:
-    none, full = (
-        plan_time(
-            preset("llama-3-8b"),
-            Layout(dp=8, recompute=way),  # type: ignore[arg-type]
-            sequence_length=8192,
-            sequences_per_batch=8,
-            peak_flops_per_second=1e15,
-            achievable_fraction=0.5,
-        )
-        for way in ("none", "full")
-    )
-    assert none.hfu == pytest.approx(full.hfu)
-    assert full.mfu < none.mfu * 0.85
+def test_full_recomputation_adds_a_forward_pass_of_the_blocks_without_its_last_product() -> None:
+    model, s = preset("llama-3-8b"), 8192
+    none, full = (hardware_flops_per_token(model, Layout(recompute=way), s) for way in ("none", "full"))
+    blocks = model_flops_per_token(model, s) - 6 * model.hidden_size * model.vocab_size
+    not_again = 2 * model.num_hidden_layers * model.intermediate_size * model.hidden_size  # down_proj: nobody keeps its result
+    assert full - none == pytest.approx(blocks / 3 - not_again)
 
 
 def test_masked_documents_and_windows_cost_the_full_square_and_count_as_little_as_before() -> None:
@@ -63,18 +44,3 @@ def test_masked_documents_and_windows_cost_the_full_square_and_count_as_little_a
     assert hardware_flops_per_token(model, layout, s) == pytest.approx(products + square * 7 / 6 * (s + 1) / (2 * s))
     assert hardware_flops_per_token(windowed, layout, s) == pytest.approx(products + square * 7 / 6)
     assert hardware_flops_per_token(replace(model, sliding_window=s), layout, s) == hardware_flops_per_token(model, layout, s)
-
-
-def test_masking_documents_lengthens_the_step_and_lowers_mfu() -> None:
-    masked, plain = (
-        plan_time(
-            preset("llama-3-8b"), Layout(dp=8), sequence_length=8192, sequences_per_batch=8, peak_flops_per_second=1e15,
-            achievable_fraction=0.5, documents=documents,
-        )
-        for documents in (True, False)
-    )  # fmt: skip
-    ratio = masked.hardware_flops_per_token / plain.hardware_flops_per_token
-    assert ratio > 1.1
-    assert masked.seconds_per_step == pytest.approx(plain.seconds_per_step * ratio)
-    assert masked.mfu == pytest.approx(plain.mfu / ratio)
-    assert masked.hfu == pytest.approx(plain.hfu)

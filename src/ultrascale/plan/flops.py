@@ -1,0 +1,75 @@
+"""FLOPs of a model by their conventions.
+
+model FLOPs     6 N per token, N the weights of matrix products (the head with them, the input embedding and norms not),
+                plus 12 x (heads x head dim) x context per token and layer for attention
+context         causal: what a token sees, (S+1)/2 on average or less with a sliding window; full: S, as the playbook,
+                nanotron and FlopCounterMode count
+hardware FLOPs  what is computed: recomputed blocks again, multi-token prediction (MFU is counted without it), attention's
+                scores again in its backward pass (7/6 of it), and
+                the full square of scores where attention needs a mask, for documents or a window: SDPA then skips nothing
+MFU, HFU        model or hardware FLOPs over the *peak*; both conventions of context are given, and each says which
+"""
+
+from __future__ import annotations
+
+from ultrascale.plan.recomputed_ops import computed_again
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.work import Op, Shape, block_work, head_work, mask_elements, prediction_work
+
+CONVENTION = "6N + attention, causal; hardware FLOPs with the full square under a mask; peak is dense, without sparsity"
+
+
+def model_flops_per_token(model: Model, sequence_length: int, *, full_attention: bool = False) -> float:
+    """FLOPs a token costs, forward and backward, each multiply-add as two; see the head of this file for what counts."""
+    shape = Shape(1, sequence_length)
+    products = sum(op.flops / 3 for op in head_work(model, shape))  # the loss does its backward pass in its forward pass
+    for layer in range(model.num_hidden_layers):
+        share = 1.0 if full_attention else _causal_share(model, layer, shape)
+        products += sum(_flops(op, share) for op in block_work(model, layer, shape))
+    return 3 * products / sequence_length
+
+
+def hardware_flops_per_token(
+    model: Model, layout: Layout, sequence_length: int, *, documents: bool = False, masks: bool = True
+) -> float:
+    """FLOPs a token really takes: with recomputation, multi-token prediction, and scores that are computed only to be masked.
+
+    `documents`: packed documents. `masks`: they, and windows, are masks, of which nothing is skipped; else the kernel is told.
+    """
+    return sum(hardware_flops(model, layout, sequence_length, documents=documents, masks=masks).values())
+
+
+def hardware_flops(
+    model: Model, layout: Layout, sequence_length: int, *, documents: bool = False, masks: bool = True
+) -> dict[str, float]:
+    """The same by kind: matrix products, attention, and the recomputation of both."""
+    shape, more = Shape(1, sequence_length, documents=documents, mlp_chunks=layout.mlp_chunks), model.num_nextn_predict_layers
+    products = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
+    products += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
+    attention = again = 0.0
+    for layer in range(model.num_hidden_layers + more):
+        share = 1.0 if masks and mask_elements(model.window(layer), shape) else _causal_share(model, layer, shape)
+        ops = block_work(model, layer, shape)
+        products += 3 * sum(op.flops for op in ops if op.kind != "attention")
+        again += sum(op.backward_flops - 2 * op.flops for op in ops if op.inside)
+        attention += 3.5 * sum(_flops(op, share) for op in ops if op.kind == "attention")
+        again += sum(_flops(op, share) for op in computed_again(layout, layer, ops, stops_behind=False))
+    found = {"matrix products": products, "attention": attention, "recomputation": again}
+    return {name: flops / sequence_length for name, flops in found.items()}
+
+
+def mean_context(sequence_length: int, window: int | None) -> float:
+    """Positions a token attends to on average, itself included, under a causal mask and a sliding window."""
+    w = min(window or sequence_length, sequence_length)
+    return (w * (w + 1) / 2 + (sequence_length - w) * w) / sequence_length
+
+
+def _flops(op: Op, share: float) -> float:
+    """FLOPs of an operation's forward pass, `share` of the square of scores computed."""
+    return op.flops * (share if op.kind == "attention" else 1.0)
+
+
+def _causal_share(model: Model, layer: int, shape: Shape) -> float:
+    """The part of the square that a layer's tokens may see."""
+    return mean_context(shape.sequence_length, model.window(layer)) / shape.sequence_length
