@@ -127,7 +127,10 @@ def test_memory_rises_with_more_sharding_only_by_buffers_that_sharding_needs(
 def needed(model: Model, layout: Layout, axis: str, stack: str) -> float:
     """Bytes of what sharding along `axis` needs and one rank less does not."""
     tokens = layout.micro_batch_size * 4096
-    block = max(sum(w.numel for w in layer_weights(model, 0)), 2 * model.vocab_size * model.hidden_size) / layout.tp
+    weights = layer_weights(model, 0)
+    experts = sum(w.numel for w in weights if w.is_expert)  # which tp does not cut
+    dense = sum(w.numel for w in weights) - experts
+    block = max(dense, 2 * model.vocab_size * model.hidden_size) / layout.tp + experts
     if axis == "ep":  # what comes from other ranks, and again in the order of experts; selective recomputation keeps it
         kept = model.num_hidden_layers if layout.recompute == "selective" else 0
         return (4 + 2 * kept) * tokens * model.num_experts_per_tok * model.hidden_size * 2

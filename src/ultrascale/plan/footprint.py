@@ -21,7 +21,7 @@ from ultrascale.plan.allocator import outside_bytes, reserved_bytes
 from ultrascale.plan.fp8_state import fp8_bytes
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.rank_activations import Kept, rank_activations
-from ultrascale.plan.rank_moments import MOMENTS, NOTHING, Moment, aside_bytes, rank_moments
+from ultrascale.plan.rank_moments import MOMENTS, NOTHING, Moment, aside_bytes, late_bytes, rank_moments
 from ultrascale.plan.rank_state import rank_state
 from ultrascale.plan.stages import Stages, cut_stages
 from ultrascale.plan.workload import Workload
@@ -135,12 +135,11 @@ def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None =
         "buffers": at("buffers") + of_worst(kept_beside),
     }
     allocated = by_rank.max(axis=0)
-    in_pools = (live - columns("aside")).max(axis=0) + always + aside_bytes(state)
+    in_pools = (live - columns("aside") - columns("late")).max(axis=0) + late_bytes(moments) + always + aside_bytes(state)
     pooled = np.where(exists, np.maximum(in_pools, by_rank), 0.0).max(axis=0)
     capacity = np.full(len(table), workload.cluster.accelerator.memory_bytes.value)
-    return Footprint(
-        categories, allocated, reserved_bytes(pooled), outside_bytes(table), capacity, by_rank, worst, when
-    )  # fmt: skip
+    reserved = reserved_bytes(pooled, joins_segments=workload.stack.joins_segments)
+    return Footprint(categories, allocated, reserved, outside_bytes(table), capacity, by_rank, worst, when)
 
 
 def _all_columns(moments: Sequence[Moment], shape: tuple[int, int]) -> dict[str, Floats]:

@@ -33,7 +33,7 @@ from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.executable import Schedule
 from ultrascale.spec.layout import OFFLOAD_LEFT
 from ultrascale.spec.op_builders import without_fp8
-from ultrascale.spec.work import Shape
+from ultrascale.spec.work import Shape, block_work
 
 Floats = NDArray[np.float64]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -72,6 +72,8 @@ class RankActivations:
     """The residual stream, one tensor."""
     dummies: Floats
     """Gradients that nobody reads, kept for good; see `Stack.keeps_dummy_gradients`."""
+    largest_tensor: Floats
+    """Of all that a block makes."""
 
 
 class Kept(NamedTuple):
@@ -151,6 +153,7 @@ def rank_activations(
         of_blocks=of_blocks,
         hidden=hidden * np.ones((3, 1)),
         dummies=_dummies(workload, shapes)[:, shape_of],
+        largest_tensor=_largest_tensors(workload, shapes)[:, shape_of],
     )
 
 
@@ -236,6 +239,15 @@ def _dummies(workload: Workload, shapes: list[Shape]) -> Floats:
     return np.array(
         [[dummy_gradient_bytes(workload.model, kinds, shape, stack=workload.stack) for shape in shapes]], dtype=float
     )
+
+
+def _largest_tensors(workload: Workload, shapes: list[Shape]) -> Floats:
+    """[1, shapes]; nothing where the allocator does not care."""
+    if workload.stack.joins_segments:
+        return np.zeros((1, len(shapes)))
+    kinds, model = layer_kinds(workload)[0], workload.model
+    made = [[one.num_bytes for kind in kinds for op in block_work(model, kind, shape) for one in op.makes] for shape in shapes]
+    return np.array([[max(sizes) for sizes in made]], dtype=float)
 
 
 def _parts(memories: list[BlockMemory]) -> Floats:

@@ -49,6 +49,8 @@ class Moment(NamedTuple):
     """Flat buffers of gathers and reductions, copies that the optimizer makes."""
     aside: Floats
     """Of gradients and buffers, what other streams than the one that computes took from the allocator."""
+    late: Floats = NOTHING
+    """Of all these, what no segment holds that was taken for activations: `late_bytes`."""
 
 
 def rank_moments(
@@ -110,6 +112,8 @@ class _Fsdp(NamedTuple):
     """Of these, the ones that are there before the first block's."""
     narrow_largest: Floats
     """Of these, one weight's, which outlives its reduction by a moment."""
+    narrow_embedding: Floats
+    """The embedding's, wherever it is summed."""
     reduce_bucket: Floats
     """The buffer in which a bucket is reduced, as long as it is not the result itself."""
     reduce_root: Floats
@@ -163,6 +167,7 @@ def _fsdp(
         narrow_bucket=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * bucket),
         narrow_root=np.where(whole_sums, 0.0, c * root),
         narrow_head=fresh * root * np.where(parts.head_forward > 0, half, 0.0),
+        narrow_embedding=np.where(parts.embedding_backward > 0, c * root * half, 0.0),
         narrow_largest=np.where((scatters & ~cuts) | (alone & (c >= wide)), 0.0, c * root * half),
         reduce_bucket=np.where(cuts, r * bucket, 0.0),
         reduce_root=np.where(cuts, r * root, 0.0),
@@ -227,6 +232,10 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
                sharded * state.late_gradients),
     ]  # fmt: skip
+    if not workload.stack.joins_segments:
+        of_bucket, at_end = _late(f, state, parts)
+        late = {"backward next": of_bucket, "reduction": of_bucket, "backward first": of_bucket, "outside": at_end}
+        moments = [one._replace(late=late.get(name, NOTHING)) for name, one in zip(MOMENTS, moments, strict=True)]
     fresh = state.reduce_itemsize * (state.blocks - state.block) / state.shard
     for index in range(MOMENTS.index("backward next"), MOMENTS.index("optimizer")):
         one = moments[index]
@@ -234,6 +243,23 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         more = np.where(f.first_of_two, np.maximum(f.all_parameters - one.gathered - f.summed + cut, 0.0), 0.0)
         moments[index] = one._replace(gathered=one.gathered + more)
     return moments
+
+
+def _late(fsdp: _Fsdp, state: RankState, parts: RankActivations) -> tuple[Floats, Floats]:
+    """Of the buffer in which a bucket is reduced, and of what the end of a backward pass makes (the embedding's gradient, the
+    buffers in which what is outside the blocks is reduced): what is larger than any tensor of a block."""
+
+    def apart(num_bytes: Floats) -> Floats:
+        return np.where(~state.alone & (num_bytes > parts.largest_tensor), num_bytes, 0.0)
+
+    at_end = apart(fsdp.narrow_embedding) + apart(fsdp.reduce_root) + apart(fsdp.copy_root)
+    return apart(fsdp.reduce_bucket), at_end
+
+
+def late_bytes(moments: list[Moment]) -> Floats:
+    """What is asked of CUDA beside the segments of activations, though those are free by then: a segment is never joined with
+    another (c10/cuda/CUDACachingAllocator.cpp), so that none has room for what is larger than all of them."""
+    return moments[MOMENTS.index("reduction")].late + moments[MOMENTS.index("outside")].late
 
 
 def aside_bytes(state: RankState) -> Floats:

@@ -173,6 +173,10 @@ class Stack:
     """As many at least for every rank that reduces, so that rings stay bound by bandwidth."""
     pads_vocab_to: int = 1
     """The vocabulary is padded to a multiple of this times tp."""
+    joins_segments: bool = True
+    """Freed memory of torch's allocator is one range, whatever was asked of CUDA first: expandable segments, which torchtitan's
+    launcher sets. Else what is larger than any free segment is taken anew. Read only if gathers = "buckets": where gradients
+    have their place from the start, nothing large is made late."""
 
 
 STACKS: dict[str, Stack] = {
@@ -180,7 +184,7 @@ STACKS: dict[str, Stack] = {
     for stack in (
         Stack(
             "ultrascale", 0, 4, 0, stage_cut="balanced", stops_early=True, offloads_parameters=False,
-            overlaps_offloaded_update=True, attention_kernel="contest",
+            overlaps_offloaded_update=True, attention_kernel="contest", joins_segments=False,
         ),
         Stack(
             "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False, drops_unseen_keys=False),
