@@ -133,16 +133,16 @@ def test_recomputation_is_chosen_as_training_chooses_it(corpus, tmp_path):
 
 
 def test_recomputed_blocks_are_told_apart_and_the_trainer_is_left_as_it_was(corpus, tmp_path, monkeypatch):
-    from ultrascale.train import profile
+    from ultrascale.train import aside
 
     kept = []
-    trainer_of = profile.Trainer
+    trainer_of = aside.Trainer
 
     def keep(*arguments: Any, **options: Any) -> Any:
         kept.append(trainer_of(*arguments, **options))
         return kept[-1]
 
-    monkeypatch.setattr(profile, "Trainer", keep)
+    monkeypatch.setattr(aside, "Trainer", keep)
     run = profiled(corpus, "again", recompute="full", micro_batch_size=4)
     report = profile_run(run, FIRST, FIRST, tmp_path)
     assert report is not None and report.measured("recomputation") > 0

@@ -42,6 +42,7 @@ VERBS = {
     "data": Verb("data", "turn text into token files, and look into them", "Before a run"),
     "train": Verb("train", "train, or go on where a run stopped", "A run and after"),
     "measure": Verb("measure", "where the time of a step goes, on every rank, beside the plan", "A run and after"),
+    "sweep": Verb("sweep", "many layouts of a run, each measured here, beside the plan", "A run and after"),
     "report": Verb("report", "pictures and a summary of a run's folder", "A run and after"),
     "checkpoint": Verb("checkpoint", "list and verify checkpoints", "A run and after"),
     "soak": Verb("soak", "a storm of faults over a small run, which must end like a calm one", "A run and after"),

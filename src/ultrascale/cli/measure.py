@@ -1,4 +1,4 @@
-"""`ultrascale measure step`: some steps of a run under the profiler, as a trace and in words."""
+"""`ultrascale measure`: some steps of a run, under the profiler (`step`, here) or without it (`speed`)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 _HELP = """ultrascale measure: what a run does on this machine.
 
-  ultrascale measure step RUN.TOML   where the time of a step goes, on every rank, beside the plan
+  ultrascale measure step RUN.TOML    where the time of a step goes, on every rank, beside the plan
+  ultrascale measure speed RUN.TOML   how fast it is and what memory it takes, beside the plan
 
-It has --help with an example.
+Each has --help with an example.
 """
 FIRST = 3
 """The earliest step that can be profiled: one is cold or compiles, one warms the profiler up."""
@@ -68,10 +69,18 @@ def command(arguments: list[str]) -> int:
     if not arguments:
         print(_HELP, end="", file=sys.stderr)
         return 2
+    if arguments[0] == "speed":
+        from ultrascale.cli import measure_speed
+
+        return measure_speed.command(arguments[1:])
+    if arguments[0] in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0
     parsed, rest = parse_with_overrides(measure, "measure", arguments)
     what, path, steps, out, processes, top, as_json = parsed
     if what != "step":
-        raise SpecError([Problem("measure", f"knows `step`, not {what!r}", f"`ultrascale measure step {path}`.")])
+        remedy = f"`ultrascale measure step {path}` or `ultrascale measure speed {path}`, settings after it."
+        raise SpecError([Problem("measure", f"knows `step` and `speed`, and here is {what!r}", remedy)])
     if top < 0:
         raise SpecError([Problem("--top", f"must be at least 0, is {top}", "0 lists none.")])
     first, last = parse_steps(steps)

@@ -14,10 +14,9 @@ recomputed, and what is waited for (`parallel.lost.waiting`). Inside compiled bl
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,28 +31,18 @@ from torch.utils.checkpoint import checkpoint
 from ultrascale.measure.categories import CORE, PHASE, READING, RECOMPUTED
 from ultrascale.measure.compare import compare_run
 from ultrascale.measure.machine import peak_flops
-from ultrascale.measure.memory import LiveMemory
 from ultrascale.measure.plots import plot_memory
 from ultrascale.measure.profile_events import STEP, read_trace
 from ultrascale.measure.spans import Piece
 from ultrascale.measure.step_report import RankSteps, StepReport, plot_steps, write_merged
 from ultrascale.measure.waterfall import TopRow, top, waterfall
-from ultrascale.parallel.mesh import Ranks, process_group
-from ultrascale.parallel.time_limits import START_SECONDS
-from ultrascale.plan.memory import plan_memory
+from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.report import plan_run
 from ultrascale.plan.step_parts import parts_at, step_parts
-from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
-from ultrascale.spec.trainable import expect_trainable
-from ultrascale.train.agreement import expect_same_run
-from ultrascale.train.chosen_kernels import choose_kernels
-from ultrascale.train.chosen_recompute import choose_recomputation
-from ultrascale.train.corpora import build_loader, with_absolute_paths
-from ultrascale.train.deterministic import deterministic
-from ultrascale.train.loop import cluster_of, memory_bytes
-from ultrascale.train.out_of_memory import explained_out_of_memory
-from ultrascale.train.run_folder import RunFolder, environment
+from ultrascale.train.aside import begun_aside, counted_steps, planned_memory, settle, timed_steps
+from ultrascale.train.loop import cluster_of
+from ultrascale.train.run_folder import environment
 from ultrascale.train.trainer import Trainer
 
 REPORT = "report.json"
@@ -72,60 +61,36 @@ def profile_run(
     Traces and what memory took go into `folder`. Returns the report on rank 0, None on others.
     Raises SpecError (the run does not fit the processes or the data), DataError.
     """
-    expect_trainable(run.model, run.layout)
-    run = with_absolute_paths(replace(run, steps=max(run.steps, 2 * last)))
-    timeout_seconds = max(START_SECONDS, run.collective_timeout_seconds)
-    joined = process_group(run.layout, device=run.device, timeout_seconds=timeout_seconds, rendezvous=rendezvous)
-    with deterministic(run), joined as ranks:
-        expect_same_run(run, ranks)
-        folder.mkdir(parents=True, exist_ok=True)
-        cluster = cluster_of(run, ranks.device)
-        chosen = choose_kernels(run, ranks, RunFolder(folder))
-        run = chosen.run
-        run = choose_recomputation(run, ranks, RunFolder(folder), cluster, memory_bytes(run, ranks.device))
+    with begun_aside(run, 2 * last, folder, rendezvous=rendezvous) as trainer:
+        run, ranks = trainer.run, trainer.ranks
         trace = folder / f"rank-{ranks.rank}.json.gz"
-        with explained_out_of_memory(run, ranks.rank, folder / "run.toml"):
-            unprofiled = _steps(run, ranks, first, last, trace, chosen.forms)
+        unprofiled = _steps(trainer, first, last, trace)
         report = _report(run, ranks, trace, list(range(first, last + 1)), unprofiled)
         if report is not None:
             write_report(report, folder, pictures=pictures)
-        ranks.barrier()  # all leave at once: the launcher may wait for ever for one that left long before another
         return report
 
 
-def _steps(run: Run, ranks: Ranks, first: int, last: int, trace: Path, kernels: Mapping[str, str]) -> float:
+def _steps(trainer: Trainer, first: int, last: int, trace: Path) -> float:
     """All that the head of this file lists; what a step takes that nobody watches."""
-    trainer = Trainer(run, ranks, build_loader(run, run.data.sources), kernels=kernels)
     _watch_memory(trainer, min(MEMORY_STEPS, first - 2), trace.parent)
     while trainer.steps_done < first - 2:
         trainer.train_step()
     _profiled_steps(trainer, last - first + 1, trace)
-    return _timed_steps(trainer, last - first + 1)
+    return median(timed_steps(trainer, last - first + 1))
 
 
 def _watch_memory(trainer: Trainer, steps: int, folder: Path) -> None:
     """Write what the first `steps` took, beside the plan."""
-    run, ranks = trainer.run, trainer.ranks
+    ranks = trainer.ranks
     on_cuda = ranks.device.type == "cuda"
     if on_cuda:
         torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
-    memory = None if run.compile else LiveMemory(nn.ModuleList(trainer.share.stages.values()), trainer.optimizer)
-    with ExitStack() as watching:
-        if memory is not None:
-            trainer.on_phase = memory.mark
-            watching.enter_context(memory)
-        for _ in range(steps):
-            trainer.train_step()
-    trainer.on_phase = lambda phase, step: None
+    memory = counted_steps(trainer, steps)
     if on_cuda:
         torch.cuda.memory._dump_snapshot(str(folder / f"memory-rank-{ranks.rank}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
-    plan = plan_memory(
-        run.model, run.layout, sequence_length=run.batch.sequence_length,
-        sequences_per_batch=step_span(run.batch, 0).num_sequences, documents=run.data.document_mask,
-        device="cuda" if on_cuda else "cpu", rank=ranks.rank, steps=steps, keeps_timeline=True,
-        optimizer=run.optimizer.name,
-    )  # fmt: skip
+    plan = planned_memory(trainer, steps)
     if ranks.is_first:
         told: dict[str, Any] = {"planned_timeline": [{"step": s, "phase": p, "bytes": b} for s, p, b in plan.timeline]}
         if memory is not None:
@@ -144,30 +109,14 @@ def _profiled_steps(trainer: Trainer, count: int, path: Path) -> None:
         with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=count)) as profiler:
             for number in range(count + 1):
                 if number <= 1:
-                    _settle(trainer.ranks)
+                    settle(trainer.ranks)
                 with record_function(f"{STEP}{trainer.steps_done + 1}"):
                     trainer.train_step()
                     if number == count:
-                        _settle(trainer.ranks)
+                        settle(trainer.ranks)
                 if number < count:
                     profiler.step()
         profiler.export_chrome_trace(str(path))
-
-
-def _timed_steps(trainer: Trainer, count: int) -> float:
-    seconds = []
-    _settle(trainer.ranks)
-    for _ in range(count):
-        started = time.perf_counter()
-        trainer.train_step()
-        seconds.append(time.perf_counter() - started)
-    return median(seconds)
-
-
-def _settle(ranks: Ranks) -> None:
-    """Let the device come to an end with what it has, so that a step's kernels lie in that step."""
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)
 
 
 @contextmanager

@@ -41,6 +41,8 @@ def main() -> int:
     parser.add_argument("--ignore-memory", action="store_true")
     parser.add_argument("--profile", type=Path, help="profile --profile-steps FIRST LAST into this folder, and leave")
     parser.add_argument("--profile-steps", type=int, nargs=2)
+    parser.add_argument("--speed", type=Path, help="time --speed-steps WARM TIMED into this file, and leave")
+    parser.add_argument("--speed-steps", type=int, nargs=2)
     asked = parser.parse_args()
     if asked.launcher is not None:
         end_with_launcher(Path(os.environ[FOLDER_VARIABLE]))
@@ -48,6 +50,9 @@ def main() -> int:
     if asked.profile is not None:
         first, last = asked.profile_steps
         return profile_or_explain(run, first, last, asked.profile, rendezvous=asked.rendezvous, failure=asked.failure)
+    if asked.speed is not None:
+        warm, steps = asked.speed_steps
+        return speed_or_explain(run, warm, steps, asked.speed, rendezvous=asked.rendezvous, failure=asked.failure)
     code = train_or_explain(
         run, allow_changes=asked.allow_changes, rendezvous=asked.rendezvous, failure=asked.failure,
         ignore_memory=asked.ignore_memory,
@@ -81,6 +86,15 @@ def profile_or_explain(
     from ultrascale.train.profile import profile_run
 
     return _or_explain(lambda: profile_run(run, first, last, folder, rendezvous=rendezvous), failure)
+
+
+def speed_or_explain(
+    run: Run, warm: int, steps: int, out: Path, *, rendezvous: str = "env://", failure: Path | None = None
+) -> int:
+    """Time `steps` steps after `warm` others into the file `out`, in the same way."""
+    from ultrascale.train.speed import measure_speed
+
+    return _or_explain(lambda: measure_speed(run, steps, out, warm=warm, rendezvous=rendezvous), failure)
 
 
 def _or_explain(work: Callable[[], object], failure: Path | None) -> int:

@@ -1,0 +1,135 @@
+"""From settings with several values, `--layout.dp 1,2 --layout.zero-stage 0,3`, to the runs that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import get_origin
+
+from ultrascale.plan.memory import num_micro_batches
+from ultrascale.schedules.for_layout import schedule_of
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.resolve import resolve
+from ultrascale.spec.run import Run
+from ultrascale.spec.schema import STAND_INS, leaves
+
+MOST_CELLS = 5_000
+"""More of them would be listed, and resolved, for minutes before the first is measured."""
+MOST_REASONS = 5
+"""Told where every cell is refused."""
+NOT_SWEPT = ("name", "folder")
+"""Where a run is kept: every cell has a place of its own."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting and the values it takes."""
+
+    key: str
+    values: tuple[str, ...]
+
+    @property
+    def short(self) -> str:
+        """Its name in tables."""
+        return self.key.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One value of each axis."""
+
+    values: dict[str, str]
+    """Key -> value, as it was written."""
+    run: Run | None
+    """None: it is refused."""
+    problems: tuple[Problem, ...] = ()
+
+
+def split_axes(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
+    """The settings among a command line's `words` that have several values, with commas between, and all other words.
+
+    Raises SpecError: an empty or repeated value, or a setting that cannot be swept.
+    """
+    axes: dict[str, Axis] = {}
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        key = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or not (_is_scalar(key) or key in NOT_SWEPT):
+            others.append(word)
+            continue
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest[0]
+        if "," not in value:
+            others.append(word)
+            continue
+        if not equals:
+            rest.pop(0)
+        axes[key] = _axis(key, value)
+    return list(axes.values()), others
+
+
+def cells(
+    path: str, axes: Sequence[Axis], others: Sequence[str] = (), *, processes: int | None = None
+) -> tuple[list[Cell], int]:
+    """Every combination of the axes' values, the last axis fastest, and how many were left out because another one makes the
+    same run. `others`: settings of all of them. Raises SpecError if there are too many, or if all are refused for one reason.
+    """
+    count = prod(len(axis.values) for axis in axes)
+    if count > MOST_CELLS:
+        told = " x ".join(f"{len(axis.values)} of {axis.key}" for axis in axes)
+        raise SpecError([Problem("sweep", f"{told} make {count:,} cells", f"Give fewer values: at most {MOST_CELLS:,} cells.")])
+    found = [_cell(path, axes, values, others, processes) for values in product(*(axis.values for axis in axes))]
+    _expect_some(found)
+    seen: list[Run] = []
+    different = []
+    for cell in found:
+        if cell.run is None or cell.run not in seen:
+            different.append(cell)
+        if cell.run is not None:
+            seen.append(cell.run)
+    return different, len(found) - len(different)
+
+
+def _is_scalar(key: str) -> bool:
+    kind = leaves()[key].kind if key in leaves() else STAND_INS.get(key)
+    return kind is not None and not any(get_origin(one) is tuple for one in (kind, *getattr(kind, "__args__", ())))
+
+
+def _axis(key: str, value: str) -> Axis:
+    values = tuple(one.strip() for one in value.split(","))
+    flag = f"--{key.replace('_', '-')}"
+    if key in NOT_SWEPT:
+        raise SpecError([Problem(flag, "cannot be swept: every cell has a place of its own", "Give one value, or none.")])
+    if "" in values:
+        rule = f"has an empty value: {value!r}"
+        raise SpecError([Problem(flag, rule, "Put a value on both sides of every comma, no blanks between: 1,2,4.")])
+    if len(set(values)) < len(values):
+        raise SpecError([Problem(flag, f"has a value twice: {value}", "Give each once.")])
+    if any(one.isdigit() and one != str(int(one)) for one in values):
+        rule = f"reads as the values {' and '.join(values)}: commas are between values here, not between thousands"
+        raise SpecError([Problem(flag, rule, f"Write {value.replace(',', '_')} for one number.")])
+    return Axis(key, values)
+
+
+def _cell(path: str, axes: Sequence[Axis], values: tuple[str, ...], others: Sequence[str], processes: int | None) -> Cell:
+    chosen = {axis.key: value for axis, value in zip(axes, values, strict=True)}
+    flags = [f"--{key}={value}" for key, value in chosen.items()]
+    try:
+        run = resolve(path, [*others, *flags], require_data=True, processes=processes).run
+        if run.layout.pp > 1:
+            schedule_of(run.layout, num_micro_batches(run.layout, run.batch.sequences_per_batch))
+    except SpecError as error:
+        return Cell(chosen, None, error.problems)
+    return Cell(chosen, run)
+
+
+def _expect_some(found: Sequence[Cell]) -> None:
+    """Raise the mistakes of the first cell if all cells are refused and nothing can be measured."""
+    if all(cell.run is None for cell in found):
+        reasons = {problem: None for cell in found for problem in cell.problems}
+        raise SpecError(list(reasons)[:MOST_REASONS])

@@ -1,0 +1,95 @@
+"""A sweep as pictures: the best speed by two of its settings, and planned beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ultrascale.measure.plots import GIB, GRID, INK, LINE, MIB, SECOND, new_figure, save_figure
+from ultrascale.sweep.cells import Place
+from ultrascale.sweep.grid import Axis, Cell
+from ultrascale.sweep.held import Measured
+
+SHADES = ("#eef3fa", "#3b6fb6")
+FEWEST_POINTS = 2
+MARKS = {"refused": "refused", "out of memory": "OOM", "too slow": "slow", "killed": "killed", "failed": "failed"}
+
+
+def draw(
+    folder: Path, axes: Sequence[Axis], cells: Sequence[Cell], places: Sequence[Place], measured: Sequence[Measured]
+) -> list[Path]:
+    """Write the pictures there is data for into `folder`. Raises ModuleNotFoundError without matplotlib (extra `plot`)."""
+    written = []
+    wide = [axis for axis in axes if len(axis.values) > 1]
+    if len(wide) >= 2 and measured:
+        written.append(_draw_grid(folder / "speed.png", wide[0], wide[1], wide[2:], cells, places, measured))
+    memory = [(one.planned_peak_bytes, one.measured_peak_bytes) for one in measured if one.measured_peak_bytes]
+    if len(memory) >= FEWEST_POINTS:
+        unit, word = (GIB, "GiB") if max(map(max, memory)) >= GIB else (MIB, "MiB")
+        points = [(planned / unit, found / unit) for planned, found in memory]
+        written.append(_draw_points(folder / "memory.png", "Peak memory", word, points))
+    times = [(one.planned_step_seconds, one.step_seconds) for one in measured if one.planned_step_seconds]
+    if len(times) >= FEWEST_POINTS:
+        points = [(planned * 1e3, found * 1e3) for planned, found in times]
+        written.append(_draw_points(folder / "time.png", "Step time", "ms", points))
+    return written
+
+
+def best_by(
+    rows: Axis, columns: Axis, cells: Sequence[Cell], places: Sequence[Place], measured: Sequence[Measured]
+) -> list[list[float | str]]:
+    """For each value of `rows` and of `columns` the best tokens per second of a rank, or why there is none, in a word."""
+    rates = {id(one.place.cell): one.tokens_per_second_per_rank for one in measured}
+    failures = {id(place.cell): place.failure for place in places}
+
+    def told(row: str, column: str) -> float | str:
+        here = [cell for cell in cells if cell.values[rows.key] == row and cell.values[columns.key] == column]
+        if found := [rates[id(cell)] for cell in here if id(cell) in rates]:
+            return max(found)
+        failed = [failure.outcome for cell in here if (failure := failures.get(id(cell))) is not None]
+        return MARKS[failed[0]] if failed else MARKS["refused"] if any(cell.run is None for cell in here) else ""
+
+    return [[told(row, column) for column in columns.values] for row in rows.values]
+
+
+def _draw_grid(
+    path: Path, rows: Axis, columns: Axis, others: Sequence[Axis],
+    cells: Sequence[Cell], places: Sequence[Place], measured: Sequence[Measured],
+) -> Path:  # fmt: skip
+    """The best of each pair of values, darker where faster."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    table = best_by(rows, columns, cells, places, measured)
+    best = max(one for line in table for one in line if isinstance(one, float))
+    title = "Tokens per second and rank" + (f", best of {', '.join(axis.short for axis in others)}" if others else "")
+    figure, axes = new_figure(title, columns.short, rows.short, width=max(6.0, 1.2 * len(columns.values) + 2))
+    shades = LinearSegmentedColormap.from_list("speed", SHADES)
+    shares = [[one / best if isinstance(one, float) else float("nan") for one in line] for line in table]
+    axes.imshow(shares, cmap=shades, vmin=0, vmax=1, aspect="auto")
+    for i, line in enumerate(table):
+        for j, one in enumerate(line):
+            text = f"{one:,.0f}" if isinstance(one, float) else one
+            dark = isinstance(one, float) and one / best > 0.6
+            weight = "bold" if one == best else "normal"
+            axes.text(j, i, text, ha="center", va="center", fontsize=10, color="white" if dark else INK, fontweight=weight)
+    axes.set_xticks(range(len(columns.values)), columns.values)
+    axes.set_yticks(range(len(rows.values)), rows.values)
+    axes.grid(visible=False)
+    return save_figure(figure, path)
+
+
+def _draw_points(path: Path, title: str, unit: str, points: Sequence[tuple[float, float]]) -> Path:
+    figure, axes = new_figure(f"{title}, planned and measured", f"planned, {unit}", f"measured, {unit}", width=6)
+    top = 1.08 * max(map(max, points))
+    axes.plot([0, top], [0, top], color=INK, linewidth=1, linestyle=(0, (4, 3)), label="equal")
+    axes.fill_between([0, top], [0, 0.9 * top], [0, 1.1 * top], color=GRID, linewidth=0, label="within 10 %")
+    axes.scatter(*_columns(points), color=SECOND, edgecolor=LINE, linewidth=0.4, s=28, zorder=3, label=f"{len(points)} cells")
+    axes.set_xlim(0, top)
+    axes.set_ylim(0, top)
+    axes.legend(frameon=False, loc="upper left")
+    return save_figure(figure, path)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[Any, Any]:
+    return [x for x, _ in points], [y for _, y in points]

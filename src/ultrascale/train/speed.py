@@ -1,0 +1,152 @@
+"""How fast a run is here and what memory it takes, beside what was planned: its first steps, with no profiler.
+
+    steps 1 to 2            live memory: on a CPU tensor by tensor, on CUDA by the allocator
+    up to `warm`            nothing watches
+    as many as `steps`      timed
+
+One JSON object, `Speed`, is what comes of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ultrascale.measure.machine import device_name, peak_flops
+from ultrascale.plan.report import plan_run
+from ultrascale.plan.time import model_flops_per_token
+from ultrascale.spec.progress import step_span
+from ultrascale.spec.run import Run
+from ultrascale.train.aside import begun_aside, counted_steps, planned_memory, timed_steps
+from ultrascale.train.loop import cluster_of
+from ultrascale.train.run_folder import environment
+from ultrascale.train.trainer import Trainer
+
+MEMORY_STEPS = 2
+"""The second is the first with everything there that stays between steps."""
+WARM_STEPS = 4
+"""Before the first timed one: those whose memory is counted, one that brings the allocator to rest, one to spare."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What some steps took. None: not planned for this device, or not counted (compiled blocks on a CPU)."""
+
+    step_seconds: list[float]
+    """Of rank 0; all ranks end a step together."""
+    tokens_per_step: int
+    ranks: int
+    mfu: float
+    """Model FLOPs (6N + causal attention) at the median step over `peak_flops`."""
+    peak_flops: float
+    """Per second, of one device."""
+    peak_origin: str
+    planned_step_seconds: float | None
+    planned_peak_bytes: int
+    """Live bytes, of the rank that `measured_peak_bytes` is of."""
+    measured_peak_bytes: int | None
+    """The most of any rank."""
+    planned_reserved_bytes: int | None
+    """By CUDA's caching allocator."""
+    measured_reserved_bytes: int | None
+    fullest_rank: int
+    device: str
+    environment: dict[str, Any]
+
+    @property
+    def median_seconds(self) -> float:
+        """Of a step."""
+        return median(self.step_seconds)
+
+    @property
+    def tokens_per_second_per_rank(self) -> float:
+        """At the median step."""
+        return self.tokens_per_step / self.median_seconds / self.ranks
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Speed:
+        """What `asdict` made."""
+        return cls(**value)
+
+
+def measure_speed(run: Run, steps: int, out: Path, *, warm: int = WARM_STEPS, rendezvous: str = "env://") -> Speed | None:
+    """Time `steps` steps of `run` after `warm` others, in this process and those started beside it, into the file `out`.
+
+    Returns what rank 0 wrote, None on others. Raises SpecError (the run does not fit the processes or the data), DataError,
+    OutOfDeviceMemory.
+    """
+    with begun_aside(run, warm + steps, out.parent, rendezvous=rendezvous) as trainer:
+        ranks = trainer.ranks
+        watched = min(MEMORY_STEPS, warm)
+        own = _memory(trainer, watched)
+        for _ in range(warm - watched):
+            trainer.train_step()
+        seconds = timed_steps(trainer, steps)
+        if ranks.device.type == "cuda":  # of all steps: the allocator may still have grown
+            own = _Memory(own.planned, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        every = [_Memory(*json.loads(text)) for text in ranks.gather_text(json.dumps(list(asdict(own).values())))]
+        if not ranks.is_first:
+            return None
+        speed = _speed(trainer, seconds, every)
+        _write(out, asdict(speed))
+        return speed
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Of one rank, bytes."""
+
+    planned: int
+    measured: int | None
+    reserved: int | None = None
+
+
+def _memory(trainer: Trainer, steps: int) -> _Memory:
+    """Do `steps` steps and say what they took."""
+    planned = planned_memory(trainer, steps).peak.total
+    if trainer.ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # drawing the initial weights took more than a step may
+        for _ in range(steps):
+            trainer.train_step()
+        return _Memory(planned, None)
+    memory = counted_steps(trainer, steps)
+    return _Memory(planned, None if memory is None else memory.peak.total)
+
+
+def _speed(trainer: Trainer, seconds: list[float], every: list[_Memory]) -> Speed:
+    run, ranks = trainer.run, trainer.ranks
+    fullest = max(range(len(every)), key=lambda rank: (every[rank].measured or 0, every[rank].planned))
+    tokens = step_span(run.batch, 0).num_sequences * run.batch.sequence_length
+    peak = peak_flops(run.cluster, run.layout.precision, ranks.device)
+    per_token = model_flops_per_token(run.model, run.batch.sequence_length)
+    named = run if ranks.device.type == "cuda" else replace(run, cluster="auto")  # a CPU is not what a GPU's name plans for
+    prediction = plan_run(named, cluster_of(named, ranks.device)).prediction
+    return Speed(
+        step_seconds=seconds,
+        tokens_per_step=tokens,
+        ranks=ranks.world,
+        mfu=tokens / median(seconds) / ranks.world * per_token / peak.flops_per_second,
+        peak_flops=peak.flops_per_second,
+        peak_origin=peak.origin,
+        planned_step_seconds=None if prediction is None else float(prediction.step_seconds),
+        planned_peak_bytes=every[fullest].planned,
+        measured_peak_bytes=every[fullest].measured,
+        planned_reserved_bytes=None if prediction is None else int(prediction.memory.reserved),
+        measured_reserved_bytes=every[fullest].reserved,
+        fullest_rank=fullest,
+        device=device_name(ranks.device),
+        environment=environment(),
+    )
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """In one piece: whoever looks finds all of it or nothing."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)

@@ -1,0 +1,214 @@
+"""A sweep as people use it: cells measured by processes of their own, failures kept apart, and nothing measured twice."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from train.small_runs import make_corpus, small_run
+
+from ultrascale.cli.main import main
+from ultrascale.plan.measured_rows import read_rows
+from ultrascale.spec.resolve import resolve, to_toml
+from ultrascale.spec.run import Batch, Run
+from ultrascale.sweep import measured as at_work
+from ultrascale.sweep.cells import Failure, Place, place_of
+from ultrascale.sweep.grid import Axis, Cell
+from ultrascale.sweep.held import Measured, fastest_first, hold
+from ultrascale.sweep.measured import failure_of, measure_cell
+from ultrascale.sweep.pictures import best_by
+from ultrascale.sweep.rows import write_rows
+
+ZERO = Axis("layout.zero_stage", ("0", "3"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("sweep")
+    make_corpus(folder / "tokens")
+    run = small_run(folder, batch=Batch(sequence_length=12, sequences_per_batch=8))
+    (folder / "run.toml").write_text(to_toml(run))
+    return run
+
+
+def test_cells_are_measured_beside_the_plan_and_stay_measured(run, tmp_path, capfd, monkeypatch):
+    words = ["sweep", f"{run.folder}/run.toml", "--layout.micro-batch-size", "2,8,3", "--layout.zero-stage", "0,3"]
+    words += ["--steps", "2", "--warm", "2", "--out", str(tmp_path), "--json"]
+    assert main(words) == 0
+    told = json.loads(capfd.readouterr().out)
+    values = [one["values"] for one in told["measured"]]
+    assert sorted(one["layout.micro_batch_size"] for one in values) == ["2", "2", "8", "8"]
+    assert {one["values"]["layout.micro_batch_size"] for one in told["refused"]} == {"3"}
+    assert told["failed"] == []
+    for one in told["measured"]:
+        assert len(one["step_seconds"]) == 2
+        assert one["measured_peak_bytes"] == pytest.approx(one["planned_peak_bytes"], rel=0.02)
+        assert resolve(one["run"]).run.layout.micro_batch_size == int(one["values"]["layout.micro_batch_size"])
+    assert [Path(picture).name for picture in told["pictures"]] == ["speed.png", "memory.png"]
+    assert all(Path(picture).stat().st_size > 10_000 for picture in told["pictures"])
+    rows = read_rows(tmp_path / "results.csv")
+    assert [row.asked.zero_stage for row in rows] == ["0", "3", "0", "3"]
+    assert all(row.measured.step_time_s and row.measured.peak_mem_gib for row in rows)
+
+    monkeypatch.setattr(at_work, "measure_cell", lambda *_, **__: pytest.fail("measured twice"))
+    assert main(words) == 0
+    assert json.loads(capfd.readouterr().out)["measured"] == told["measured"]
+
+
+def test_a_table_for_people_and_a_list_of_what_would_be_measured(run, tmp_path, capfd):
+    words = ["sweep", f"{run.folder}/run.toml", "--layout.recompute", "none,full", "--steps", "1", "--warm", "1"]
+    words += ["--out", str(tmp_path)]
+    assert main([*words, "--list"]) == 0
+    assert "2 cells, 0 refused, 0 measured before" in capfd.readouterr().out
+    assert len([*tmp_path.glob("cells/*/run.toml")]) == 2
+    assert main(words) == 0
+    told = capfd.readouterr().out
+    assert "[2/2] recompute full: " in told
+    header = next(line for line in told.splitlines() if "MFU" in line)
+    assert header.split() == ["step", "tokens/s", "a", "rank", "MFU", "memory", "planned", "recompute"]
+    off = re.search(r"planned memory: ([\d.]+)% off at the median, nine in ten within ([\d.]+)%, bias .*, of 2", told)
+    assert off is not None and max(map(float, off.groups())) < 2
+    assert f"next  ultrascale train {tmp_path}" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["sweep", "nowhere.toml", "--layout.dp", "1,2"], "nowhere.toml"),
+        (["sweep", "RUN", "--steps", "0"], "--steps"),
+        (["sweep", "RUN", "--minutes", "nan"], "--minutes"),
+        (["sweep", "RUN", "--layout.depth", "1,2"], "layout.depth"),
+        (["sweep", "RUN", "--out", "RUN"], "is a file"),
+    ],
+)
+def test_mistakes_end_with_2_and_say_what_to_do(words, told, run, capfd):
+    assert main([word.replace("RUN", f"{run.folder}/run.toml") for word in words]) == 2
+    assert told in capfd.readouterr().err
+
+
+def _place(folder: Path, run: Run) -> Place:
+    return place_of(folder, Cell({ZERO.key: "0"}, run), [ZERO], steps=1, warm=1)
+
+
+def _instead(monkeypatch, program: str) -> None:
+    """Let cells run this Python program instead."""
+    monkeypatch.setattr(at_work, "command_of", lambda *_, **__: [sys.executable, "-c", program])
+
+
+@pytest.mark.parametrize(
+    ("program", "limit", "outcome", "text"),
+    [
+        ("import time; time.sleep(600)", 0.2, "too slow", "not done after 0 s"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 60, "killed", "no memory left"),
+        ("print('ultrascale: error on rank 3: ran out of memory (x)'); raise SystemExit(1)", 60, "out of memory", "(x)"),
+        ("print('a'); print('b'); raise SystemExit(1)", 60, "failed", "b"),
+        ("pass", 60, "failed", "it said nothing"),  # ended well, and wrote no result
+    ],
+)  # fmt: skip
+def test_a_cell_that_fails_says_how(program, limit, outcome, text, run, tmp_path, monkeypatch):
+    place = _place(tmp_path, run)
+    _instead(monkeypatch, program)
+    measure_cell(place, steps=1, warm=1, limit_seconds=limit)
+    assert place.failure is not None and place.result is None
+    assert place.failure.outcome == outcome
+    assert text in place.failure.text
+
+
+def test_what_failed_is_measured_once_more_only_if_asked(run, tmp_path, monkeypatch, capfd):
+    words = [
+        "sweep",
+        f"{run.folder}/run.toml",
+        "--layout.zero-stage",
+        "0,3",
+        "--steps",
+        "1",
+        "--warm",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    _instead(monkeypatch, "print('no luck'); raise SystemExit(1)")
+    assert main(words) == 1
+    told = capfd.readouterr().out
+    assert "failed: zero_stage 3: no luck" in told and "--again" in told
+    _instead(monkeypatch, "print('never'); raise SystemExit(1)")
+    assert main(words) == 1
+    assert "never" not in capfd.readouterr().out
+    assert main([*words, "--again"]) == 1
+    assert "failed: zero_stage 3: never" in capfd.readouterr().out
+
+
+def test_ctrl_c_ends_the_process_at_work_and_leaves_its_cell_unmeasured(run, tmp_path, monkeypatch):
+    place = _place(tmp_path, run)
+    _instead(monkeypatch, "import time; time.sleep(600)")
+    waited = at_work.subprocess.Popen.wait
+    processes = []
+
+    def wait(process, timeout=None):
+        processes.append(process)
+        if len(processes) == 1:
+            raise KeyboardInterrupt
+        return waited(process, timeout)
+
+    monkeypatch.setattr("subprocess.Popen.wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        measure_cell(place, steps=1, warm=1, limit_seconds=600)
+    assert processes[0].returncode == -signal.SIGTERM
+    assert place.failure is None and place.result is None
+
+
+def test_how_a_process_failed_is_read_off_what_it_printed():
+    assert failure_of(1, "x\nMemoryError\n") == Failure("out of memory", "MemoryError", 1)
+    assert failure_of(1, "ultrascale: error: rank 1 was ended by SIGKILL.\n").outcome == "killed"
+    assert failure_of(-signal.SIGSEGV, "").text == "ended by SIGSEGV"
+
+
+def _measured(place: Place, seconds: float, planned: float | None, *, torch: str = "2.13.0") -> Measured:
+    told = {
+        "step_seconds": [seconds] * 3, "tokens_per_step": 100, "ranks": 1, "mfu": 0.5, "planned_step_seconds": planned,
+        "planned_peak_bytes": 110, "measured_peak_bytes": 100, "planned_reserved_bytes": None, "measured_reserved_bytes": None,
+        "device": "H100", "environment": {"torch": torch, "ultrascale": "0.1.0"},
+    }  # fmt: skip
+    place.prepare()
+    place.result_file.write_text(json.dumps(told))
+    found = Measured.of(place)
+    assert found is not None
+    return found
+
+
+def test_the_plan_is_held_to_what_was_measured(run, tmp_path):
+    """Planned to be fastest: the second, which is half as fast as the first."""
+    place = _place(tmp_path, run)
+    some = [_measured(place, 1.0, 2.0), _measured(place, 2.0, 1.0, torch="2.11.0"), _measured(place, 4.0, 4.0)]
+    held = hold(some)
+    assert held.time is not None and held.memory is not None
+    assert held.time.count == 3 and held.time.bias == pytest.approx((1.0 - 0.5 + 0.0) / 3)
+    assert held.memory.median_absolute == pytest.approx(0.1)
+    assert held.regret == pytest.approx(1.0)
+    assert held.tau == pytest.approx(1 / 3)
+    assert len(held.machines) == 2 and held.reserved is None
+
+
+def test_the_fastest_comes_first_and_failures_are_rows_too(run, tmp_path):
+    cells = [
+        Cell({ZERO.key: value}, resolve(f"{run.folder}/run.toml", {"layout.zero_stage": value}).run) for value in ("0", "3")
+    ]
+    places = [place_of(tmp_path, cell, [ZERO], steps=1, warm=1) for cell in cells]
+    assert places[0].path != places[1].path
+    places[0].prepare()
+    places[0].fail(Failure("out of memory", "none left"))
+    _measured(places[1], 2.0, None)
+    assert [one.place for one in fastest_first(places)] == [places[1]]
+    write_rows(tmp_path / "rows.csv", places)
+    with (tmp_path / "rows.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    assert [(row["outcome"], row["step_time_s"]) for row in rows] == [("oom", ""), ("ok", "2")]
+    other = Axis("layout.tp", ("1",))
+    placed = [Cell(cell.values | {other.key: "1"}, cell.run) for cell in cells]
+    again = [Place(cell, place.run, place.path) for cell, place in zip(placed, places, strict=True)]
+    assert best_by(ZERO, other, placed, again, fastest_first(again)) == [["OOM"], [50.0]]
