@@ -35,7 +35,20 @@ def test_a_setting_may_stand_before_the_file(verb: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "words", ["plan", "plan far", "show", "show schedule", "check", "trace", "train", "measure", "validate"]
+    "words",
+    [
+        "plan",
+        "plan far",
+        "show",
+        "show schedule",
+        "check",
+        "trace",
+        "train",
+        "measure step",
+        "measure speed",
+        "sweep",
+        "validate",
+    ],
 )
 def test_help_has_its_examples_in_lines_below_each_other_and_no_value_none(
     words: str, capsys: pytest.CaptureFixture[str]
