@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ultrascale.measure.machine import device_name, peak_flops
+from ultrascale.plan.flops import model_flops_per_token
 from ultrascale.plan.report import plan_run
-from ultrascale.plan.time import model_flops_per_token
 from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
 from ultrascale.train.aside import begun_aside, counted_steps, planned_memory, timed_steps
