@@ -71,7 +71,7 @@ def test_megatron_gets_experts_and_latent_attention() -> None:
 
 def test_torchtitan_gets_toml_whose_degrees_multiply_to_the_devices() -> None:
     layout = Layout(
-        dp=16, dp_shard=8, pp=4, schedule="zb-v", virtual_stages=2, zero_stage=2, micro_batch_size=2, precision="bf16"
+        dp=16, dp_shard=8, pp=4, schedule="zb-v", virtual_stages=2, zero_stage=1, micro_batch_size=2, precision="bf16"
     )
     read = tomllib.loads(trainer_flags(workload("torchtitan"), layout))
     own = read["parallelism"]
@@ -132,7 +132,7 @@ def test_all_that_a_search_for_a_trainer_finds_can_be_written_for_it(stack: str,
         ("megatron", Layout(dp=64, zero_stage=3), "layout.zero_stage"),
         ("nanotron", Layout(dp=32, cp=2), "layout.cp_method"),
         ("llm-foundry", Layout(dp=32, tp=2), "layout.tp"),
-        ("torchtitan", Layout(dp=16, pp=4, schedule="zb-h1", zero_stage=3), "layout.schedule"),
+        ("torchtitan", Layout(dp=16, pp=4, schedule="zb-h1", zero_stage=1), "layout.schedule"),
     ],
 )
 def test_what_a_trainer_has_no_setting_for_is_refused(stack: str, layout: Layout, key: str) -> None:
@@ -151,7 +151,7 @@ def test_megatron_gets_stages_that_are_not_even_one_by_one() -> None:
 
 
 def test_torchtitan_gets_its_stages_and_its_float8() -> None:
-    layout = replace(PIPED, zero_stage=2, precision="fp8")
+    layout = replace(PIPED, zero_stage=1, precision="fp8")
     settings = tomllib.loads(trainer_flags(workload("torchtitan"), layout))
     parallelism = settings["parallelism"]
     assert parallelism["pipeline_parallel_layers_per_stage"] == 32 // 8

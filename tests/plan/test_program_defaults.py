@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from plan.test_validate import asked
 
+from ultrascale.plan.footprint import stage_memory
+from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.measured_setups import setup_of
 from ultrascale.plan.measured_stacks import stack_of
 from ultrascale.plan.validate import predict_rows
+from ultrascale.spec.stack import STACKS
 
 PIPELINE = {"pp": "8", "tp": "8", "dp": "8", "n_gpus": "512", "layers": "126", "micro_batch": "", "grad_accum": "", "vpp": ""}
 README = "NVIDIA Megatron-LM README, images/model_table.png"
@@ -123,3 +128,22 @@ def test_automodel_attends_with_transformer_engine_and_sends_tokens_once():
     stack, _ = stack_of(asked(framework="NeMo AutoModel", experts="128", topk="8", expert_ffn="768"))
     assert (stack.name, stack.attention_kernel, stack.sends_tokens_once) == ("torchtitan", "cudnn", True)
     assert not stack_of(asked(framework="torchtitan", experts="128", topk="8", expert_ffn="768"))[0].sends_tokens_once
+
+
+@pytest.mark.parametrize(("framework", "pp", "stage"), [("torchtitan", "8", 1), ("torchtitan", "1", 3), ("IBM FSDP", "8", 3)])
+def test_torchtitan_s_pipelines_gather_parameters_and_reduce_gradients_once_a_step(framework: str, pp: str, stage: int):
+    """Its `fsdp_reshard_after_forward = "default"` reshards only without pp, and torch's stages reduce at the last backward."""
+    cells = PIPELINE | {"pp": pp, "n_gpus": str(64 * int(pp)), "framework": framework, "zero_stage": "3"}
+    assert {layout.zero_stage for layout in setup_of(asked(**cells, global_batch="256", pp_schedule="1f1b")).layouts} == {stage}
+
+
+def test_logits_of_all_micro_batches_stay_on_torchtitan_s_last_stage_where_its_caller_gets_them():
+    cells = PIPELINE | {"layers": "16", "hidden": "4096", "pp": "2", "tp": "1", "n_gpus": "16", "framework": "torchtitan"}
+    cells |= {"heads": "32", "kv_heads": "8", "ffn_hidden": "14336", "vocab": "128256", "seq_len": "8192", "recompute": "full"}
+    at_end = {}
+    for year in ("2024", "2026"):
+        setup = setup_of(asked(**cells, global_batch="64", pp_schedule="1f1b", year=year))
+        layout = replace(setup.layouts[0], micro_batch_size=1)  # of 8
+        workload = replace(setup.workload, stack=replace(setup.workload.stack, kernels=STACKS["torchtitan"].kernels))
+        at_end[year] = stage_memory(workload, LayoutTable.of([layout])).by_rank[-1, 0]
+    assert at_end["2024"] - at_end["2026"] == (8 - 1) * 8192 * 128_256 * 2

@@ -184,6 +184,22 @@ def test_what_is_asked_for_is_kept() -> None:
     assert (table.dp_shard == table.dp).all()
 
 
+@pytest.mark.parametrize(
+    ("asked", "base", "found"),
+    [({}, True, {True}), ({}, False, {False}), ({"tp_overlap": (False, True)}, False, {False, True})],
+)
+def test_products_of_tp_beside_their_messages_are_searched_where_asked_for(asked: dict, base: bool, found: set) -> None:
+    workload = small("16xh100", stack="ultrascale")
+    space = legal_layouts(workload, base=Layout(precision="bf16", tp_overlap=base), asked={"tp": (1, 4, 16), **asked})
+    table = space.table
+    assert {bool(one) for one in table.tp_overlap[table.tp == 4]} == found
+    assert not table.tp_overlap[table.tp != 4].any()  # nothing reads it, or tp leaves the node
+    best = search(workload, base=Layout(precision="bf16"), asked={"tp": (4,), "tp_overlap": (False, True)}).best
+    assert best is not None and best.layout.tp_overlap
+    seconds = price(workload, LayoutTable.of([best.layout, replace(best.layout, tp_overlap=False)])).step_seconds
+    assert seconds[0] < seconds[1]
+
+
 def test_tensor_parallelism_across_nodes_must_be_asked_for() -> None:
     workload = real("llama-3-8b", "64xh100", batch=256)
     assert max(legal_layouts(workload).table.tp) == 8

@@ -34,8 +34,10 @@ from ultrascale.spec.units import UnitError, parse_tokens
 
 SEARCHED = (
     "dp", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "pp", "virtual_stages", "schedule", "zero_stage",
-    "dp_shard", "micro_batch_size", "recompute", "recompute_every", "ep", "expert_tp",
+    "dp_shard", "micro_batch_size", "recompute", "recompute_every", "ep", "expert_tp", "tp_overlap",
 )  # fmt: skip
+NOT_IN_TABLES = ("attention", "pipeline_runtime", "fp8_amax_compute_algo")
+"""Settings of one's own that no price depends on beyond what the workload says: the chosen layout has them again."""
 
 
 def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], cluster: Cluster, stack: Stack) -> int:
@@ -52,7 +54,7 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     result = search(workload, base=base, asked=asked)
     best = result.best or result.smallest
     assert best is not None
-    layout = replace(best.layout, attention=base.attention, pipeline_runtime=base.pipeline_runtime)
+    layout = replace(best.layout, **{name: getattr(base, name) for name in NOT_IN_TABLES})
     chosen = plan_run(replace(run, layout=layout), cluster, stack, **verb.conditions(parsed))
     if result.best is not None:
         verb.write_files(chosen, parsed)

@@ -126,7 +126,7 @@ def _of_trainer(question: _Question) -> Reason | None:
     if name == "cp" and value > 1 and can.cp_alone and (question.never_one("tp") or question.never_one("pp")):
         return f"{stack.name} has context parallelism without tp and pp only", "Drop the others, or use another --stack."
     offered: dict[str, tuple[Any, ...]] = {
-        "zero_stage": can.zero_stages, "recompute": can.recompute, "schedule": can.schedules, "cp_method": can.cp_methods,
+        "zero_stage": can.every_zero_stage, "recompute": can.recompute, "schedule": can.schedules, "cp_method": can.cp_methods,
     }  # fmt: skip
     if name in offered and value not in offered[name]:
         return _choices(f"{stack.name} has", name, offered[name], value)

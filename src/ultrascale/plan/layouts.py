@@ -41,6 +41,8 @@ class LayoutTable:
     layers_per_bucket: Column
     tp: Column
     sequence_parallel: Column
+    tp_overlap: Column
+    """Only where it is read."""
     cp: Column
     cp_method: Column
     cp_heads: Column
@@ -121,6 +123,7 @@ class LayoutTable:
             "cp_method": CP_METHODS[row["cp_method"]],
             "schedule": SCHEDULES[row["schedule"]],
             "sequence_parallel": bool(row["sequence_parallel"]),
+            "tp_overlap": bool(row["tp_overlap"]),
             "partition_checkpoints": bool(row["partition_checkpoints"]),
             "offload_activations": bool(row["offload_activations"]),
             "offload_optimizer": bool(row["offload_optimizer"]),
@@ -145,7 +148,8 @@ def _row(layout: Layout) -> list[int]:
         layout.recompute_every, PRECISIONS.index(layout.precision), FP8_SCALINGS.index(layout.fp8_scaling),
         layout.fp8_amax_history_len, layout.fp8_keep_blocks, int(layout.fp8_all_gather),
         {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
-        layout.layers_per_bucket, layout.tp, int(layout.sequence_parallel), layout.cp, CP_METHODS.index(layout.cp_method),
-        layout.cp_heads, layout.pp, layout.virtual_stages, schedule, layout.ep, layout.expert_tp,
+        layout.layers_per_bucket, layout.tp, int(layout.sequence_parallel),
+        int(layout.tp_overlap and layout.tp > 1), layout.cp, CP_METHODS.index(layout.cp_method), layout.cp_heads, layout.pp,
+        layout.virtual_stages, schedule, layout.ep, layout.expert_tp,
         int(layout.partition_checkpoints), layout.mlp_chunks, int(layout.offload_activations), int(layout.offload_optimizer),
     ]  # fmt: skip

@@ -115,6 +115,9 @@ def _cut(asked: Asked, model: Model, stack: Stack, assumed: list[str]) -> Layout
     tp, cp, pp = _blank_cuts(asked, gpus, assumed)
     dp = _data_parallel(asked, gpus, tp * cp * pp, assumed)
     zero, shard = _zero(asked, stack, dp, assumed)
+    if zero == 3 and pp > 1 and _is_torchtitan(asked):  # its fsdp_reshard_after_forward = "default", and torch's runtime
+        zero = 1
+        assumed.append("in torchtitan's pipelines parameters stay whole and gradients are reduced once a step")
     ep, expert_tp = _experts(asked, model.num_experts, tp * cp * dp, assumed)
     return Layout(
         dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp, cp_method=_cp_method(asked),

@@ -123,6 +123,9 @@ FIRST_RELEASE_SENDING_ONCE = (26, 2)
 models did from the first."""
 FP8_ATTENTION = 1 / 1.4
 """Time of attention in fp8 over that in bf16 on Blackwell (docs/compute-model.md)."""
+LAST_YEAR_OF_KEPT_OUTPUTS = 2024
+"""torchtitan asks torch's pipelines for no outputs since the end of 2025, when they can be told (pytorch's pull request 165822,
+October 2025); a row of 2025 may be of either time, and is taken for the later."""
 LAST_YEAR_OF_EAGER_LOSS = 2024
 """torchtitan compiles its loss since 2025."""
 
@@ -165,6 +168,8 @@ def _refined(stack: Stack, asked: Asked) -> Stack:
         stack = replace(stack, **_NO_OVERLAP)
     if stack.name == "nanotron" and (asked.year or 9999) <= LAST_YEAR_OF_WHOLE_INPUTS:
         stack = replace(stack, autograd_gradient_bytes=0)
+    if stack.name == "torchtitan" and (asked.year or 9999) <= LAST_YEAR_OF_KEPT_OUTPUTS:
+        stack = replace(stack, keeps_outputs=True)
     if is_overlapped_table(asked):
         stack = replace(stack, overlaps_tensor_parallel=True)
     if re.search(_BASELINE, asked.source, re.IGNORECASE) and re.search("megatron", asked.framework, re.IGNORECASE):

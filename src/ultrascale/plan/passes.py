@@ -115,9 +115,10 @@ def pass_seconds(
         shapes = [blocks.shapes[0], without_fp8(blocks.shapes[0])] if some_kept else blocks.shapes[:1]
         told = np.concatenate([mean_again(workload, table, shape, constants) for shape in shapes], axis=1)
 
-    shown = 1.0 - constants.tensor_parallel_hidden if stack.overlaps_tensor_parallel else 1.0
-    is_beside = stack.overlaps_tensor_parallel or stack.sends_beside_gradients
-    beside = sum_of("tp_beside") * (1 - constants.overlap_slowdown) if is_beside else 0.0
+    overlaps = (table.tp_overlap > 0) | stack.overlaps_tensor_parallel
+    shown = np.where(overlaps, 1.0 - constants.tensor_parallel_hidden, 1.0)
+    is_beside = overlaps | stack.sends_beside_gradients
+    beside = np.where(is_beside, sum_of("tp_beside") * (1 - constants.overlap_slowdown), 0.0)
     overheads = stack.overheads
     tp_forward, tp_backward = shown * sum_of("tp_forward"), shown * (sum_of("tp_backward") - beside)
     tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)

@@ -147,8 +147,6 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
 
     Raises SpecError if the schedule does not suit the number of stages and micro-batches.
     """
-    if layout.tp_overlap:
-        workload = replace(workload, stack=replace(workload.stack, overlaps_tensor_parallel=True))
     if layout.pp > 1 and layout.schedule not in SCHEDULES:
         return _predict_file(workload, layout, constants)
     table = LayoutTable.of([layout])

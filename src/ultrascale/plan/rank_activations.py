@@ -127,6 +127,9 @@ def rank_activations(
     heads = workload.model.num_nextn_predict_layers
     earlier = np.where(FORWARD_FIRST[table.schedule] & (table.pp > 1), micro_batches - 1, 0)
     head_saved = (1 + heads) * head[0] * stages.has_head * (earlier if kept is None else kept.losses)
+    if workload.stack.keeps_outputs:
+        outputs = _logits(workload, shapes)[:, shape_of] * stages.has_head * np.where(table.pp > 1, micro_batches - 1, 0)
+        head_saved = np.maximum(head_saved, outputs)
     before = embedding[0] * stages.has_embedding
     waiting = np.maximum(flight - 1 / v, 0) * of_blocks + (flight - 1) * before + head_saved
 
@@ -239,6 +242,11 @@ def _dummies(workload: Workload, shapes: list[Shape]) -> Floats:
     return np.array(
         [[dummy_gradient_bytes(workload.model, kinds, shape, stack=workload.stack) for shape in shapes]], dtype=float
     )
+
+
+def _logits(workload: Workload, shapes: list[Shape]) -> Floats:
+    """[1, shapes], of one micro-batch."""
+    return np.array([[s.num_tokens * s.tp_part(workload.model.vocab_size) * s.itemsize for s in shapes]], dtype=float)
 
 
 def _largest_tensors(workload: Workload, shapes: list[Shape]) -> Floats:

@@ -386,8 +386,15 @@ def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
 def _product(cuts: Sequence[Cut], rows: NDArray[np.int64], rules: _Rules) -> LayoutTable:
     """Each of `cuts` with each of `rows`."""
     whole = replace(rules.base, zero_stage=0, dp_shard=None, layers_per_stage=None)
-    of_cut = LayoutTable.of([replace(whole, **cut._asdict()) for cut in cuts])
-    table = of_cut.take(np.repeat(np.arange(len(cuts)), len(rows)))
-    columns = dict(zip(("zero_stage", "dp_shard", "micro_batch_size", "recompute", "recompute_every"), rows.T, strict=True))
-    repeated = {name: np.tile(column, len(cuts)) for name, column in columns.items()}
+    layouts = [replace(whole, **cut._asdict(), tp_overlap=overlaps) for cut in cuts for overlaps in _overlaps(rules, cut)]
+    table = LayoutTable.of(layouts).take(np.repeat(np.arange(len(layouts)), len(rows)))
+    names = ("zero_stage", "dp_shard", "micro_batch_size", "recompute", "recompute_every")
+    repeated = {name: np.tile(column, len(layouts)) for name, column in zip(names, rows.T, strict=True)}
     return LayoutTable(**{**vars(table), **repeated})
+
+
+def _overlaps(rules: _Rules, cut: Cut) -> list[bool]:
+    """Whether products of tp run beside their messages: what is asked for, where it is read and the trainer does it."""
+    in_node = cut.tp > 1 and rules.workload.cluster.node.num_accelerators % cut.tp == 0
+    can = in_node and cut.sequence_parallel and rules.base.precision != "fp8"
+    return sorted({one and can for one in rules.choose("tp_overlap", (rules.base.tp_overlap,))})

@@ -42,6 +42,11 @@ class Abilities:
         return not self.equal_stages or -(-num_layers // -(-num_layers // num_stages)) == num_stages
 
     @property
+    def every_zero_stage(self) -> tuple[int, ...]:
+        """With or without a pipeline."""
+        return tuple(sorted({*self.zero_stages, *self.zero_stages_with_pipeline}))
+
+    @property
     def hybrid(self) -> bool:
         return bool(self.hybrid_stages)
 
@@ -53,9 +58,10 @@ ABILITIES: dict[str, Abilities] = {
         ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"), True, True,
         ("none", "selective", "full", "every-k"), any_micro_batches=True,
     ),
-    # fully_shard always: reshard_after_forward "never" is stage 2, "always" 3.
+    # fully_shard always: reshard_after_forward "never" is stage 2, "always" 3. In pipelines torch reduces gradients once a
+    # step, and parameters stay whole unless told otherwise: stage 1.
     "torchtitan": Abilities(
-        (2, 3), (2, 3), (2, 3), True, ("ring", "all-gather"), False,
+        (2, 3), (1,), (1, 2, 3), True, ("ring", "all-gather"), False,
         ("1f1b", "afab", "interleaved", "zb-v", "dualpipe-v"), True, True, ("none", "selective", "full", "every-k"),
         equal_stages=True, cp_pieces=2,
     ),

@@ -173,6 +173,9 @@ class Stack:
     """As many at least for every rank that reduces, so that rings stay bound by bandwidth."""
     pads_vocab_to: int = 1
     """The vocabulary is padded to a multiple of this times tp."""
+    keeps_outputs: bool = False
+    """In a pipeline the last stage keeps the logits of all micro-batches to the end of a step, for its caller (torch's runtime,
+    unless told `return_outputs=False`, which ours is)."""
     joins_segments: bool = True
     """Freed memory of torch's allocator is one range, whatever was asked of CUDA first: expandable segments, which torchtitan's
     launcher sets. Else what is larger than any free segment is taken anew. Read only if gathers = "buckets": where gradients
