@@ -98,6 +98,11 @@ def test_where_rates_are_known_the_fastest_is_chosen(tmp_path):
     assert (layout.world_size, layout.tp, layout.precision) == (4, 1, "bf16")
 
 
+def test_machines_that_are_named_as_nodes_have_as_many_ranks_as_are_asked_for(tmp_path):
+    run = replace(small_run(tmp_path, layout=Layout(dp=8, precision="bf16")), cluster="1xaws-p5")
+    assert elastic_layout(run, 4).world_size == 4
+
+
 def test_no_process_at_all_is_a_mistake(home, capsys):
     file = home / "run.toml"
     file.write_text(to_toml(small_run(home)))

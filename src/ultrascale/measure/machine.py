@@ -133,7 +133,7 @@ def _may_be(asked: Accelerator, here: Accelerator | None, device: torch.device) 
     """Whether `device`, `here` in the catalogue, can be what was asked for; of variants of a chip people know better."""
     if (asked.name == "cpu") != (device.type == "cpu"):
         return False
-    return here is None or here.name.partition("-")[0] == asked.name.partition("-")[0]
+    return here is None or here.name.partition("-")[0] == asked.kind.partition("-")[0]
 
 
 def _measured_on(ceiling: MatmulCeiling) -> tuple[str, str, int]:

@@ -55,10 +55,10 @@ H200: device copies, 3.0 of 3.35 and 4.3 of 4.8 TB/s (2026-11). Blackwell: assum
 
 def relative_of(accelerator: Accelerator) -> str:
     """The fitted device whose law `accelerator` takes: itself, a named relative, or the nearest in bf16 peak."""
-    if accelerator.name in FAMILIES:
-        return accelerator.name
-    if accelerator.name in RELATIVES:
-        return RELATIVES[accelerator.name]
+    if accelerator.kind in FAMILIES:
+        return accelerator.kind
+    if accelerator.kind in RELATIVES:
+        return RELATIVES[accelerator.kind]
     peak = _peak(accelerator, "bf16")
     return min(FAMILIES, key=lambda name: abs(math.log(peak / _peak(ACCELERATORS[name], "bf16"))))
 
@@ -149,7 +149,7 @@ def _bandwidth(accelerator: Accelerator) -> float:
 def _multiprocessors(accelerator: Accelerator, relative: str) -> int:
     if accelerator.name == "cpu":
         return accelerator.cores or 1
-    return MULTIPROCESSORS.get(accelerator.name) or MULTIPROCESSORS[relative]
+    return MULTIPROCESSORS.get(accelerator.kind) or MULTIPROCESSORS[relative]
 
 
 def _scale(accelerator: Accelerator, relative: str) -> float:

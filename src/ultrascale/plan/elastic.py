@@ -27,11 +27,10 @@ def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
     """
     if run.layout.world_size == world:
         return run.layout
-    named = device if run.cluster == "auto" else run.cluster.partition("x")[2] or run.cluster
+    named = parse_cluster(f"{world}x{device}" if run.cluster == "auto" else run.cluster)
+    cluster = replace(named, num_accelerators=world, name=f"{world} of {named.name}")
     batches = [run.batch.sequences_per_batch, *(stage.sequences_per_batch for stage in run.batch.ramp)]
-    workload = Workload(
-        run.model, parse_cluster(f"{world}x{named}"), run.batch.sequence_length, gcd(*batches), documents=run.data.document_mask
-    )
+    workload = Workload(run.model, cluster, run.batch.sequence_length, gcd(*batches), documents=run.data.document_mask)
     precision = run.layout.precision
     # No machine's table has a rate for fp64.
     base = Layout(precision="fp32" if precision == "fp64" else precision, reduce_dtype=run.layout.reduce_dtype)

@@ -88,7 +88,7 @@ def fabric_of(cluster: Cluster) -> Fabric:
     if node.intra_link is None:
         rule = "has no link between its ranks in the catalogue: it is measured at run time"
         raise SpecError([Problem(f"cluster.{node.name}", rule, "Plan for a catalogued machine, such as 8xh100.")])
-    fits, scale, in_switch = _domain(node.intra_link, cluster.accelerator.name)
+    fits, scale, in_switch = _domain(node.intra_link, cluster.accelerator.kind)
     link, spine = node.inter_link, cluster.spine
     kind = network_kind(link) if link else None
     return Fabric(

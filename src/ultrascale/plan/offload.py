@@ -23,7 +23,7 @@ HOST_MEMORY_BYTES_PER_SECOND = 25e9
 
 def host_link(workload: Workload) -> float:
     """Bytes per second from a device to its host, and as many back at the same time."""
-    name = workload.cluster.accelerator.name
+    name = workload.cluster.accelerator.kind
     known = (rate for start, rate in HOST_LINK_BYTES_PER_SECOND.items() if name.startswith(start))
     return next(known, NEWER_HOST_LINK)
 

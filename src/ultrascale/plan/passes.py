@@ -156,7 +156,7 @@ def pass_seconds(
 def product_derate(workload: Workload, constants: Constants) -> float:
     """What the price of a matrix product is multiplied by."""
     derate = constants.compute_derate * workload.stack.overheads.products
-    return derate * constants.device_derates.get(workload.cluster.accelerator.name, 1.0)
+    return derate * constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
 
 
 def _all_sums(every: Floats, weights: Floats, in_blocks: Floats) -> dict[str, tuple[Floats, Floats]]:

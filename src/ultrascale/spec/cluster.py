@@ -9,10 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 
 from ultrascale.spec.problems import Problem, SpecError
 
-_COUNTED = re.compile(r"(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w.-]*)")
+_COUNTED = re.compile(r"(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w.-]*|.+\.toml)", re.DOTALL)
 MACHINE_OVER_ACCELERATORS = 1.8
 """Power of a whole machine over that of its accelerators: DGX H100 10.2 of 5.6 kW, DGX B200 14.3 of 8.0 (datasheets)."""
 
@@ -49,6 +50,13 @@ class Accelerator:
     """To rent one, its share of the machine included. None: unknown."""
     cores: int | None = None
     """CPU cores of the machine, for `cpu`."""
+    like: str = ""
+    """The accelerator of the catalogue that one of a machine's file is like; empty for those of the catalogue."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in the catalogue, or that of the one it is like: what fitted laws and constants go by."""
+        return self.like or self.name
 
     @property
     def measured_at_run_time(self) -> bool:
@@ -139,15 +147,20 @@ def parse_cluster(text: str) -> Cluster:
     """The cluster called `64xh100`, `8xa100-80`, `2xdgx-h100`, `cpu` or `8xcpu`; upper and lower case are the same.
 
     A count before an accelerator counts accelerators, in nodes of its usual shape; before a node it counts nodes. `8xcpu` is
-    eight processes that share this machine. Raises SpecError with the nearest names.
+    eight processes that share this machine; `8xours.toml` eight machines of a file's (`spec.machine_file`). Raises SpecError
+    with the nearest names.
     """
-    from ultrascale.spec import machines
+    from ultrascale.spec import machine_file, machines
 
     match = _COUNTED.fullmatch(text.strip())
     if match is not None and match[1] and int(match[1]) < 1:
         raise SpecError([Problem("cluster", f"{text!r} has no machine", f"Ask for at least one: 1x{match[2]}.")])
     if match is None:
-        raise SpecError([Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100 or cpu.")])
+        raise SpecError(
+            [Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100, 2xours.toml or cpu.")]
+        )
+    if match[2].endswith(".toml"):
+        return machine_file.read_machine(Path(match[2]).expanduser(), int(match[1] or 1), text.strip())
     count, name = int(match[1] or 1), match[2].lower()
     name = machines.ALIASES.get(name, name)
     if name == "cpu":
