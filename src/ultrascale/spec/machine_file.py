@@ -190,10 +190,10 @@ class _Reader:
         value = table.get(key.rpartition(".")[2])
         if value is None and not needed:
             return None
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        good = good and (value >= 1 if whole or least else value > 0) and value <= most and (not whole or value == int(value))
-        if good:
-            return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            is_enough = value >= 1 if whole or least else value > 0
+            if is_enough and value <= most and (not whole or value == int(value)):
+                return float(value)
         kind = "a whole number from 1" if whole else "a number from 1" if least else "a positive number"
         kind += f" to {most:g}" if math.isfinite(most) else ""
         rule = "is missing" if value is None else f"must be {kind}, is {value!r}"
