@@ -1,6 +1,7 @@
 """`ultrascale checkpoint list` and `verify`."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_list_looks_at_sizes_only_and_tells_step_shards_and_tensors(run_folder, 
     newest = told["checkpoints"][0]
     assert (newest["step"], newest["shards"], newest["tensors"]) == (2, 1, 2)
     assert newest["bytes"] == (run_folder / "checkpoints/step-00000002/rank-00000.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("told", [1_700_000_000.5, None, "now", -1, 1e30, True])
+def test_a_checkpoint_says_itself_when_it_was_saved_and_else_the_time_of_its_manifest_stands_in(tmp_path, capsys, told):
+    folder = checkpoint.save(tmp_path, 1, {"w": torch.ones(4)}, {"saved_at": told} if told is not None else {})
+    os.utime(folder / "manifest.json", (1_800_000_000, 1_800_000_000))  # as a copy of it may have
+    _, found = output(capsys, "list", str(tmp_path))
+    assert found["checkpoints"][0]["saved_at"] == (told if told == 1_700_000_000.5 else 1_800_000_000)
+    assert command(["list", str(tmp_path)]) == 0
 
 
 def test_verify_reads_the_bytes_names_the_shard_and_fails(run_folder, capsys):

@@ -28,6 +28,20 @@ def test_the_actions_that_ran_are_those_of_the_plan_in_its_order_and_none_before
     assert picture.read_text().count("<svg") == 3 and "zb-v, executed" in picture.read_text()
 
 
+def test_torchs_runtime_runs_the_same_actions(capsys):
+    assert (
+        command(
+            ["schedule", "1f1b", "--pp", "2", "--micro-batches", "3", "--executed", "--pipeline-runtime", "torch", "--json"]
+        )
+        == 0
+    )
+    got = json.loads(capsys.readouterr().out)
+    planned, executed = (
+        [[name for name, *_ in rank["actions"]] for rank in got[key]["ranks"]] for key in ("planned", "executed")
+    )
+    assert executed == planned
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe-v"])
 def test_a_plan_with_the_mean_of_equal_passes_is_the_step_itself(schedule):
     program = build_schedule(schedule, 2, 6)
@@ -61,3 +75,8 @@ def test_a_person_sees_both_and_what_each_rank_waits(capsys, monkeypatch):
 def test_what_cannot_be_executed_is_refused(words, said):
     with pytest.raises(SpecError, match=said):
         command([*words.split(), "--executed"])
+
+
+def test_a_runtime_is_named_only_for_what_is_executed():
+    with pytest.raises(SpecError, match="nothing is executed here"):
+        command(["schedule", "1f1b", "--pipeline-runtime", "torch"])

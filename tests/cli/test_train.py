@@ -69,7 +69,7 @@ def test_under_torchrun_a_world_of_another_size_is_a_wrong_description(run_file,
         monkeypatch.setenv(name, value)
     assert train(run_file) == 2
     told = capsys.readouterr().err
-    assert "the layout is for 1 processes, but 2 were started" in told and "or give `--layout.dp 2`" in told
+    assert "the layout is for 1 process, but 2 were started" in told and "or give `--layout.dp 2`" in told
     assert train(run_file, "--layout.tp", "2", "--layout.pp", "2") == 2
     assert "Start 4 (`--processes 4`), or give a layout for so many" in capsys.readouterr().err
 

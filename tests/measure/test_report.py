@@ -60,7 +60,9 @@ def test_the_speed_is_of_the_last_start_as_one_before_it_may_have_had_another_la
     (tmp_path / "events.jsonl").write_text(events + "torn")
     assert main(["report", str(tmp_path)]) == 0
     told = f"{rate} tokens/s (median since the start at step {since})" if since else f"{rate} tokens/s (median"
-    assert told in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert told in out
+    assert ("in the first steps, before the start at step 3:" in out) == bool(since)  # memory is counted there alone
 
 
 def test_the_picture_has_the_median_of_the_summary(tmp_path: Path, monkeypatch) -> None:
@@ -70,7 +72,7 @@ def test_the_picture_has_the_median_of_the_summary(tmp_path: Path, monkeypatch) 
     monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure) or path)
     plots.plot_run_folder(tmp_path)
     labels = [line.get_label() for figure in drawn for line in figure.axes[0].lines]
-    assert "median 250 since step 3" in labels
+    assert "median 250 after step 3" in labels
 
 
 def test_a_run_that_logged_nothing_but_losses_is_reported_too(tmp_path: Path, capsys) -> None:

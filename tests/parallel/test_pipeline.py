@@ -221,7 +221,7 @@ def test_a_schedule_that_cannot_be_executed_is_refused_before_anything_starts(tm
         ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "can never start"),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", "B, or I and W, is on no rank"),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n2F0,2F1,2B0,2B1\n", "has 3 ranks, not 2"),
-        ("0F0,0B0\n1F0,1B0\n", "has 1 micro-batches, not 2"),
+        ("0F0,0B0\n1F0,1B0\n", "has 1 micro-batch, not 2"),
     ):
         path.write_text(text)
         with pytest.raises(SpecError, match=said):

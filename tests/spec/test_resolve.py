@@ -135,6 +135,8 @@ def test_of_two_ways_to_give_the_batch_the_later_layer_counts_and_one_layer_may_
     )
     assert resolve(path).run.batch.sequences_per_batch == 10
     assert resolve(path, ["--batch.sequences_per_batch", "3"]).run.batch.sequences_per_batch == 3
+    found = problems(path, ["--batch.tokens_per_batch", "nan"])["batch.tokens_per_batch"]
+    assert found.remedy == "Write 4M, 4Mi or 4194304."  # and not one of the nearest sizes: there are none
     both = ["--batch.sequences_per_batch", "3", "--batch.tokens_per_batch", "640"]
     assert "say the same thing twice" in problems(path, both)["batch.tokens_per_batch"].rule
 

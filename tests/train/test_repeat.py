@@ -62,7 +62,7 @@ def test_a_wrong_contribution_to_a_sum_is_told_with_its_rank_and_gone_after_a_re
     run = run_of(home, "stops", layout, repeat_every_steps=1)
     outcomes = train_ranks(run, before_step=once(STEP, 1, multiply_wrongly))
     assert [one["error"] for one in outcomes] == ["CorruptStateError"] * 2
-    assert f"step {STEP} done twice gave other bits (rank 1: gradient of " in outcomes[0]["text"]
+    assert f"step {STEP + 1} done twice gave other bits (rank 1: gradient of " in outcomes[0]["text"]
     assert "rank 0" not in outcomes[0]["text"]
     calm, run = run_of(home, "calm", layout), run_of(home, "rewinds", layout, repeat_every_steps=1, on_anomaly="rewind")
     train_ranks(calm)
@@ -74,7 +74,7 @@ def test_a_wrong_contribution_to_a_sum_is_told_with_its_rank_and_gone_after_a_re
 @pytest.mark.catalogue(52)
 def test_a_sum_that_came_out_otherwise_on_one_rank_is_told(home):
     outcomes = train_ranks(run_of(home, "sum", COPIES, repeat_every_steps=1), before_step=once(STEP, 1, sum_wrongly))
-    assert f"step {STEP} done twice gave other bits (rank 1: summed gradient of norm.weight)" in outcomes[0]["text"]
+    assert f"step {STEP + 1} done twice gave other bits (rank 1: summed gradient of norm.weight)" in outcomes[0]["text"]
 
 
 @pytest.mark.catalogue(52)

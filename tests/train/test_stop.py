@@ -138,7 +138,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_one(home, stage
     )
     outcomes = train_ranks(run, before_step=at_step(7, make_loss_nan, rank=1))
     assert {outcome["error"] for outcome in outcomes} == {"NonFiniteError"}
-    assert "step 7, sequences 40 to 47: not finite: rank 1: loss nan, gradient of lm_head.weight" in outcomes[0]["text"]
+    assert "step 8, sequences 40 to 47: not finite: rank 1: loss nan, gradient of lm_head.weight" in outcomes[0]["text"]
     assert "rank 0" not in outcomes[0]["text"]
     assert checkpoints(run)[-1].name == "step-00000006"
 
@@ -148,7 +148,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_one(home, stage
 def test_a_gradient_that_is_not_finite_is_named_with_its_rank_and_where_it_began(home, stage):
     run = small_run(home, layout=replace(ZERO_2, zero_stage=stage))
     text = train_ranks(run, before_step=at_step(2, make_gradient_infinite, rank=1))[0]["text"]
-    assert "step 2, sequences 8 to 11: not finite: rank 1: gradient of layers.1.mlp.down_proj.weight" in text
+    assert "step 3, sequences 8 to 11: not finite: rank 1: gradient of layers.1.mlp.down_proj.weight" in text
     assert "rank 0" not in text and "loss" not in text
 
 
@@ -181,7 +181,7 @@ def test_nothing_changes_when_a_number_is_not_finite(home):
             seen["trainer"] = trainer
             make_loss_nan(trainer)
 
-    with pytest.raises(NonFiniteError, match="step 3"):
+    with pytest.raises(NonFiniteError, match="step 4"):
         train_here(small_run(home), before_step=keep)
     trainer = seen["trainer"]
     assert same({n: p.detach() for n, p in trainer.decoder.named_parameters()}, seen["weights"])
@@ -366,7 +366,7 @@ def test_control_a_rank_that_blames_itself_for_the_loss_of_another_is_seen(home,
     [
         (
             {"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
-            "layout is for 1 processes, but 3 were started",
+            "layout is for 1 process, but 3 were started",
         ),
         ({"WORLD_SIZE": "two"}, "must be a positive number, is 'two'"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR (environment): is missing, but WORLD_SIZE is 2"),

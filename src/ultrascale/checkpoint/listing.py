@@ -12,6 +12,9 @@ from ultrascale.checkpoint.folders import Candidate, candidates
 from ultrascale.checkpoint.loading import verify
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
 
+LATEST = 2.0**35
+"""Seconds since 1970 that every system's calendar can name; more is damage."""
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -24,7 +27,7 @@ class Summary:
     shards: int | None
     tensors: int | None
     saved_at: float | None
-    """Seconds since 1970."""
+    """Seconds since 1970: as the checkpoint itself says, or of an older release as its manifest's file does."""
     problem: str | None
     """Why it must not be loaded; None if nothing is wrong as far as was looked."""
 
@@ -63,12 +66,15 @@ def _summary(candidate: Candidate, read_all: bool) -> Summary:
         problem = str(error)
     if manifest is None:
         return Summary(candidate.path, candidate.step, None, None, None, None, problem)
-    return Summary(candidate.path, manifest.step, *_counts(manifest), _saved_at(candidate.path), problem)
+    return Summary(candidate.path, manifest.step, *_counts(manifest), _saved_at(candidate.path, manifest), problem)
 
 
 def _counts(manifest: Manifest) -> tuple[int, int, int]:
     return sum(shard.bytes for shard in manifest.shards.values()), len(manifest.shards), len(manifest.tensors)
 
 
-def _saved_at(folder: Path) -> float:
+def _saved_at(folder: Path, manifest: Manifest) -> float:
+    told = manifest.metadata.get("saved_at")
+    if isinstance(told, int | float) and not isinstance(told, bool) and 0 < told < LATEST:
+        return told
     return (folder / MANIFEST_NAME).stat().st_mtime

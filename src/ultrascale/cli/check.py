@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +17,17 @@ from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
 from ultrascale.spec.trainable import expect_trainable
+from ultrascale.spec.units import count_of
 
 if TYPE_CHECKING:  # imports torch
+    from ultrascale.check.case import Case
     from ultrascale.check.compare import Verdict
 
 QUANTITIES = ("loss", "gradient norm", "gradient", "weight", "moment", "experts")
 LARGEST_PROCESSES = 64
 """More on one machine is a slip of the finger."""
+MANY_PROCESSES = 8
+"""Of more, a proof takes minutes on a small machine, and says how long."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +105,25 @@ def command(arguments: list[str]) -> int:
         todo, steps = with_faults(todo, asked.plant), max(2, asked.steps)  # some show only in what the first step left
     for note in _notes(described, [case.run.layout for case in todo], asked.processes):
         print(note, file=sys.stderr if asked.json else sys.stdout, flush=True)
-    verdicts = prove_all(todo, steps=steps, go_on=asked.plant is not None)
+    verdicts = prove_all(todo, steps=steps, go_on=asked.plant is not None, on_verdict=_progress(todo))
     good = [verdict.holds == (asked.plant is None) for verdict in verdicts]
     if asked.json:
         print(json_module.dumps([verdict.to_json() for verdict in verdicts], indent=1))
     else:
         print_verdicts(verdicts, planted=asked.plant is not None, made_small=_made_small(todo[0].run, described))
     return 0 if all(good) else 1
+
+
+def _progress(todo: list[Case]) -> Callable[[Verdict], None] | None:
+    """How far the proof is, on stderr; of many processes, which take seconds a case, also where no terminal watches."""
+    from ultrascale.cli.check_matrix import progress
+
+    most = max(case.run.layout.world_size for case in todo)
+    if most > MANY_PROCESSES:
+        cores = count_of(os.cpu_count() or 1, "core")
+        told = f"{count_of(len(todo), 'case')} on {most} processes, which share {cores}; --processes 2 or 4 take seconds."
+        print(told, file=sys.stderr, flush=True)
+    return progress(len(todo), lines=most > MANY_PROCESSES)
 
 
 def _expect_numbers(asked: Asked, rest: list[str]) -> None:
@@ -187,7 +205,8 @@ def print_verdicts(verdicts: list[Verdict], *, planted: bool, made_small: str = 
     if planted:
         console.print(f"\n{len(verdicts) - held} of {len(verdicts)} planted faults were seen.")
     else:
-        console.print(f"\n{held} of {len(verdicts)} cases compute what one process computes.")
+        compute = "computes" if len(verdicts) == 1 else "compute"
+        console.print(f"\n{held} of {count_of(len(verdicts), 'case')} {compute} what one process computes.")
 
 
 def _told(verdict: Verdict) -> list[str]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing import Value
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ultrascale.spec.units import count_of, format_seconds
 
 if TYPE_CHECKING:  # imports torch
     from ultrascale.check.compare import Verdict
@@ -24,7 +27,7 @@ def prove_matrix(processes: int | None, steps: int, *, markdown: str | None, as_
 
     most, todo = processes or MOST_PROCESSES, cells()
     count = sum(not cell.refused and cell.run.layout.world_size <= most for cell in todo)
-    outcomes = prove_cells(todo, processes=most, steps=steps, on_verdict=_bar(count))
+    outcomes = prove_cells(todo, processes=most, steps=steps, on_verdict=progress(count))
     if markdown is not None:
         Path(markdown).write_text(to_markdown(outcomes, steps, most))
     wrong = [outcome for outcome in outcomes if outcome.state == "DIFFERS"]
@@ -40,7 +43,10 @@ def prove_matrix(processes: int | None, steps: int, *, markdown: str | None, as_
             told = outcome.verdict.failure or "; ".join(str(difference) for difference in outcome.verdict.beyond[:3])
             print(f"{outcome.cell.name}: {told}")
         states = Counter(outcome.state for outcome in outcomes)
-        print(f"{len(outcomes)} combinations: " + ", ".join(f"{number} {state}" for state, number in states.most_common()))
+        print(
+            f"{count_of(len(outcomes), 'combination')}: "
+            + ", ".join(f"{number} {state}" for state, number in states.most_common())
+        )
     return 1 if wrong else 0
 
 
@@ -64,7 +70,7 @@ def plant_at_home(name: str | None, steps: int, *, as_json: bool) -> int:
     expect_known(name)
     names = list(FAULTS) if name == "all" else [name]
     todo = [Case(one, home_of(one), one) for one in names]
-    verdicts = prove_all(todo, steps=max(2, steps), go_on=True, on_verdict=_bar(len(todo)))
+    verdicts = prove_all(todo, steps=max(2, steps), go_on=True, on_verdict=progress(len(todo)))
     if as_json:
         print(json_module.dumps([verdict.to_json() for verdict in verdicts], indent=1))
     else:
@@ -72,22 +78,29 @@ def plant_at_home(name: str | None, steps: int, *, as_json: bool) -> int:
     return 1 if any(verdict.holds for verdict in verdicts) else 0
 
 
-def _bar(count: int) -> Callable[[Verdict], None] | None:
-    """Told each verdict in the process of rank 0, draws how far it is. None where nobody watches."""
-    if not sys.stderr.isatty():
+def progress(count: int, *, lines: bool = False) -> Callable[[Verdict], None] | None:
+    """Told each verdict in the process of rank 0, says on stderr how far it is and how long the rest should take.
+
+    A bar on a terminal; elsewhere nothing, or with `lines` a line for each verdict.
+    """
+    if not (sys.stderr.isatty() or lines):
         return None
-    done = _Count(count)
-    return done.tell
+    return _Count(count).tell
 
 
 class _Count:
     """How many verdicts there are, in memory that processes started later share."""
 
     def __init__(self, total: int):
-        self.total, self.done = total, Value("i", 0)
+        self.total, self.done, self.started = total, Value("i", 0), time.monotonic()
 
     def tell(self, verdict: Verdict) -> None:
         self.done.value += 1
-        filled = BAR_WIDTH * self.done.value // self.total
-        line = f"\r{'#' * filled}{'.' * (BAR_WIDTH - filled)} {self.done.value}/{self.total} {verdict.case[:60]:60}"
-        print(line, end="\n" if self.done.value == self.total else "", file=sys.stderr, flush=True)
+        done, taken = self.done.value, time.monotonic() - self.started
+        left = "" if done == self.total else f", about {format_seconds(taken / done * (self.total - done))} left"
+        if not sys.stderr.isatty():
+            print(f"{done} of {count_of(self.total, 'case')} after {format_seconds(taken)}{left}", file=sys.stderr, flush=True)
+            return
+        filled = BAR_WIDTH * done // self.total
+        line = f"\r{'#' * filled}{'.' * (BAR_WIDTH - filled)} {done}/{self.total}{left:20} {verdict.case[:50]:50}"
+        print(line, end="\n" if done == self.total else "", file=sys.stderr, flush=True)

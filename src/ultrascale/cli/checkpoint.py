@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from ultrascale.cli.parse import parse
+from ultrascale.spec.units import count_of
 
 if TYPE_CHECKING:
     from ultrascale.checkpoint.listing import Summary
+
+ABOUT = "Which checkpoints a run has, and whether every byte of them is as it was saved."
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Verify:
 
 def command(arguments: list[str]) -> int:
     """Parse, look, print. Returns 1 if any checkpoint is damaged."""
-    options = parse(List | Verify, "checkpoint", arguments)
+    options = parse(List | Verify, "checkpoint", arguments, about=ABOUT)
     found = collect(options.folder, read_all=isinstance(options, Verify))
     damaged = [one for one in found if one.problem is not None]
     if options.json:
@@ -67,10 +70,10 @@ def collect(folder: Path, *, read_all: bool) -> list[Summary]:
 
     total = len(find_checkpoints(folder))
     found: list[Summary] = []
-    with Console(stderr=True).status(f"reading {total} checkpoints") as status:
+    with Console(stderr=True).status(f"reading {count_of(total, 'checkpoint')}") as status:
         for one in summarize(folder, read_all=read_all):
             found.append(one)
-            status.update(f"reading {total} checkpoints, {len(found)} done")
+            status.update(f"reading {count_of(total, 'checkpoint')}, {len(found)} done")
     return found
 
 

@@ -10,11 +10,12 @@ from typing import Annotated
 import tyro
 
 from ultrascale.cli.parse import parse
+from ultrascale.spec.units import count_of
 
 
 def convert(
-    source: Annotated[Path, tyro.conf.Positional],
-    out: Annotated[Path, tyro.conf.Positional],
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     /,
     overwrite: bool = False,
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
@@ -29,7 +30,7 @@ def convert(
     Args:
         source: A folder with pytorch_model.bin (or its index and shards), or one file.
         out: The folder to make. It appears whole or not at all.
-        overwrite: Replace `out` if it is an earlier export; nothing else is ever replaced.
+        overwrite: Replace OUT if it is an earlier export; nothing else is ever replaced.
         json: Print one JSON object.
     """
     from ultrascale.models.convert import convert as converted
@@ -38,7 +39,7 @@ def convert(
     if json:
         print(jsonlib.dumps(asdict(done) | {"folder": str(done.folder)}))
         return 0
-    print(f"{source} -> {done.folder}: {_counted(done.tensors, 'tensor')} of {_counted(done.files, 'pickle')}")
+    print(f"{source} -> {done.folder}: {count_of(done.tensors, 'tensor')} of {count_of(done.files, 'pickle')}")
     print(f"read without: {', '.join(done.given_up)}")
     if "network" not in done.given_up:
         print("warning: this machine does not let a process leave the network; convert what you do not trust elsewhere")
@@ -47,10 +48,6 @@ def convert(
     if not done.has_config:
         print("there is no config.json beside it: put one into the folder before `ultrascale import`")
     return 0
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def command(arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ultrascale.cli.parse import parse
+from ultrascale.spec.units import count_of
 
 if TYPE_CHECKING:
     from ultrascale.data.prepare import Prepared, Progress
@@ -176,12 +177,13 @@ def _print_prepared(made: Prepared, output: Path, *, wanted_ids: int | None, as_
         validation = made.validation.summary() if made.validation else None
         _print_json({"output": str(output), **manifest.summary(), "validation": validation})
         return
-    print(f"{output}: {manifest.tokens:,} tokens in {manifest.documents:,} documents, {len(manifest.shards)} shards")
+    documents, shards = count_of(manifest.documents, "document"), count_of(len(manifest.shards), "shard")
+    print(f"{output}: {manifest.tokens:,} tokens in {documents}, {shards}")
     ids = manifest.tokenizer.vocab_size
     if wanted_ids is not None and ids < wanted_ids:
         print(f"the tokenizer has {ids:,} ids, fewer than the {wanted_ids:,} asked for: the text gives no more")
     if made.validation:
-        print(f"held out: {made.validation.tokens:,} tokens in {made.validation.documents:,} documents")
+        print(f"held out: {made.validation.tokens:,} tokens in {count_of(made.validation.documents, 'document')}")
     first = {reason: where for shard in reversed(manifest.shards) for reason, where in shard.skipped_first.items()}
     for reason, count in manifest.skipped.items():
         print(f"skipped {count:,} {reason}, first {first[reason]}")
@@ -193,7 +195,7 @@ def _print_prepared(made: Prepared, output: Path, *, wanted_ids: int | None, as_
 def _print_facts(facts: dict[str, Any]) -> None:
     console = Console(highlight=False)
     table = Table(
-        "shard", "dtype", "documents", "tokens", title=f"{facts['documents']:,} documents, {facts['tokens']:,} tokens"
+        "shard", "dtype", "documents", "tokens", title=f"{count_of(facts['documents'], 'document')}, {facts['tokens']:,} tokens"
     )
     for shard in facts["shards"]:
         table.add_row(shard["name"], shard["dtype"], f"{shard['documents']:,}", f"{shard['tokens']:,}")

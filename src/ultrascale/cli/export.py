@@ -13,8 +13,8 @@ from ultrascale.cli.parse import parse
 
 
 def export(
-    checkpoint: Annotated[Path, tyro.conf.Positional],
-    out: Annotated[Path, tyro.conf.Positional],
+    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     /,
     precision: Literal["as-is", "fp32", "bf16"] = "as-is",
     max_shard_gb: float = 5.0,
@@ -32,7 +32,7 @@ def export(
         precision: Dtype of the weights written; as-is: that of the checkpoint.
         max_shard_gb: Weights are split into files of at most this many GB (10^9 bytes).
         tokenizer: A tokenizer.json to go along, if the one of the run's data is elsewhere.
-        overwrite: Replace `out` if it is an earlier export; nothing else is ever replaced.
+        overwrite: Replace OUT if it is an earlier export; nothing else is ever replaced.
         json: Print one JSON object.
     """
     from ultrascale.models.huggingface import export_folder

@@ -18,13 +18,13 @@ SWITCHED = ("true", "false", "yes", "no", "on", "off", "1", "0")
 """What may be meant for a setting that is on or off; which of them it takes is checked where it is read."""
 
 
-def parse(verb: Callable[..., T] | Any, name: str, arguments: list[str]) -> T:
+def parse(verb: Callable[..., T] | Any, name: str, arguments: list[str], *, about: str | None = None) -> T:
     """Call `verb` (a function, a dataclass, or a choice of them) with `arguments` and return what it returns.
 
-    Wrong ones end the process with exit code 2.
+    `about`: the help's first sentence, of a choice. Wrong arguments end the process with exit code 2.
     """
     _say_what_to_give(verb)
-    return tyro.cli(verb, prog=f"ultrascale {name}", description=what_it_does(verb), args=arguments, config=_CONFIG)
+    return tyro.cli(verb, prog=f"ultrascale {name}", description=about or what_it_does(verb), args=arguments, config=_CONFIG)
 
 
 def parse_with_overrides(verb: Callable[..., T], name: str, arguments: list[str]) -> tuple[T, list[str]]:

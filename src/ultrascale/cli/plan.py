@@ -22,7 +22,7 @@ from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.stack import Stack, with_optimizer
-from ultrascale.spec.units import parse_tokens
+from ultrascale.spec.units import count_of, parse_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -182,7 +182,7 @@ def _ranks_left(run: Run, gpus: str) -> int:
     """Data-parallel ranks of as many devices, the other axes as the run has them."""
     count, others = parse_cluster(gpus).num_accelerators, run.layout.world_size // run.layout.dp
     if count % others:
-        rule = f"{count} GPUs are not a multiple of the run's tp x cp x pp = {others}"
+        rule = f"{count_of(count, 'GPU')} {'is' if count == 1 else 'are'} not a multiple of the run's tp x cp x pp = {others}"
         raise SpecError([Problem("gpus", rule, f"Give {max(1, round(count / others)) * others}, or change the axes.")])
     return count // others
 

@@ -30,7 +30,7 @@ from ultrascale.spec.run import Run
 from ultrascale.spec.schema import BAD, At, convert, leaves
 from ultrascale.spec.stack import Stack
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
-from ultrascale.spec.units import UnitError, parse_tokens
+from ultrascale.spec.units import UnitError, count_of, parse_tokens
 
 SEARCHED = (
     "dp", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "pp", "virtual_stages", "schedule", "zero_stage",
@@ -208,7 +208,7 @@ def _batch_note(text: str | None, workload: Workload) -> str:
     if text is None or parse_tokens(text) == workload.tokens_per_step:
         return ""
     count = workload.sequences_per_batch
-    return f"{text} tokens a batch: nearest that divide are {count:,} sequences, {workload.tokens_per_step:,} tokens"
+    return f"{text} tokens a batch: nearest that divide are {count_of(count, 'sequence')}, {workload.tokens_per_step:,} tokens"
 
 
 def _compared(
@@ -226,7 +226,7 @@ def _what_would_fit(workload: Workload, base: Layout, asked: dict[str, tuple[Any
     if one is None:
         return "No number of these GPUs would do with this batch; a larger batch, a shorter sequence or larger GPUs might."
     words = layout_words(one.layout, one.num_micro_batches)
-    return f"{one.layout.world_size} GPUs would do: {words}."
+    return f"{count_of(one.layout.world_size, 'GPU')} would do: {words}."
 
 
 def _next_command(chosen: RunPlan, parsed: dict[str, Any], arguments: list[str]) -> str:

@@ -63,7 +63,8 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.memory_percent is not None:
         planned, measured = format_bytes(summary.planned_peak_bytes or 0), format_bytes(summary.measured_peak_bytes or 0)
         percent = round(summary.memory_percent, 1) + 0.0
-        yield "memory", f"{planned} planned, {measured} measured at the peak of rank 0: {percent:.1f} % off"
+        when = f" in the first steps, before the start at step {summary.timed_since:,}" if summary.timed_since else ""
+        yield "memory", f"{planned} planned, {measured} measured at the peak of rank 0{when}: {percent:.1f} % off"
     if summary.noise_scale_tokens is not None and summary.tokens_per_batch:
         ratio = summary.noise_scale_tokens / summary.tokens_per_batch
         advice = "a larger batch would save steps" if ratio > 1 else "more batch would buy little"

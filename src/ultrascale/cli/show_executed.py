@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from ultrascale.spec.layout import PipelineRuntime
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.units import count_of
 
 if TYPE_CHECKING:
     from ultrascale.measure.executed import Both
@@ -20,12 +22,15 @@ MOST_RANKS, MOST_PASSES = 16, 2_000
 """Processes that a machine is asked to start, and forward passes of a step, of which four are run: a minute on two cores."""
 
 
-def show_executed(name: str, program: Program, *, svg: Path | None, as_json: bool) -> None:
-    """Run the schedule and print both. Raises SpecError if it is too much for one machine, or the trainer does not run it."""
+def show_executed(name: str, program: Program, runtime: PipelineRuntime, *, svg: Path | None, as_json: bool) -> None:
+    """Run the schedule with the loop of `runtime` and print both.
+
+    Raises SpecError if it is too much for one machine, or the trainer does not run it.
+    """
     _check_size(program)
     from ultrascale.measure.executed import execute_schedule
 
-    both = execute_schedule(name, program)
+    both = execute_schedule(name, program, runtime)
     if as_json:
         print(jsonlib.dumps({"schedule": name} | {key: timeline.to_json() for key, timeline in both._asdict().items()}))
     else:
@@ -56,7 +61,7 @@ def _show(name: str, both: Both) -> None:
     margin = max(map(len, names))
     told = {"planned, with the mean seconds of each stage's passes": both.planned, "executed": both.executed}
     drawn = draw_beside(told, width=console.width - margin, colour=console.color_system is not None)
-    console.print(f"[bold]{name}, {ranks} ranks on {cores} CPU cores, one small block a stage[/bold]\n")
+    console.print(f"[bold]{name}, {count_of(ranks, 'rank')} on {count_of(cores, 'CPU core')}, one small block a stage[/bold]\n")
     for title, lines in drawn.items():
         console.print(title)
         for rank, line in zip(names, lines, strict=True):
@@ -67,7 +72,9 @@ def _show(name: str, both: Both) -> None:
     console.print(f"\nA step is planned as {planned.step_seconds * 1e3:.1f} ms and took {executed.step_seconds * 1e3:.1f} ms;")
     console.print(f"ranks wait {planned.bubble_fraction:.1%} of it as planned, {executed.bubble_fraction:.1%} as executed.")
     if ranks > cores:
-        console.print(f"{ranks} ranks share {cores} cores: a pass that waits for a core counts as long as it takes.")
+        console.print(
+            f"{ranks} ranks share {count_of(cores, 'core')}: a pass that waits for a core counts as long as it takes."
+        )
 
 
 def _waits(both: Both) -> Table:

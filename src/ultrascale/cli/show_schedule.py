@@ -13,7 +13,9 @@ from rich.table import Table
 
 from ultrascale.cli.parse import parse
 from ultrascale.cli.show_executed import show_executed
+from ultrascale.spec.layout import PipelineRuntime
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.units import count_of
 
 if TYPE_CHECKING:
     from ultrascale.plan.pipeline import Program, Timeline
@@ -82,6 +84,8 @@ class ShowSchedule:
     """Also write the actions as the file that `--layout.schedule FILE` reads, to be changed."""
     executed: bool = False
     """Also run it on this machine's CPU, with a small model, and show that below what is planned."""
+    pipeline_runtime: PipelineRuntime = "ultrascale"
+    """Whose loop --executed runs it with, as `layout.pipeline_runtime`."""
     json: bool = False
     """Print one JSON object."""
 
@@ -102,13 +106,16 @@ def command(arguments: list[str]) -> int:
 
         raise SpecError([Problem("name", "which schedule is missing", f"Take {', '.join(NAMES)}, or a .csv or .json file.")])
     program = _program(asked)
+    if asked.pipeline_runtime != "ultrascale" and not asked.executed:
+        rule = "is whose loop executes the schedule, and nothing is executed here"
+        raise SpecError([Problem("--pipeline-runtime", rule, "Add --executed, or leave it out.")])
     if asked.executed:
         _expect_measured(asked)
-        show_executed(asked.name, program, svg=asked.svg, as_json=asked.json)
+        show_executed(asked.name, program, asked.pipeline_runtime, svg=asked.svg, as_json=asked.json)
         return 0
     timeline = _played(asked, asked.name, program)
     ranks, micro_batches = len(program.schedule), program.num_micro_batches
-    title = f"{asked.name}, {ranks} ranks, {micro_batches} micro-batches"
+    title = f"{asked.name}, {count_of(ranks, 'rank')}, {count_of(micro_batches, 'micro-batch')}"
     if asked.json:
         print(jsonlib.dumps({"schedule": asked.name, "pp": ranks, "micro_batches": micro_batches} | timeline.to_json()))
     else:
@@ -249,7 +256,7 @@ def _show_all(asked: ShowSchedule) -> int:
         table.add_column(column, justify="left" if column == "schedule" else "right")
     for name, program, timeline in rows:
         table.add_row(name, *_compared(name, program, timeline))
-    console.print(f"[bold]{pp} ranks, {micro_batches} micro-batches[/bold]\n")
+    console.print(f"[bold]{count_of(pp, 'rank')}, {count_of(micro_batches, 'micro-batch')}[/bold]\n")
     console.print(table)
     console.print("\nActivations: the most at once on the rank that keeps most, in micro-batches of all its stages.")
     console.print("Messages: sent a micro-batch, the mean of the ranks.")

@@ -27,11 +27,12 @@ from typing import Any
 from ultrascale.heartbeat import Beat, read
 from ultrascale.launch.events import stamp
 from ultrascale.launch.orphans import launcher_here
-from ultrascale.launch.restarts import Budget, count_of
+from ultrascale.launch.restarts import Budget
 from ultrascale.launch.stopping import Wishes, stop_signals_kept, stop_signals_raise
 from ultrascale.launch.warm import entry, prepare
 from ultrascale.launch.watchdog import HANG_FILE, disagreement, keep_hang, meanwhile
 from ultrascale.spec.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
+from ultrascale.spec.units import count_of
 
 WORKER = "ultrascale.train.worker"
 QUIET = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing.spawn")

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ultrascale.launch.events import Event, event_of, is_event, read_rows, seconds_between
+from ultrascale.spec.units import count_of
 
 MOST_AT_A_STEP = 3
 """Failures in a row at the same step before it is given up."""
@@ -194,11 +195,6 @@ def told_goodput(account: Account) -> str:
     if account.unknown_spans:
         return f"unknown: the clock was set back ({count_of(account.unknown_spans, 'time')})"
     return "unknown: no time has passed"
-
-
-def count_of(number: int, what: str) -> str:
-    """`1 restart`, `2 restarts`."""
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _restart(before: _Stretch, after: _Stretch) -> Restart:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from ultrascale import __version__
+from ultrascale.spec.units import count_of
 
 TORCH_RANGE = ((2, 11), (2, 14))
 """Releases of torch this version is tested with: from the first, below the second. Also stated in pyproject.toml."""
@@ -123,7 +124,7 @@ def processor() -> Iterator[Finding]:
         if name in os.environ:
             yield Finding("processor", name, os.environ[name])
     if "OMP_NUM_THREADS" not in os.environ:
-        yield Finding("processor", "OMP_NUM_THREADS", f"unset: each process uses {cores} threads")
+        yield Finding("processor", "OMP_NUM_THREADS", f"unset: each process uses {count_of(cores, 'thread')}")
 
 
 def cpu_facts() -> dict[str, str]:

@@ -16,10 +16,10 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks, process_group
-from ultrascale.parallel.pipeline import Pipeline, build_orders
+from ultrascale.parallel.pipeline import Pipeline, build_orders, build_pipeline
 from ultrascale.plan.pipeline import Program, StageSeconds, Timeline, play
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import Layout, PipelineRuntime
 from ultrascale.spec.model import Model
 
 WIDTH, LENGTH = 256, 128
@@ -38,14 +38,16 @@ class Both(NamedTuple):
     executed: Timeline
 
 
-def execute_schedule(name: str, program: Program) -> Both:
-    """Execute `program`, the schedule of this name, with as many processes as it has ranks.
+def execute_schedule(name: str, program: Program, runtime: PipelineRuntime = "ultrascale") -> Both:
+    """Execute `program`, the schedule of this name, with as many processes as it has ranks, in the loop of `runtime`.
 
     Raises SpecError for a schedule that the trainer does not execute, and RankFailed if a process fails.
     """
     ranks = len(program.schedule)
     stages = program.num_stages // ranks
-    whole = Layout(pp=ranks, schedule=name, virtual_stages=stages, layers_per_stage=(1,) * program.num_stages)
+    whole = Layout(
+        pp=ranks, schedule=name, virtual_stages=stages, layers_per_stage=(1,) * program.num_stages, pipeline_runtime=runtime
+    )
     build_orders(whole, program.num_micro_batches)
     found = run_forked(ranks, _steps_of_rank, whole, program.num_micro_batches)
     executed = min((_timeline(rows) for rows in zip(*found, strict=True)), key=lambda timeline: timeline.step_seconds)
@@ -98,7 +100,7 @@ def _pipeline(layout: Layout, ranks: Ranks) -> Pipeline:
         num_attention_heads=4, num_key_value_heads=4, head_dim=WIDTH // 4, max_position_embeddings=LENGTH,
     )  # fmt: skip
     share = build_share(model, layout, ranks, seed=0, sequence_length=LENGTH)
-    return Pipeline(layout, share.stages, share.mesh.pipeline_groups(), ranks.device)
+    return build_pipeline(layout, share.stages, share.mesh.pipeline_groups(), ranks.device)
 
 
 def _step(pipeline: Pipeline, num_micro_batches: int, ranks: Ranks) -> Row:

@@ -120,15 +120,15 @@ def plot_loss(rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple
 
 
 def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path, *, since: int = 0) -> Path:
-    """Tokens per second by step, and their median from step `since` on: before it the run may have had another layout."""
+    """Tokens per second by step, and their median after `since` steps: before it the run may have had another layout."""
     from statistics import median
 
     figure, axes = new_figure("Throughput", "step", "tokens per second")
     steps, rates = _series(rows, "perf/tokens_per_s")
-    middle = median(rate for step, rate in zip(steps, rates, strict=True) if step >= since)
+    middle = median(rate for step, rate in zip(steps, rates, strict=True) if step > since)
     axes.plot(steps, rates, color=LINE, linewidth=1.2, alpha=0.85)
-    label = f"median {middle:,.0f}" + (f" since step {since:,}" if since else "")
-    axes.plot([max(since, steps[0]), steps[-1]], [middle, middle], color=SECOND, linewidth=1.2, label=label)
+    label = f"median {middle:,.0f}" + (f" after step {since:,}" if since else "")
+    axes.plot([max(since + 1, steps[0]), steps[-1]], [middle, middle], color=SECOND, linewidth=1.2, label=label)
     axes.set_ylim(0, max(rates) * 1.15)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend(frameon=False, loc="lower right")
@@ -188,7 +188,7 @@ def _draw_memory(axes: Any, rows: Sequence[Mapping[str, Any]], shown: Sequence[s
     for index, row in enumerate(rows):
         if index == 0 or row["step"] != rows[index - 1]["step"]:
             axes.axvline(index, color=INK, linewidth=0.6, alpha=0.5)
-            axes.text(index + len(rows) * 0.006, top * 0.985, f"step {row['step']}", fontsize=8, color=INK, va="top")
+            axes.text(index + len(rows) * 0.006, top * 0.985, f"step {row['step'] + 1}", fontsize=8, color=INK, va="top")
     axes.set_xlim(0, len(rows) - 1)
     axes.set_ylim(0, top)
     axes.set_xticks([])
@@ -201,8 +201,8 @@ def _validation_name(key: str) -> str:
 
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that have a value; of a step written twice (a resumed run) the later one."""
-    values = {int(row["step"]): float(row[key]) for row in rows if row.get(key) is not None}
+    """Steps, counted from 1 as the log does, and values of the rows that have one; of a step written twice the later."""
+    values = {int(row["step"]) + 1: float(row[key]) for row in rows if row.get(key) is not None}
     return sorted(values), [values[step] for step in sorted(values)]
 
 

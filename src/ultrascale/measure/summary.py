@@ -31,7 +31,7 @@ class Summary:
     """Steps done at the last start that has timed steps: one before it may have had another layout, or other machines."""
     planned_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
-    """Of rank 0 over the first steps."""
+    """Of rank 0 over the first steps of the run, whatever its layout was then."""
     noise_scale_tokens: float | None = None
     """The last estimate of the critical batch size."""
     tokens_per_batch: int | None = None

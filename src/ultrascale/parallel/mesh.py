@@ -27,6 +27,7 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import expect_rank_environment, told_rank, told_world
+from ultrascale.spec.units import count_of
 
 MeshAxis = Literal["tp", "cp", "dp", "pp", "ep", "expert_tp"]
 
@@ -101,7 +102,9 @@ def process_group(
     """
     world = _world_size(rendezvous)
     if world != layout.world_size:
-        rule = f"the layout is for {layout.world_size} processes, but {world} {'was' if world == 1 else 'were'} started"
+        rule = (
+            f"the layout is for {count_of(layout.world_size, 'process')}, but {world} {'was' if world == 1 else 'were'} started"
+        )
         dp, rest = divmod(world * layout.dp, layout.world_size)
         other = f"`--layout.dp {dp}`" if dp and not rest else "a layout for so many"
         remedy = f"Start {layout.world_size} (`--processes {layout.world_size}`), or give {other}."

@@ -24,6 +24,7 @@ from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem
+from ultrascale.spec.units import count_of
 
 AXES = ("tp", "cp", "pp", "dp")
 LACKING = {
@@ -156,7 +157,7 @@ def _of_count(question: _Question) -> Reason | None:
     if name not in AXES:
         return None
     if gpus % value:
-        return f"{name} = {value} does not divide {gpus} GPUs", nearest(value, divisors(gpus))
+        return f"{name} = {value} does not divide {count_of(gpus, 'GPU')}", nearest(value, divisors(gpus))
     others = [axis for axis in AXES if axis in question.asked and axis != name]
     whole = len(others) == len(AXES) - 1
     ways = [prod(way) * value for way in product(*(question.asked[axis] for axis in others))]
@@ -165,7 +166,10 @@ def _of_count(question: _Question) -> Reason | None:
     sizes = {axis: value if axis == name else min(question.asked[axis]) for axis in AXES if axis in (*others, name)}
     words = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or f"{name} 1"
     count = prod(sizes.values())
-    return f"{words} = {count} GPUs {'are more than' if count > gpus else 'are no part of'} {gpus}", "Change one of them."
+    return (
+        f"{words} = {count_of(count, 'GPU')} {'are more than' if count > gpus else 'are no part of'} {gpus}",
+        "Change one of them.",
+    )
 
 
 def _of_model(question: _Question) -> Reason | None:
@@ -173,7 +177,7 @@ def _of_model(question: _Question) -> Reason | None:
     name, value, model = question.name, question.value, question.workload.model
     if name == "pp" and value > model.num_hidden_layers:
         layers = model.num_hidden_layers
-        return f"pp = {value} makes more stages than the {layers} layers", f"Use pp = {layers} or less."
+        return f"pp = {value} makes more stages than the {count_of(layers, 'layer')}", f"Use pp = {layers} or less."
     if name not in ("tp", "cp", "ep", "expert_tp"):
         return None
     layout = Layout(**{"dp": question.num_gpus, name: value})  # type: ignore[arg-type]
@@ -192,16 +196,16 @@ def _of_batch(question: _Question) -> Reason | None:
     if name == "dp" and batch % value:
         near = [n for n in (batch - batch % value, batch - batch % value + value) if n]
         return (
-            f"dp = {value} does not divide the batch of {batch} sequences",
+            f"dp = {value} does not divide the batch of {count_of(batch, 'sequence')}",
             f"Nearest batches: {' or '.join(map(str, near))} sequences.",
         )
     if name != "micro_batch_size":
         return None
     if value > batch:
-        return f"{value} is more than the batch of {batch} sequences", f"Use {batch} or less, or a larger batch."
+        return f"{value} is more than the batch of {count_of(batch, 'sequence')}", f"Use {batch} or less, or a larger batch."
     sizes = {size for dp in question.dps if batch % dp == 0 for size in divisors(batch // dp)}
     if value not in sizes and sizes:
-        return f"no dp x {value} divides the batch of {batch} sequences", nearest(value, sizes)
+        return f"no dp x {value} divides the batch of {count_of(batch, 'sequence')}", nearest(value, sizes)
     return None
 
 
@@ -215,7 +219,10 @@ def _of_pipeline(question: _Question) -> Reason | None:
         return f"{value} stages a rank are not what {', '.join(schedules)} is made for", "Use --schedule interleaved."
     pp = min(question.asked.get("pp", (2,)))
     if pp * value > layers:
-        return f"pp {pp} x {value} = {pp * value} stages are more than the {layers} layers", f"Use {layers // pp} or less."
+        return (
+            f"pp {pp} x {value} = {pp * value} stages are more than the {count_of(layers, 'layer')}",
+            f"Use {layers // pp} or less.",
+        )
     return None
 
 
@@ -230,7 +237,9 @@ def _of_shard(question: _Question) -> Reason | None:
     if value is None:
         return None
     if question.num_gpus % value:
-        return f"dp_shard = {value} does not divide {question.num_gpus} GPUs", nearest(value, divisors(question.num_gpus))
+        return f"dp_shard = {value} does not divide {count_of(question.num_gpus, 'GPU')}", nearest(
+            value, divisors(question.num_gpus)
+        )
     if dps and all(dp % value for dp in dps):
         return f"dp_shard = {value} does not divide dp = {' or '.join(map(str, dps))}", nearest(value, divisors(dps[-1]))
     if not stages & set(can.hybrid_stages):

@@ -16,6 +16,7 @@ from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
+from ultrascale.spec.units import count_of
 
 
 def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
@@ -40,7 +41,8 @@ def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
     else:
         found = _most_like(run.layout, workload, base)
     if found is None:
-        rule = f"the planner finds no layout of this run for {world} ranks and a batch of {gcd(*batches)} sequences"
+        sequences = count_of(gcd(*batches), "sequence")
+        rule = f"the planner finds no layout of this run for {count_of(world, 'rank')} and a batch of {sequences}"
         raise SpecError([Problem("--elastic", rule, "Use another number of processes, or say the layout yourself.")])
     return replace(found, precision=precision, pipeline_runtime=run.layout.pipeline_runtime)
 

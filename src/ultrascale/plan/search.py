@@ -27,6 +27,7 @@ from ultrascale.plan.space import Asked, Refusal, Space, divisors, legal_layouts
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.units import count_of
 
 Floats = NDArray[np.float64]
 CHUNK = 16_384
@@ -235,4 +236,4 @@ def _nothing_legal(workload: Workload, space: Space) -> Problem:
     remedy = (
         told[0].remedy if told and told[0].remedy else "Free one of the settings, or change the number of GPUs or the batch."
     )
-    return Problem("layout", f"no layout of {gpus} GPUs is legal{reason}", remedy)
+    return Problem("layout", f"no layout of {count_of(gpus, 'GPU')} is legal{reason}", remedy)

@@ -19,7 +19,7 @@ from ultrascale.plan.search import TIE, SearchResult, needed_bytes
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
-from ultrascale.spec.units import format_bytes, format_count, format_seconds
+from ultrascale.spec.units import count_of, format_bytes, format_count, format_seconds
 
 INDENT = (0, 0, 0, 3)
 MAX_FRONT = 8
@@ -90,7 +90,7 @@ def _batch_note(result: SearchResult) -> str:
     if batch < gpus or shared * 2 > gpus:
         return ""
     near = round(batch / gpus) * gpus
-    return f"  At most {shared} of {gpus} GPUs can share {batch} sequences; all could share {near}."
+    return f"  At most {shared} of {count_of(gpus, 'GPU')} can share {count_of(batch, 'sequence')}; all could share {near}."
 
 
 def _runs(one: Prediction) -> str:
@@ -151,14 +151,14 @@ def show_explanation(
 def batch_words(one: Prediction) -> str:
     """The global batch as a product: `512 sequences = dp 16 x micro-batch 2 x accumulation 16`."""
     layout, workload = one.layout, one.workload
-    product = f"dp {layout.dp} x micro-batch {layout.micro_batch_size} x {one.num_micro_batches} micro-batches"
+    product = f"dp {layout.dp} x micro-batch {layout.micro_batch_size} x {count_of(one.num_micro_batches, 'micro-batch')}"
     why = ""
     if layout.pp > 1:
         why = f"; {one.num_micro_batches} of them keep {layout.pp} stages busy"
     elif one.num_micro_batches > 1:
         why = ", gradients summed over them"
     tokens = format_count(workload.tokens_per_step)
-    return f"{workload.sequences_per_batch} sequences ({tokens} tokens) = {product}{why}"
+    return f"{count_of(workload.sequences_per_batch, 'sequence')} ({tokens} tokens) = {product}{why}"
 
 
 def _table(*columns: str) -> Table:

@@ -33,6 +33,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.units import count_of
 
 MIN_TOKENS_PER_CP_RANK = 512
 """Shorter shares of a sequence leave nothing to hide the exchange behind: an A100 needs 1,000 tokens on NVLink, and 24 times as
@@ -163,7 +164,7 @@ def _refuse_batch(rules: _Rules, dp: int) -> None:
     batch = rules.workload.sequences_per_batch
     near = [n for n in (batch - batch % dp, batch - batch % dp + dp) if n]
     remedy = f"Nearest batches: {' or '.join(map(str, near))} sequences."
-    rules.refuse(f"dp = {dp}", f"does not divide the batch of {batch} sequences", remedy)
+    rules.refuse(f"dp = {dp}", f"does not divide the batch of {count_of(batch, 'sequence')}", remedy)
 
 
 def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
@@ -249,7 +250,7 @@ def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str
             rules.refuse("cp with pp", f"{stack.name} has context parallelism without a pipeline only")
         elif pp > layers:
             family = f"pp = {pp}" if "pp" in rules.asked else f"pp > {layers}"
-            rules.refuse(family, f"more stages than the {layers} layers", f"Use pp = {layers} or less.")
+            rules.refuse(family, f"more stages than the {count_of(layers, 'layer')}", f"Use pp = {layers} or less.")
         else:
             yield from ((pp, chunks, schedule) for chunks, schedule in _schedules(rules, pp, can))
 
@@ -264,7 +265,7 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
         else:
             for chunks in _chunks(rules, schedule, pp):
                 if pp * chunks > layers:
-                    rules.refuse(schedule, f"pp x {chunks} stages are more than the {layers} layers")
+                    rules.refuse(schedule, f"pp x {chunks} stages are more than the {count_of(layers, 'layer')}")
                 elif not abilities(rules.workload.stack).cuts(layers, pp * chunks):
                     rules.refuse(schedule, f"{rules.workload.stack.name} does not cut {layers} layers so")
                 elif rules.workload.stack.stage_cut == "by-share" and (wrong := cannot_run(rules.workload.model, pp)):

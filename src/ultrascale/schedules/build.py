@@ -19,6 +19,7 @@ from ultrascale.schedules.one_f_one_b import one_f_one_b
 from ultrascale.schedules.zb_h1 import zb_h1
 from ultrascale.schedules.zb_v import zb_v
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.units import count_of
 
 
 class Named(NamedTuple):
@@ -96,10 +97,11 @@ def _from_file(name: str, pp: int, num_micro_batches: int) -> list[list[Action]]
     count = 1 + max(part.micro_batch for row in actions for action in row for part in action.parts)
     found = []
     if len(actions) != pp:
-        found.append(Problem("pp", f"{name} has {len(actions)} ranks, not {pp}", f"Set pp to {len(actions)}."))
+        found.append(Problem("pp", f"{name} has {count_of(len(actions), 'rank')}, not {pp}", f"Set pp to {len(actions)}."))
     if count != num_micro_batches:
-        rule = f"{name} has {count} micro-batches, not {num_micro_batches}"
-        found.append(Problem("micro_batches", rule, f"Make a step {count} micro-batches of a rank, or write another file."))
+        has = count_of(count, "micro-batch")
+        rule, remedy = f"{name} has {has}, not {num_micro_batches}", f"Make a step {has} of a rank, or write another file."
+        found.append(Problem("micro_batches", rule, remedy))
     if found:
         raise SpecError(found)
     return actions

@@ -35,6 +35,7 @@ _SECTIONS = {
     "evaluation": Evaluation, "log": Log, "faults": Faults,
 }  # fmt: skip
 # A batch given as about 4M tokens may be moved this far to a size that divides among the ranks.
+_WRITE_TOKENS = "Write 4M, 4Mi or 4194304."
 _BATCH_TOLERANCE = 0.1
 
 
@@ -78,11 +79,15 @@ def run_from_toml(text: str, *, where: str = "run.toml") -> Run:
     return _resolve(layers, problems).run
 
 
+class UnfitBatchError(UnitError):
+    """A batch of so many tokens is no whole number of sequences; the message names the nearest that are."""
+
+
 def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: int = 1) -> int:
     """Sequences of a batch of `tokens`: a multiple of `multiple` (data-parallel ranks x micro-batch size).
 
     A number must fit exactly. One with a suffix, such as "4M", means about that many and is brought to the nearest multiple,
-    at most a tenth away. Raises UnitError naming the nearest sizes that fit.
+    at most a tenth away. Raises UnfitBatchError naming the nearest sizes that fit, and UnitError if `tokens` is no quantity.
     """
     unit = sequence_length * multiple
     count = parse_tokens(tokens) if isinstance(tokens, str) else tokens
@@ -91,7 +96,7 @@ def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: i
     if count == near * unit or (not exact and abs(near * unit - count) <= _BATCH_TOLERANCE * count):
         return near * multiple
     options = sorted({max(1, count // unit) * unit, (count // unit + 1) * unit})
-    raise UnitError(
+    raise UnfitBatchError(
         f"{tokens} tokens are not a whole number of sequences of {sequence_length} on every rank and micro-batch"
         f" ({multiple} at a time); nearest: {' or '.join(map(str, options))} tokens"
     )
@@ -229,7 +234,8 @@ def _share_processes(
         problems.append(Problem(flag, f"must be at least 1, is {processes}", remedy))
     elif processes % others:
         near = max(1, round(processes / others)) * others
-        rule = f"{processes} processes are not a multiple of {said}, which the layout cuts each replica over"
+        are = "1 process is" if processes == 1 else f"{processes:,} processes are"
+        rule = f"{are} not a multiple of {said}, which the layout cuts each replica over"
         problems.append(Problem(flag, rule, f"Take {near}, or change an axis."))
     elif given is not None and given.origin == "flag" and values.get("layout.dp") not in (None, processes // others):
         rule = f"{processes} processes leave dp = {processes // others} beside {said}, but the flag says {given.value}"
@@ -252,12 +258,14 @@ def _batch_from_tokens(
 
     def sequences(key: str, tokens: Any, origin: str) -> int | None:
         if not isinstance(tokens, str | int) or isinstance(tokens, bool) or (isinstance(tokens, int) and tokens < 1):
-            problems.append(Problem(key, f"must be a number of tokens, is {tokens!r}", "Write 4M, 4Mi or 4194304.", origin))
+            problems.append(Problem(key, f"must be a number of tokens, is {tokens!r}", _WRITE_TOKENS, origin))
         elif known:
             try:
                 return sequences_for_tokens(tokens, length, multiple=dp * micro)
-            except UnitError as error:
+            except UnfitBatchError as error:
                 problems.append(Problem(key, str(error), "Choose one of these, or another layout.", origin))
+            except UnitError as error:
+                problems.append(Problem(key, str(error), _WRITE_TOKENS, origin))
         return None
 
     if (entry := entries.get("batch.tokens_per_batch")) is not None:

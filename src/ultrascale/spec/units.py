@@ -53,6 +53,12 @@ def format_count(value: float) -> str:
     return _scaled(value, [(10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")], "", space="")
 
 
+def count_of(number: int, what: str) -> str:
+    """`1 rank`, `2 ranks`, `1,024 processes`."""
+    plural = f"{what}es" if what.endswith(("s", "ch")) else f"{what}s"
+    return f"{number:,} {what if number == 1 else plural}"
+
+
 def format_seconds(value: float) -> str:
     """`12.3 ms`, `4.56 s`, `1h02m`, `3d04h`."""
     if value < 60:

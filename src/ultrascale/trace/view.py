@@ -7,7 +7,7 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.spec.units import format_bytes, format_count
+from ultrascale.spec.units import count_of, format_bytes, format_count
 from ultrascale.trace.compare import Comparison, Row
 from ultrascale.trace.explain import Edit, Part
 from ultrascale.trace.record import RankTrace
@@ -25,7 +25,7 @@ def show_trace(
     seen, count = trace.micro_batches
     console.print(
         f"[bold]{trace.model.name or trace.model.model_type}[/bold], rank {trace.rank} of {layout.world_size} as on "
-        f"{trace.device}: step {step}, {count} micro-batches"
+        f"{trace.device}: step {step}, {count_of(count, 'micro-batch')}"
         + ("" if seen == count else f", of which {seen} are traced (those between are alike)")
         + ("; experts are chosen equally often" if trace.model.num_experts else "")
         + (f"; {trace.documents} in each sequence" if trace.documents else ""),

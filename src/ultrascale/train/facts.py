@@ -16,7 +16,7 @@ NUMBER = (int, float)
 _REQUIRED: dict[str, tuple[type, ...]] = {"steps_done": (int,), "run": (str,), "decides": (dict,), "data": (str,)}
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     "noise_scale": (dict,), "optimizer": (str,), "skipped_steps": (int,), "norms": (list,), "loss_scale": (dict,),
-    "fp8_amax_history": (dict,),
+    "fp8_amax_history": (dict,), "saved_at": NUMBER,
 }  # fmt: skip
 """Null, or not written by older releases."""
 _PARTS: dict[str, dict[str, tuple[type, ...]]] = {

@@ -31,6 +31,7 @@ from ultrascale.spec.rules import run_notes
 from ultrascale.spec.run import Run
 from ultrascale.spec.time_limits import grace_notes
 from ultrascale.spec.trainable import expect_trainable
+from ultrascale.spec.units import count_of
 from ultrascale.train.agreement import expect_same_run
 from ultrascale.train.anomalies import AnomalousStepError, CorruptStateError
 from ultrascale.train.attempts import attempt
@@ -117,7 +118,7 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
         leaving.callback(session.metrics.close)
         done = session.trainer.steps_done
         if done > run.steps:
-            session.metrics.line(f"already has {done} steps, steps = {run.steps}: nothing to do")
+            session.metrics.line(f"already has {count_of(done, 'step')}, steps = {run.steps}: nothing to do")
             return Outcome(done, False, None)
         with on_stop_signal(session.trainer.request_stop):
             with explained_out_of_memory(run, ranks.rank, folder.path / "run.toml"):
@@ -126,7 +127,7 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
     if run.checkpoint.export and session.ranks.is_first and not outcome.stopped:
         # After the ranks have parted: writing a large model takes longer than the others would wait for.
         target = export_checkpoint(session.folder.checkpoints, session.folder.path / "export", run=run)
-        session.metrics.line(f"done: {outcome.steps_done} steps; Hugging Face folder in {target}")
+        session.metrics.line(f"done: {count_of(outcome.steps_done, 'step')}; Hugging Face folder in {target}")
     return outcome
 
 
@@ -223,8 +224,8 @@ class Session:
             if self.run.compile and self.ranks.is_first:
                 save_compiled(self.folder.compiled)
         if result.gradients.anomaly:
-            self.metrics.line(f"step {result.gradients.step} passed over: {result.gradients.anomaly}")
-            self.metrics.event("skip", step=result.gradients.step, cause=result.gradients.anomaly)
+            self.metrics.line(f"step {self.trainer.steps_done} passed over: {result.gradients.anomaly}")
+            self.metrics.event("skip", step=self.trainer.steps_done, cause=result.gradients.anomaly)
         for straggler in self.stragglers.after_step(seconds):
             told = straggler.text(WINDOWS * (self.run.faults.straggler_steps or 0))
             self.metrics.line(told)

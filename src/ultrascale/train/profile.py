@@ -40,6 +40,7 @@ from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.report import plan_run
 from ultrascale.plan.step_parts import parts_at, step_parts
 from ultrascale.spec.run import Run
+from ultrascale.spec.units import count_of
 from ultrascale.train.aside import begun_aside, counted_steps, planned_memory, settle, timed_steps
 from ultrascale.train.loop import cluster_of
 from ultrascale.train.run_folder import environment
@@ -222,7 +223,7 @@ def write_report(report: StepReport, folder: Path, *, pictures: bool = True) -> 
     plot_steps(report, folder / "steps.png")
     memory = json.loads((folder / "memory.json").read_text())
     planned, measured = memory["planned_timeline"], memory.get("measured_timeline", ())
-    title = f"Memory of rank 0 in the first {planned[-1]['step'] + 1} steps"
+    title = f"Memory of rank 0 in the first {count_of(planned[-1]['step'] + 1, 'step')}"
     plot_memory(
         measured or planned,
         folder / "memory.png",

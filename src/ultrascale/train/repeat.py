@@ -75,7 +75,7 @@ def played_twice(trainer: Trainer, play: Callable[[], Tensor]) -> Tensor:
     if any(reports):
         trainer.optimizer.zero_grad(set_to_none=True)
         forget_load(trainer.share)
-        raise CorruptStateError(_told(trainer.steps_done, reports))
+        raise CorruptStateError(_told(trainer.steps_done + 1, reports))
     return result
 
 

@@ -8,6 +8,7 @@ decides the next step: its sequences follow from the step alone, and no random n
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 from collections import defaultdict
 from dataclasses import asdict
@@ -87,6 +88,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
     noise = trainer.noise_scale
     return {
         "steps_done": trainer.steps_done,
+        "saved_at": time.time(),  # the file's own time changes when a checkpoint is copied
         "run": to_toml(trainer.run),
         "decides": decisive_parts(trainer.run),
         "data": trainer.loader.fingerprint(),

@@ -174,7 +174,7 @@ class Trainer:
         if self.loss_scale is not None and not gradients.anomaly:
             self.loss_scale.after_step(overflowed=gradients.overflowed)
         if gradients.anomaly:
-            self.norms.pass_over(gradients.step, gradients.anomaly)
+            self.norms.pass_over(gradients.step + 1, gradients.anomaly)
         if gradients.is_passed_over:
             return StepResult(gradients, self._skip(), skipped_steps=self.skipped_steps)
         rate = self.update(gradients.norm)
@@ -318,7 +318,7 @@ class Trainer:
         """The error for a step that must not update."""
         if "times the usual" in reason:
             self.optimizer.zero_grad(set_to_none=True)
-            return AnomalousStepError(f"step {self.steps_done}: {reason}. Nothing was updated (faults.spike_factor).")
+            return AnomalousStepError(f"step {self.steps_done + 1}: {reason}. Nothing was updated (faults.spike_factor).")
         return self._not_finite(span, micro_batches, num_targets)
 
     def _not_finite(self, span: StepSpan, micro_batches: list[MicroBatch], num_targets: int) -> NonFiniteError:
@@ -348,8 +348,8 @@ class Trainer:
         )
         numbers = span.numbers
         return NonFiniteError(
-            f"step {self.steps_done}, sequences {numbers[0]} to {numbers[-1]}: not finite: {where}. Nothing was updated and "
-            f"nothing saved. {self._lowest_scale()}Lower optimizer.learning_rate, or look at the data with "
+            f"step {self.steps_done + 1}, sequences {numbers[0]} to {numbers[-1]}: not finite: {where}. Nothing was updated "
+            f"and nothing saved. {self._lowest_scale()}Lower optimizer.learning_rate, or look at the data with "
             "`ultrascale data inspect`."
         )
 
