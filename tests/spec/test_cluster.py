@@ -100,7 +100,7 @@ def test_a_dtype_without_a_peak_is_an_error_that_names_those_with_one():
     ("text", "answer"),
     [
         ("65xh100", "64xh100-sxm or 72xh100-sxm"), ("8xh10", "Did you mean h100"), ("0xh100", "Ask for at least one: 1xh100"),
-        ("", "not a count and a name"), ("auto", "Name one"), ("dgx_h100", "dgx-h100"),
+        ("", "not a count and a name"), ("auto", "Name one"), ("dgx-h10", "dgx-h100"),
     ],
 )  # fmt: skip
 def test_what_is_not_a_cluster_is_answered_with_what_is(text, answer):
@@ -111,3 +111,35 @@ def test_what_is_not_a_cluster_is_answered_with_what_is(text, answer):
 def test_every_short_name_and_usual_node_leads_somewhere():
     assert {USUAL_NODE.get(a) or NODES[a].name for a in ALIASES.values()} <= set(NODES)
     assert all(NODES[node].accelerator.name == name for name, node in USUAL_NODE.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("dgx_h100", "h100-sxm"),
+        ("8x4090", "rtx-4090"), ("8xrtx-4090", "rtx-4090"), ("8xRTX_4090", "rtx-4090"), ("4090", "rtx-4090"),
+        ("8xNVIDIA GeForce RTX 4090", "rtx-4090"), ("8xh100-sxm", "h100-sxm"), ("64xH100-SXM5", "h100-sxm"),
+        ("8xh100 pcie", "h100-pcie"), ("8xNVIDIA H100 PCIe", "h100-pcie"), ("8xNVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("8xNVIDIA H100 NVL", "h100-nvl"), ("8xa100-40gb", "a100-40"), ("8xNVIDIA A100-SXM4-80GB", "a100-80"),
+        ("8xA100-SXM4-40GB", "a100-40"), ("8xTesla V100-SXM2-32GB", "v100-32"), ("8xNVIDIA RTX A6000", "a6000"),
+        ("8xrtx5090", "rtx-5090"), ("8xNVIDIA L40S", "l40s"), ("8xNVIDIA A10G", "a10g"), ("8xAMD Instinct MI300X", "mi300x"),
+        ("8xNVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"), ("8xH200-141GB", "h200"), ("8xNVIDIA GH200 480GB", "gh200"),
+    ],
+)  # fmt: skip
+def test_names_are_read_as_people_and_drivers_write_them(text: str, name: str):
+    assert parse_cluster(text).accelerator.name == name
+
+
+@pytest.mark.parametrize("text", ["8xtpu-v5p", "v5e-256", "8xgaudi3", "16xtrn2", "8xTPU v4", "1xapple-m3-max"])
+def test_machines_of_other_laws_are_refused_with_words_that_say_why(text: str):
+    with pytest.raises(SpecError) as error:
+        parse_cluster(text)
+    (problem,) = error.value.problems
+    assert "follow other laws than the GPUs" in problem.rule and "8xh100" in problem.remedy
+
+
+def test_a_count_alone_is_no_machine_and_a_near_name_is_told():
+    for text, answer in (("64", "not a count and a name"), ("8xh100nvl", "h100-nvl"), ("8xrtx-4080", "rtx-4090")):
+        with pytest.raises(SpecError) as error:
+            parse_cluster(text)
+        assert answer in str(error.value)

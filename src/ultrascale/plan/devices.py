@@ -27,6 +27,10 @@ RELATIVES = {
     "gh200": "h200",  # the same chip beside a CPU: 828 TFLOP/s best shape, H100 SXM 795 (ml-engineering, 2025)
     "b300": "b200", "gb300": "gb200",  # bf16 as Blackwell: 1769 TFLOP/s best shape, B200 1745 (ml-engineering, 2025)
     "v100": "a100-80", "v100-16": "a100-80", "v100-32": "a100-80", "mi300x": "a100-80", "mi325x": "a100-80", "mi355x": "b200",
+    # Their tensor cores take Ampere's instructions (sm_86, 89 and 120 have none of Hopper's wgmma, nor of Blackwell's tcgen05).
+    **dict.fromkeys(
+        ("l40s", "l4", "a10g", "a6000", "rtx-6000-ada", "rtx-3090", "rtx-4090", "rtx-5090", "mi250x", "a100-pcie"), "a100-80"
+    ),
 }  # fmt: skip
 """Whose law a device without a table takes. Not in here: the fitted device whose bf16 peak is nearest."""
 FP8_ATTENTION = {"a100": (1.0, 1.0), "hopper": (1.5, 1.0), "blackwell": (1.4, 1.4)}

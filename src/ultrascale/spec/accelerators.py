@@ -54,6 +54,12 @@ _B200 = "NVIDIA HGX B200 datasheet, an eighth of eight"
 _B300 = "NVIDIA HGX B300 datasheet, an eighth of eight"
 _GB200 = "NVIDIA GB200 NVL72 datasheet, a 72nd of the rack"
 _GB300 = "NVIDIA GB300 NVL72 datasheet, a 72nd of the rack"
+_L40S, _L4, _A10G = "NVIDIA L40S datasheet", "NVIDIA L4 datasheet", "NVIDIA A10G datasheet"
+_A6000, _ADA_6000 = "NVIDIA RTX A6000 datasheet", "NVIDIA RTX 6000 Ada datasheet"
+_GA102, _AD102, _GB202 = (
+    f"NVIDIA {name} architecture white paper, sums in fp32" for name in ("Ampere GA102", "Ada", "RTX Blackwell")
+)
+_MI250X = "AMD Instinct MI250X datasheet, one of its two dies"
 _MI300X, _MI325X, _MI355X = (f"AMD Instinct {name} datasheet" for name in ("MI300X", "MI325X", "MI355X"))
 _MI300X_PEAKS = _peaks(_MI300X, "2023-12", fp64=163.4, fp32=163.4, tf32=653.7, bf16=1307.4, fp8=2614.9)
 _SWEEP = "ml-engineering (S. Bekman), best shape of its matmul sweep, bf16"
@@ -157,6 +163,51 @@ ACCELERATORS: dict[str, Accelerator] = {
             "gb300", "NVIDIA GB300, one GPU of it", Sourced(279 * _GIGA, _GB300, "2025"), (8 * _TERA, _GB300, "2025"),
             _peaks(_GB300, "2025", fp64=1.3, fp32=80, tf32=1250, bf16=2500, fp8=5000), _like(0.63, "GB200"), 1400,
             _rent(7.5, "assumed: a sixth above GB200"),
+        ),
+        _accelerator(
+            "l40s", "NVIDIA L40S 48 GB", Sourced(46068 * _MIB, _SMI, "2024"), (864 * _GIGA, _L40S, "2023-08"),
+            _peaks(_L40S, "2023-08", fp64=1.4, fp32=91.6, tf32=183, bf16=362.05, fp8=733),
+            _like(0.75, "A100, less for its GDDR6"), 350, _rent(0.86, "assumed: about what RunPod lists"),
+        ),
+        _accelerator(
+            "l4", "NVIDIA L4 24 GB", Sourced(23034 * _MIB, _SMI, "2024"), (300 * _GIGA, _L4, "2023-03"),
+            _peaks(_L4, "2023-03", fp64=0.47, fp32=30.3, tf32=60, bf16=121, fp8=242.5),
+            _like(0.6, "A100, less for its 72 W limit"), 72, _rent(0.43, "assumed: about what RunPod lists"),
+        ),
+        _accelerator(
+            "a10g", "NVIDIA A10G 24 GB", Sourced(23028 * _MIB, _SMI, "2022"), (600 * _GIGA, _A10G, "2021-11"),
+            _peaks(_A10G, "2021-11", fp64=0.55, fp32=35, tf32=35, bf16=70), _like(0.83, "A100"), 300,
+            _rent(2.04, "AWS on demand, an eighth of g5.48xlarge", "2024"),
+        ),
+        _accelerator(
+            "a6000", "NVIDIA RTX A6000 48 GB", Sourced(49140 * _MIB, _SMI, "2022"), (768 * _GIGA, _A6000, "2021"),
+            _peaks(_A6000, "2021", fp64=1.2, fp32=38.7, tf32=77.4, bf16=154.8), _like(0.8, "A100, less for its GDDR6"), 300,
+            _rent(0.49, "assumed: about what RunPod lists"),
+        ),
+        _accelerator(
+            "rtx-6000-ada", "NVIDIA RTX 6000 Ada 48 GB", Sourced(49140 * _MIB, _SMI, "2023"), (960 * _GIGA, _ADA_6000, "2023"),
+            _peaks(_ADA_6000, "2023", fp64=1.4, fp32=91.1, tf32=182.1, bf16=364.2, fp8=728.5),
+            _like(0.75, "A100, less for its 300 W limit"), 300, _rent(0.77, "assumed: about what RunPod lists"),
+        ),
+        _accelerator(
+            "rtx-3090", "NVIDIA GeForce RTX 3090 24 GB", Sourced(24576 * _MIB, _SMI, "2021"), (936 * _GIGA, _GA102, "2021"),
+            _peaks(_GA102, "2021", fp64=0.56, fp32=35.6, tf32=35.6, bf16=71), _like(0.83, "A100"), 350,
+            _rent(0.46, "assumed: about what RunPod lists"),
+        ),
+        _accelerator(
+            "rtx-4090", "NVIDIA GeForce RTX 4090 24 GB", Sourced(24564 * _MIB, _SMI, "2023"), (1008 * _GIGA, _AD102, "2023"),
+            _peaks(_AD102, "2023", fp64=1.3, fp32=82.6, tf32=82.6, bf16=165.2, fp8=330.3), _like(0.83, "A100"), 450,
+            _rent(0.69, "assumed: about what RunPod lists"),
+        ),
+        _accelerator(
+            "rtx-5090", "NVIDIA GeForce RTX 5090 32 GB", Sourced(32607 * _MIB, _SMI, "2025"), (1792 * _GIGA, _GB202, "2025-01"),
+            _peaks(_GB202, "2025-01", fp64=1.6, fp32=104.8, tf32=104.8, bf16=209.5, fp8=419), _like(0.83, "A100"), 575,
+            _rent(0.94, "assumed: about what RunPod lists"),
+        ),
+        _accelerator(
+            "mi250x", "AMD MI250X, one die of two, 64 GB", Sourced(65520 * _MIB, "rocm-smi VRAM total", "2022"),
+            (1.6 * _TERA, _MI250X, "2021-11"), _peaks(_MI250X, "2021-11", fp64=47.9, fp32=47.9, bf16=191.5),
+            _like(0.51, "MI300X"), 280, _rent(0.7, "assumed: half of what clouds list for both dies"),
         ),
         _accelerator(
             "mi300x", "AMD MI300X 192 GB", Sourced(196592 * _MIB, "rocm-smi VRAM total", "2024"),

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
+from ultrascale.spec.machine_names import normal_name, why_not
 from ultrascale.spec.problems import Problem, SpecError
 
-_COUNTED = re.compile(r"(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w.-]*|.+\.toml)", re.DOTALL)
+_COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?([A-Za-z0-9][\w. -]*|.+\.toml)", re.DOTALL)
 MACHINE_OVER_ACCELERATORS = 1.8
 """Power of a whole machine over that of its accelerators: DGX H100 10.2 of 5.6 kW, DGX B200 14.3 of 8.0 (datasheets)."""
 
@@ -144,7 +145,8 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster called `64xh100`, `8xa100-80`, `2xdgx-h100`, `cpu` or `8xcpu`; upper and lower case are the same.
+    """The cluster called `64xh100`, `8xa100-80`, `2xdgx-h100`, `8x4090`, `cpu` or `8xcpu`; names are read as people and drivers
+    write them (`spec.machine_names`).
 
     A count before an accelerator counts accelerators, in nodes of its usual shape; before a node it counts nodes. `8xcpu` is
     eight processes that share this machine; `8xours.toml` eight machines of a file's (`spec.machine_file`). Raises SpecError
@@ -155,14 +157,17 @@ def parse_cluster(text: str) -> Cluster:
     match = _COUNTED.fullmatch(text.strip())
     if match is not None and match[1] and int(match[1]) < 1:
         raise SpecError([Problem("cluster", f"{text!r} has no machine", f"Ask for at least one: 1x{match[2]}.")])
-    if match is None:
+    if match is None or (match[2].isdigit() and not match[1] and len(match[2]) < 4):
         raise SpecError(
             [Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100, 2xours.toml or cpu.")]
         )
     if match[2].endswith(".toml"):
         return machine_file.read_machine(Path(match[2]).expanduser(), int(match[1] or 1), text.strip())
     count, name = int(match[1] or 1), match[2].lower()
-    name = machines.ALIASES.get(name, name)
+    for one in (name, normal_name(name)):
+        name = machines.ALIASES.get(one, one)
+        if name == "cpu" or name in machines.NODES or name in machines.USUAL_NODE:
+            break
     if name == "cpu":
         return Cluster(f"{count}xcpu", machines.this_machine(count), count)
     if name in machines.NODES:
@@ -186,6 +191,9 @@ def _unknown(text: str, name: str, known: list[str]) -> Problem:
     if name == "auto":
         rule = "auto means the machine that trains, which a plan does not see"
         return Problem("cluster", rule, "Name one: 8xh100, 2xdgx-h100, cpu.")
+    if reason := why_not(name):
+        rule = f"{text!r} is not in the catalogue: {reason}"
+        return Problem("cluster", rule, "Name GPUs of about its peak to compare with, such as 8xh100.")
     near = get_close_matches(name, known, n=3, cutoff=0.5)
     remedy = f"Did you mean {' or '.join(near)}? " if near else ""
     return Problem("cluster", f"there is no machine called {text!r}", f"{remedy}`ultrascale show clusters` lists them all.")

@@ -36,6 +36,7 @@ _NVLINK5_B300 = _link("NVLink 5", 900, "NVIDIA HGX B300 datasheet, an eighth of 
 _NVL72 = _link("NVLink 5, 72 GPUs", 900, "NVIDIA GB200 NVL72 datasheet, a 72nd of the rack", "2025")
 _FABRIC = _link("Infinity Fabric", 448, "AMD MI300X platform datasheet, 7 links of 64 GB/s", "2023-12")
 _FABRIC4 = _link("Infinity Fabric 4", 537.6, "AMD MI350 series datasheet, 7 links of 76.8 GB/s", "2025-06")
+_FABRIC3 = _link("Infinity Fabric 3, the narrowest", 50, "OLCF Frontier user guide: 50 to 200 GB/s between dies", "2024")
 _PCIE4 = _link("PCIe 4.0 x16", 32, "PCI-SIG PCI Express 4.0", "2017")
 _PCIE5 = _link("PCIe 5.0 x16", 64, "PCI-SIG PCI Express 5.0", "2019")
 _NDR = _link("8 x InfiniBand NDR 400", 400, "NVIDIA DGX H100/H200 user guide", "2023")
@@ -47,6 +48,11 @@ _GB200_CARDS = _link("72 x 400 Gb/s", 3600, "NVIDIA DGX GB200 user guide, four c
 _GB300_CARDS = _link("72 x InfiniBand XDR 800", 7200, "NVIDIA DGX GB300 datasheet, a card for each GPU", "2025")
 _ONE_CARD = _link("400 Gb/s", 50, "assumed: one 400 Gb/s card; servers differ", "2026-11")
 _HDR_CARD = _link("InfiniBand HDR 200", 25, "assumed: one 200 Gb/s card; servers differ", "2026-11")
+_AWS_100 = _link("EFA 100 Gb/s", 12.5, "AWS EC2 instance type pages", "2024")
+_GCP_100 = _link("100 Gb/s", 12.5, "Google Cloud GPU machine type pages", "2024")
+_EFA_400 = _link("EFA 400 Gb/s", 50, "AWS EC2 instance type pages", "2024")
+_TEN_GIGABIT = _link("10 Gb/s", 1.25, "assumed: 10 Gb/s Ethernet between workstations", "2026-11")
+_FRONTIER = _link("4 x Slingshot 200 Gb/s", 100, "OLCF Frontier user guide", "2024")
 _SLINGSHOT = _link("4 x Slingshot 200 Gb/s", 100, "CSCS Alps: one card for each GPU (Fusco et al. 2024)", "2024")
 _AZURE_ND = _link("8 x InfiniBand NDR 400", 400, "Azure ND MI300X v5 size page", "2024")
 _AMD_CARDS = _link("8 x 400 Gb/s", 400, "assumed: a 400 Gb/s card for each GPU, as AMD's reference platforms have", "2026-11")
@@ -112,6 +118,15 @@ NODES: dict[str, Node] = {
         _node("gcp-a3-mega", "Google Cloud a3-megagpu-8g", "h100-sxm", _NVLINK4, _A3_MEGA),
         _node("pcie-h100", "server with eight H100 PCIe", "h100-pcie", _PCIE5, _ONE_CARD, cards=1),
         _node("nvl-h100", "server with eight H100 NVL", "h100-nvl", _PCIE5, _ONE_CARD, cards=1),
+        _node("aws-g6e", "AWS g6e.48xlarge", "l40s", _PCIE4, _EFA_400, cards=4),
+        _node("gcp-g2", "Google Cloud g2-standard-96", "l4", _PCIE4, _GCP_100, cards=1),
+        _node("aws-g5", "AWS g5.48xlarge", "a10g", _PCIE4, _AWS_100, cards=1),
+        _node("pcie-a6000", "server with eight RTX A6000", "a6000", _PCIE4, _HDR_CARD, cards=1),
+        _node("pcie-6000-ada", "server with eight RTX 6000 Ada", "rtx-6000-ada", _PCIE4, _HDR_CARD, cards=1),
+        _node("pcie-3090", "server with eight RTX 3090", "rtx-3090", _PCIE4, _TEN_GIGABIT, cards=1),
+        _node("pcie-4090", "server with eight RTX 4090", "rtx-4090", _PCIE4, _TEN_GIGABIT, cards=1),
+        _node("pcie-5090", "server with eight RTX 5090", "rtx-5090", _PCIE5, _TEN_GIGABIT, cards=1),
+        _node("frontier", "four MI250X, eight dies (OLCF Frontier)", "mi250x", _FABRIC3, _FRONTIER, cards=4),
         _node("mi300x-node", "AMD MI300X platform", "mi300x", _FABRIC, _AZURE_ND),
         _node("mi325x-node", "AMD MI325X platform", "mi325x", _FABRIC, _AMD_CARDS),
         _node("mi355x-node", "AMD MI355X platform", "mi355x", _FABRIC4, _AMD_CARDS),
@@ -124,6 +139,8 @@ USUAL_NODE = {
     "a800": "hgx-a800", "h100-sxm": "dgx-h100", "h100-pcie": "pcie-h100", "h100-nvl": "nvl-h100", "h100-96": "grand-teton-96",
     "h800": "hgx-h800", "h20": "hgx-h20", "h200": "dgx-h200", "gh200": "gh200-quad", "b200": "dgx-b200", "b300": "dgx-b300",
     "gb200": "gb200-nvl72", "gb300": "gb300-nvl72", "mi300x": "mi300x-node", "mi325x": "mi325x-node", "mi355x": "mi355x-node",
+    "l40s": "aws-g6e", "l4": "gcp-g2", "a10g": "aws-g5", "a6000": "pcie-a6000", "rtx-6000-ada": "pcie-6000-ada",
+    "rtx-3090": "pcie-3090", "rtx-4090": "pcie-4090", "rtx-5090": "pcie-5090", "mi250x": "frontier",
 }  # fmt: skip
 ALIASES = {
     "a100": "a100-80", "a100-40gb": "a100-40", "a100-80gb": "a100-80", "a100-sxm": "a100-80", "a100-80gb-sxm": "a100-80",
@@ -132,6 +149,9 @@ ALIASES = {
     "h200-sxm": "h200", "b200-180": "b200", "b200-180gb": "b200", "v100": "v100-32", "v100-32gb": "v100-32",
     "v100-16gb": "v100-16", "p4d": "aws-p4d", "p4de": "aws-p4de", "p5": "aws-p5", "p5e": "aws-p5e", "p5en": "aws-p5en",
     "p6-b200": "aws-p6-b200", "a3-high": "gcp-a3-high", "a3-mega": "gcp-a3-mega", "gcp-a3": "gcp-a3-high",
+    "g5": "aws-g5", "g6e": "aws-g6e", "g2": "gcp-g2", "6000-ada": "rtx-6000-ada",
+    "a100-pcie-40": "a100-40", "a100-40-pcie": "a100-40", "a100-80-pcie": "a100-pcie", "a100-80gb-pcie": "a100-pcie",
+    "h100-80gb-pcie": "h100-pcie", "h100-94": "h100-nvl", "h100-94gb": "h100-nvl", "gh200-480gb": "gh200",
     "dgx-a100-80": "dgx-a100", "nvl72": "gb200-nvl72",
 }  # fmt: skip
 

@@ -1,0 +1,69 @@
+"""Every accelerator of the catalogue has a plan, and one that its own peaks allow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ultrascale.plan.compute import matmul_seconds
+from ultrascale.plan.multiprocessors import MULTIPROCESSORS
+from ultrascale.plan.price import Prediction, half_precision_peak, predict
+from ultrascale.plan.search import search
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.machines import ACCELERATORS, NODES
+from ultrascale.spec.model_presets import preset
+from ultrascale.spec.stack import STACKS
+
+MODEL = replace(preset("llama-3.2-1b"), num_hidden_layers=8)
+SEQUENCES = 64
+
+
+def planned(name: str, **changes) -> Prediction:
+    cluster = parse_cluster(f"8x{name}")
+    precision = "bf16" if "bf16" in cluster.accelerator.peak_flops else "fp16"
+    layout = Layout(**{"dp": 8, "zero_stage": 3, "recompute": "full", "precision": precision, **changes})
+    return predict(Workload(MODEL, cluster, 2048, SEQUENCES, STACKS["ultrascale"]), layout)
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_a_plan_is_made_and_lies_between_what_the_peak_and_experience_allow(name: str) -> None:
+    one = planned(name)
+    device = one.workload.cluster.accelerator
+    share = one.mfu() / device.matmul_fraction.value  # type: ignore[union-attr]
+    assert 0.03 < share < 0.9, share  # eight cards on PCIe wait for their gathers
+    assert one.memory.fits and 0 < float(one.memory.allocated) < device.memory_bytes.value
+    assert sum(one.waterfall.values()) == pytest.approx(one.step_seconds)
+    assert name in MULTIPROCESSORS
+    alone = planned(name, tp=8, dp=1, zero_stage=0, recompute="none", micro_batch_size=1)
+    assert alone.step_seconds > one.step_seconds  # tensor parallelism of a small model waits for its messages
+
+
+@pytest.mark.parametrize("name", [name for name, device in ACCELERATORS.items() if "fp8" in device.peak_flops])
+def test_large_products_in_fp8_are_faster_where_there_are_any(name: str) -> None:
+    narrow, wide = (matmul_seconds(ACCELERATORS[name], 16384, 16384, 16384, dtype=dtype) for dtype in ("fp8", "bf16"))
+    assert narrow < 0.75 * wide
+
+
+@pytest.mark.parametrize(
+    ("slower", "faster"),
+    [
+        ("l4", "l40s"), ("a10g", "a6000"), ("rtx-3090", "rtx-4090"), ("rtx-4090", "rtx-5090"), ("mi250x", "mi300x"),
+        ("v100-32", "a100-80"), ("h20", "h100-sxm"), ("a6000", "rtx-6000-ada"), ("h800", "h200"), ("mi325x", "mi355x"),
+    ],
+)  # fmt: skip
+def test_a_faster_card_is_faster(slower: str, faster: str) -> None:
+    assert planned(slower).step_seconds > planned(faster).step_seconds
+
+
+@pytest.mark.parametrize("name", ["l40s", "a10g", "rtx-4090", "mi250x"])
+def test_a_search_finds_a_layout_of_a_new_card(name: str) -> None:
+    best = search(Workload(MODEL, parse_cluster(f"8x{name}"), 2048, SEQUENCES, STACKS["ultrascale"])).best
+    assert best is not None and best.layout.tp == 1  # PCIe or the narrowest link of a ring
+    assert best.mfu() < 1 and half_precision_peak(best.workload.cluster.accelerator) > 0
+
+
+def test_every_accelerator_has_a_node() -> None:
+    assert {node.accelerator.name for node in NODES.values()} == set(ACCELERATORS)
