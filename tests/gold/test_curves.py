@@ -9,10 +9,9 @@ import pytest
 import torch
 from gold.curves import CURVES, NO_SCALE, PREFIX, STEPS, furthest, recorded, train
 
-from ultrascale.kernels import stochastic
+from ultrascale.kernels import narrow_moments, stochastic
+from ultrascale.kernels.narrow_moments import SECOND, as_kept
 from ultrascale.parallel.share import Share
-from ultrascale.train import compact_adamw
-from ultrascale.train.compact_adamw import SECOND, as_kept
 
 SAME_LOSS, SAME_NORM = 0.01, 0.02
 """Nats, and a share of the norm: between machines whose products round otherwise, over the first steps."""
@@ -75,5 +74,5 @@ def test_second_moments_rounded_to_the_nearest_stop_where_a_change_is_below_thei
     updates = 1000
     exact = 1 - 0.999**updates
     assert second_moment(updates) == pytest.approx(exact, rel=0.03)
-    monkeypatch.setattr(compact_adamw, "round_to_bf16", lambda values, random: values.bfloat16())
+    monkeypatch.setattr(narrow_moments, "round_to_bf16", lambda values, random: values.bfloat16())
     assert second_moment(updates) < 0.5 * exact

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -216,6 +217,57 @@ def loss_at_the_edges() -> None:
     assert loss_and_gradient_(faulty, torch.tensor([5, 5])).isnan().tolist() == [True, False]
 
 
+def narrow_adamw(name: Literal["adamw-bf16", "adamw-8bit"], rows: int, columns: int, offsets: tuple[int, int]) -> None:
+    """Three updates of a part of a matrix: the codes of torch, which hash the same places; weights but for the last bit."""
+    from ultrascale.kernels import fused_contest, implementation
+    from ultrascale.kernels.narrow_moments import Box, Moments, Update, empty_moments, update_
+
+    implementation.is_cuda = lambda x: True
+    box = Box(offsets, (rows, columns), (1 << 17, 1 << 16))  # places need more than 32 bits
+    kind = fused_contest.UPDATES[name]
+    found = []
+    for form in ("torch", "triton"):
+        weights = random(rows, columns, dtype=torch.float32, seed=0)
+        state = empty_moments(box, kind, weights)
+        for count in range(1, 4):
+            gradients = random(rows, columns, dtype=torch.float32, seed=count) * torch.logspace(-9, 0, columns)
+            gradients[0, :300] = 0.0
+            before = weights.clone()
+            update = Update(1e-2, 0.1, 0.9, 0.999, 1e-8, count, (0xF0000000 + count, 7))
+            with implementation.chosen(name, form):
+                update_(weights, gradients, Moments(state, box), update)
+            assert not torch.equal(weights, before)
+        found.append([weights, *state.values()])
+    for one, other in zip(*found, strict=True):
+        wide = one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=1e-6 if wide else 0, atol=1e-6 if wide else 0)
+
+
+def narrow_adamw_at_the_edges() -> None:
+    """What is no number stays none; nothing at all; and a part that is not laid out row after row is torch's."""
+    from ultrascale.kernels import fused_contest, implementation, triton_adamw
+    from ultrascale.kernels.narrow_moments import Box, Moments, Update, empty_moments, update_
+
+    implementation.is_cuda = lambda x: True
+    update, kernel, ran = Update(1e-2, 0.1, 0.9, 0.999, 1e-8, 1, (1, 2)), triton_adamw.update_, []
+    triton_adamw.update_ = lambda *given: ran.append(given) or kernel(*given)
+    for name, kind in fused_contest.UPDATES.items():
+        for rows, columns in ((3, 40), (0, 40), (3, 0)):
+            box = Box((0, 0), (rows, columns), (9, 40))
+            weights, gradients = torch.zeros(rows, columns), torch.ones(rows, columns)
+            gradients[1:2, 7:8] = float("nan")
+            with implementation.chosen(name, "triton"):
+                update_(weights, gradients, Moments(empty_moments(box, kind, weights), box), update)
+            assert weights.isnan().nonzero().tolist() == ([[1, 7]] if rows and columns else [])
+        assert len(ran) == 1
+        box = Box((0, 0), (40, 3), (40, 3))
+        with implementation.chosen(name, "triton"):
+            update_(torch.zeros(3, 40).t(), torch.ones(40, 3), Moments(empty_moments(box, kind, torch.zeros(1)), box), update)
+        assert len(ran) == 1
+        ran.clear()
+    triton_adamw.update_ = kernel
+
+
 def step_of_a_model() -> None:
     """Where a run asks for Triton: every kernel inside a model, in place of torch's; the sum after attention with its norm."""
     from ultrascale.kernels import implementation, triton_norm
@@ -254,8 +306,9 @@ def contests() -> None:
     implementation.is_cuda = lambda x: True
     model = preset("tiny-llama")
     shape = fused_contest.fused_shape(model, Layout(), 16, torch.float32)._replace(vocabulary=300, inner=48)
-    for kernel in fused_contest.kernels_of(model, Layout()):
-        outcomes = fused_contest.contest(kernel, model, shape, torch.device("cpu"))
+    for kernel in (*fused_contest.kernels_of(model, Layout()), *fused_contest.UPDATES):
+        few = shape._replace(inner=2) if kernel in fused_contest.UPDATES else shape
+        outcomes = fused_contest.contest(kernel, model, few, torch.device("cpu"))
         assert isinstance(outcomes["torch"], float) and isinstance(outcomes["triton"], float), (kernel, outcomes)
         assert implementation._CHOSEN[kernel] == "torch"
 
@@ -264,8 +317,12 @@ CASES: dict[str, Callable[[], None]] = {
     "contests": contests, "a step of a model": step_of_a_model, "norm at the edges": norm_at_the_edges,
     "norm of a sum where one result is read": norm_of_a_sum_where_one_result_is_read, "nothing at all": nothing_at_all,
     "swiglu at the edges": swiglu_at_the_edges, "rotary at the edges": rotary_at_the_edges,
-    "loss at the edges": loss_at_the_edges,
+    "loss at the edges": loss_at_the_edges, "narrow adamw at the edges": narrow_adamw_at_the_edges,
 }  # fmt: skip
+_UPDATES: tuple[Literal["adamw-bf16", "adamw-8bit"], ...] = ("adamw-bf16", "adamw-8bit")
+for _update in _UPDATES:
+    for _rows, _columns, _offsets in ((5, 700, (3, 0)), (3, 1100, (100_000, 512)), (2, 64, (0, 0))):
+        CASES[f"{_update} of {_rows} x {_columns}"] = partial(narrow_adamw, _update, _rows, _columns, _offsets)
 for _dtype, _name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
     CASES |= {
         f"norm {_name} {columns}": (lambda d=_dtype, c=columns: norm(d, c)) for columns in (64, 100)

@@ -132,6 +132,8 @@ def test_on_cuda_each_kernel_that_the_model_calls_is_chosen_by_itself_and_kept_o
     assert [one.line() for one in compiled.values()] == ["kernels: torch, the compiler fuses them"]
     experts = resolve(None, {"model.preset": "mixtral-8x7b", "layout.precision": "bf16", "compile": "true"}).run
     assert list(chosen_kernels._fused(experts, on_cuda, {})) == ["swiglu", "experts"]  # they stand outside of graphs
+    narrow = replace(run, compile=True, optimizer=replace(run.optimizer, name="adamw-8bit"))
+    assert list(chosen_kernels._fused(narrow, on_cuda, {})) == ["adamw-8bit"]  # so does the update
 
 
 def test_forms_are_set_kernel_by_kernel_and_one_name_goes_for_those_that_have_it(monkeypatch) -> None:
@@ -146,6 +148,8 @@ def test_forms_are_set_kernel_by_kernel_and_one_name_goes_for_those_that_have_it
         "swiglu": "torch",
         "loss": "compiled",
         "experts": "torch",
+        "adamw-bf16": "torch",
+        "adamw-8bit": "torch",
     }
     choose("liger", cuda)
     assert implementation._CHOSEN == {
@@ -155,6 +159,8 @@ def test_forms_are_set_kernel_by_kernel_and_one_name_goes_for_those_that_have_it
         "swiglu": "torch",
         "loss": "torch",
         "experts": "torch",
+        "adamw-bf16": "torch",
+        "adamw-8bit": "torch",
     }
     monkeypatch.setattr(implementation, "not_installed", lambda form: "liger_kernel is not installed")
     with pytest.raises(SpecError, match=r"kernels: liger_kernel is not installed\. pip install liger-kernel"):

@@ -71,11 +71,11 @@ def test_matrices_that_are_orthogonalised_part_by_part_are_seen(monkeypatch):
 
 
 def test_rounding_by_the_place_in_a_part_instead_of_in_the_whole_is_seen(monkeypatch):
-    from ultrascale.train import compact_adamw
+    from ultrascale.kernels import narrow_moments
 
-    positions = compact_adamw.positions
+    positions = narrow_moments.positions
     local_only = lambda shape, offsets, whole, device: positions(shape, tuple(0 for _ in shape), whole, device)  # noqa: E731
-    monkeypatch.setattr(compact_adamw, "positions", local_only)
+    monkeypatch.setattr(narrow_moments, "positions", local_only)
     some = {name: LAYOUTS[name] for name in ("zero 1 of 2", "tp")}
     assert not any(verdict.holds for verdict in prove_all(cases("adamw-bf16", some), steps=1))
 

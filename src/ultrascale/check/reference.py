@@ -12,6 +12,7 @@ from math import sqrt
 import torch
 
 from ultrascale.kernels.dropout import token_keys
+from ultrascale.kernels.narrow_moments import FIRST, SECOND, as_kept
 from ultrascale.kernels.newton_schulz import COEFFICIENTS
 from ultrascale.kernels.stochastic import rounding_key
 from ultrascale.models.decoder import Decoder
@@ -21,7 +22,6 @@ from ultrascale.spec.owners import NEWTON_SCHULZ_STEPS
 from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
 from ultrascale.spec.weights import Weight, weights
-from ultrascale.train.compact_adamw import FIRST, SECOND, as_kept
 from ultrascale.train.learning_rate import learning_rate
 from ultrascale.train.micro_batches import ReadsSequences
 from ultrascale.train.muon import update_size

@@ -63,8 +63,8 @@ def measure(
     forms: Mapping[str, Form | str], inputs: Sequence[Tensor], *, bitwise: bool = False, passes: int = PASSES
 ) -> Outcomes:
     """Time the forward and backward pass of each of `forms`, which take `inputs` and return a tensor, or several; a text is why
-    one is out beforehand. Inputs of floating point get gradients. `bitwise`: a form whose gradients differ from one pass to the
-    next is out.
+    one is out beforehand. Inputs of floating point get gradients; under `torch.no_grad` there is no backward pass.
+    `bitwise`: a form whose gradients differ from one pass to the next is out.
     """
     outcomes: Outcomes = {name: form if isinstance(form, str) else 0.0 for name, form in forms.items()}
     running: dict[str, Form] = {}
@@ -144,6 +144,8 @@ def _passed(form: Form, inputs: Sequence[Tensor]) -> list[Tensor]:
     given = [one.detach().requires_grad_(one.is_floating_point()) for one in inputs]
     made = form(*given)
     outs = [made] if isinstance(made, Tensor) else [*made]
+    if not torch.is_grad_enabled():
+        return outs
     grads = [torch.ones_like(out) if out.dim() == 0 else _gradient(out) for out in outs]
     found = torch.autograd.grad(outs, [one for one in given if one.requires_grad], grads)
     return [*(out.detach() for out in outs), *found]

@@ -1,11 +1,13 @@
-"""The fastest forms of norm, rotary positions, SwiGLU, loss and experts' products for a run: `kernels.contest` in `FORMS`.
+"""The fastest forms of norm, rotary positions, SwiGLU, loss, experts' products and narrow AdamW: `kernels.contest` in `FORMS`.
 
-Each is timed as the model calls it, forward and backward, on as many tokens as a micro-batch has on one rank.
+Each is timed as the model calls it, forward and backward, on as many tokens as a micro-batch has on one rank; an update on a
+matrix of a feed-forward layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -16,6 +18,7 @@ from ultrascale.kernels.contest import MOST_BYTES, Form, Outcomes, measure
 from ultrascale.kernels.cross_entropy import linear_cross_entropy
 from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.kernels.implementation import FORMS, Kernel, chosen, not_installed
+from ultrascale.kernels.narrow_moments import Box, Kind, Moments, Update, empty_moments, update_
 from ultrascale.kernels.norm import add_rms_norm, rms_norm
 from ultrascale.kernels.rotary import rotate
 from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
@@ -24,6 +27,8 @@ from ultrascale.spec.model import Model
 
 GATED = ("silu", "swigluoai")
 """Activations of gated layers that `kernels.swiglu` computes."""
+UPDATES: dict[Kernel, Kind] = {"adamw-bf16": "bf16", "adamw-8bit": "8bit"}
+"""Optimizers whose update is a contest's, and how they keep moments. torch's fused AdamW has no rival."""
 
 
 class FusedShape(NamedTuple):
@@ -85,7 +90,8 @@ def contest(kernel: Kernel, model: Model, shape: FusedShape, device: torch.devic
     """Seconds of each form of `kernel`, forward and backward, or why it is out."""
     function, inputs = _CASES[kernel](model, shape, device)
     forms = {form: not_installed(form) or _form(kernel, form, function) for form in FORMS[kernel]}
-    return measure(forms, inputs, bitwise=bitwise)
+    with nullcontext() if kernel not in UPDATES else torch.no_grad():
+        return measure(forms, inputs, bitwise=bitwise)
 
 
 def _form(kernel: Kernel, form: str, function: Form) -> Form:
@@ -155,7 +161,27 @@ def _experts(model: Model, shape: FusedShape, device: torch.device) -> tuple[For
     return partial(grouped_linear, counts=counts), [draw(rows, shape.hidden), draw(shape.experts, shape.inner, shape.hidden)]
 
 
+def _update(kind: Kind, model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+    """The second update of a matrix, of copies of its moments: every pass does the same."""
+    draw = _Draw(shape._replace(dtype=torch.float32), device)
+    size = draw.rows(shape.inner, shape.hidden), shape.hidden
+    box, weights, gradients = Box((0, 0), size, size), draw(*size), draw(*size)
+    begun = empty_moments(box, kind, weights)
+    how = Update(1e-3, 0.1, 0.9, 0.95, 1e-8, count=1, keys=(1, 2))
+    update_(weights, gradients, Moments(begun, box), how)
+
+    def again(weights: Tensor, gradients: Tensor) -> tuple[Tensor, ...]:
+        updated, state = weights.clone(), {name: moment.clone() for name, moment in begun.items()}
+        update_(updated, gradients, Moments(state, box), how._replace(count=2, keys=(3, 4)))
+        return updated, *state.values()
+
+    return again, [weights, gradients]
+
+
 _CASES = cast(
     "dict[str, Callable[[Model, FusedShape, torch.device], tuple[Form, list[Tensor]]]]",
-    {"norm": _norm, "norm_of_sum": _norm_of_sum, "rotary": _rotary, "swiglu": _swiglu, "loss": _loss, "experts": _experts},
-)
+    {
+        "norm": _norm, "norm_of_sum": _norm_of_sum, "rotary": _rotary, "swiglu": _swiglu, "loss": _loss, "experts": _experts,
+        **{name: partial(_update, kind) for name, kind in UPDATES.items()},
+    },
+)  # fmt: skip

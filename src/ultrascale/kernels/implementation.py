@@ -1,4 +1,4 @@
-"""Which form of norm, rotary positions, SwiGLU, loss and experts' products runs on CUDA: torch's, ours, or another's.
+"""Which form of norm, rotary positions, SwiGLU, loss, experts' products and AdamW with narrow moments runs on CUDA.
 
 Under torch.compile the plain form is traced and fused, and this is not asked. Without it a run says so here, once, when it is
 built: one form for all, or what was fastest of each (`kernels.fused_contest`).
@@ -17,10 +17,11 @@ from torch import Tensor
 from ultrascale.kernels.device_kind import is_cuda
 from ultrascale.spec.problems import Problem, SpecError
 
-Kernel = Literal["norm", "norm_of_sum", "rotary", "swiglu", "loss", "experts"]
+Kernel = Literal["norm", "norm_of_sum", "rotary", "swiglu", "loss", "experts", "adamw-bf16", "adamw-8bit"]
 FORMS: dict[str, tuple[str, ...]] = {
     "norm": ("torch", "triton", "liger"), "norm_of_sum": ("torch", "triton", "liger"), "rotary": ("torch", "triton"),
     "swiglu": ("torch", "triton"), "loss": ("torch", "compiled", "triton"), "experts": ("torch", "loop"),
+    "adamw-bf16": ("torch", "triton"), "adamw-8bit": ("torch", "triton"),
 }  # fmt: skip
 """What there is of each, torch's first. Not Liger's SwiGLU, which writes gradients over gate and up, nor its loss, which adds
 up the weight's gradient in 16 bits, nor its rotary positions, which take queries and keys at once."""

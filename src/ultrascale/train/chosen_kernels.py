@@ -20,9 +20,9 @@ from ultrascale.kernels.attention_contest import AttentionShape, contest
 from ultrascale.kernels.contest import Outcomes, Verdict, decide
 from ultrascale.kernels.flash_packages import not_importable
 from ultrascale.kernels.fp8 import multiplies_fp8
+from ultrascale.kernels.fused_contest import UPDATES, fused_shape, kernels_of, outside_graphs
 from ultrascale.kernels.fused_contest import contest as fused_contest
-from ultrascale.kernels.fused_contest import fused_shape, kernels_of, outside_graphs
-from ultrascale.kernels.implementation import FORMS, choose
+from ultrascale.kernels.implementation import FORMS, Kernel, choose
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.spec.attention_cores import attention_wanted, why_not
@@ -98,6 +98,7 @@ def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdic
         choose(run.kernels, ranks.device)  # refuses what is not there
         return {"kernels": Verdict("kernels", run.kernels, "as the key kernels says")}
     kernels = tuple(kernels_of(run.model, run.layout)) if not run.compile else outside_graphs(run.model)
+    kernels = (*kernels, *update_of(run))
     reason = "the compiler fuses them" if run.compile and not kernels else ""
     if ranks.device.type == "cpu":
         reason = "ours and torch's operations, the only ones for the CPU"
@@ -108,6 +109,11 @@ def _fused(run: Run, ranks: Ranks, kept: dict[str, Verdict]) -> dict[str, Verdic
     shape = fused_shape(run.model, run.layout, run.batch.sequence_length, TORCH_DTYPE[run.layout.precision])
     hold = partial(fused_contest, model=run.model, shape=shape, device=ranks.device, bitwise=run.deterministic)
     return {kernel: kept.get(kernel) or decide_together(kernel, ranks, partial(hold, kernel)) for kernel in kernels}
+
+
+def update_of(run: Run) -> tuple[Kernel, ...]:
+    """The optimizer's, if it has forms."""
+    return tuple(name for name in UPDATES if name == run.optimizer.name)
 
 
 def decide_together(what: str, ranks: Ranks, hold: Callable[[], Outcomes]) -> Verdict:

@@ -10,11 +10,12 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from ultrascale.kernels.narrow_moments import FIRST, SECOND, Kind
 from ultrascale.parallel.host_memory import host_tensor
 from ultrascale.parallel.share import Held, Share
 from ultrascale.spec.run import Optimizer
 from ultrascale.spec.weights import Weight, is_hidden_matrix
-from ultrascale.train.compact_adamw import FIRST, SECOND, CompactAdamW, Kind
+from ultrascale.train.compact_adamw import CompactAdamW
 from ultrascale.train.host_optimizer import HostAdamW
 from ultrascale.train.local_adamw import LocalAdamW
 from ultrascale.train.muon import Muon
