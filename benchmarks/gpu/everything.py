@@ -49,12 +49,10 @@ KERNEL_TESTS = "tests/gpu/test_kernels_cuda.py"
 TESTS_NEED = ("torch", "numpy", "safetensors", "rich", "pytest", "hypothesis")
 
 PARTS = {
-    "steps": Part(
-        (f"{HERE}/step_speed.py", "--output", RECORD), 570, ("--toy", "--shapes", "1b", "--only", "ours", "--steps", "2")
-    ),
+    "steps": Part((f"{HERE}/step_speed.py", "--output", RECORD), 570, ("--toy", "--shapes", "1b", "--steps", "2")),
     "primitives": Part((f"{HERE}/primitives.py", "--output", RECORD), 240, ("--toy",)),
     "gathers": Part((f"{HERE}/gather_speed.py", "--output", RECORD), 570, ("--toy", "--steps", "2")),
-    "kernels": Part((f"{HERE}/kernel_speed.py", "--output", RECORD), 300, ("--only", "norm")),
+    "kernels": Part((f"{HERE}/kernel_speed.py", "--output", RECORD), 300, ()),
     "primer": Part(("-m", "ultrascale.primer"), 180, ("access",), ("torch", "numpy", "triton")),
     "tests": Part((*TESTS, "tests/gpu", f"--ignore={KERNEL_TESTS}"), 570, (), TESTS_NEED),
     "kernel-tests": Part((*TESTS, KERNEL_TESTS, "tests/kernels"), 570, (), TESTS_NEED),

@@ -2,8 +2,9 @@
 
     python benchmarks/gpu/kernel_speed.py --output benchmarks/gpu/results/NAME.json [--only norm]
 
-Each row is one forward and backward pass. `share` is the bandwidth that it reaches, counting only the bytes that any form must
-move, over what copying a large tensor reaches in the same call; of attention the FLOP/s over those of a large matrix product.
+Each row is one forward and backward pass, or one update of narrow moments. `share` is the bandwidth that it reaches, counting
+only the bytes that any form must move, over what copying a large tensor reaches in the same call; of attention and experts the
+FLOP/s over those of a large matrix product.
 Every form is first held to the same in fp64; one that fails, or is too far from it, is a row that says so. Then come the peak
 bytes of head and loss, and the lines of the contests by which a run of these shapes would choose (`kernels.contest`).
 Where there is no CUDA the script runs at toy sizes, Triton interpreted, and only checks: it is never broken when needed.
@@ -12,9 +13,7 @@ Where there is no CUDA the script runs at toy sizes, Triton interpreted, and onl
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import os
 import platform
 import sys
 import time
@@ -26,36 +25,38 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-
-HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-
-from torch import Tensor  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from ultrascale.kernels.attention import attention, attention_mask  # noqa: E402
-from ultrascale.kernels.attention_contest import AttentionShape  # noqa: E402
-from ultrascale.kernels.attention_contest import contest as attention_contest  # noqa: E402
-from ultrascale.kernels.contest import Verdict, decide  # noqa: E402
-from ultrascale.kernels.cross_entropy import linear_cross_entropy  # noqa: E402
-from ultrascale.kernels.fused_contest import contest as fused_contest  # noqa: E402
-from ultrascale.kernels.fused_contest import fused_shape, kernels_of  # noqa: E402
-from ultrascale.kernels.rotary import rotate  # noqa: E402
-from ultrascale.kernels.swiglu import clamped_swiglu, swiglu  # noqa: E402
-from ultrascale.measure.machine import measure_matmul_ceiling  # noqa: E402
-from ultrascale.spec.attention_cores import Wanted  # noqa: E402
-from ultrascale.spec.layout import AttentionCore, Layout  # noqa: E402
-from ultrascale.spec.model_presets import preset  # noqa: E402
-
-DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
-DTYPE = torch.bfloat16 if HAS_CUDA else torch.float32
-ROWS, HIDDEN, FFN, HEADS, KEY_HEADS, HEAD_DIM, VOCAB = (8192, 4096, 14336, 32, 8, 128, 128_256) if HAS_CUDA else (
-    16, 64, 96, 4, 2, 16, 300
+from claims import kernel_claims
+from kernel_contests import contests, loss_peaks
+from kernel_shapes import (
+    DEVICE,
+    DTYPE,
+    FFN,
+    HAS_CUDA,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KEY_HEADS,
+    LENGTH,
+    NUM_DOCUMENTS,
+    NUM_EXPERTS,
+    ROWS,
+    VOCAB,
+    random,
 )  # fmt: skip
-"""Llama 3 8B at 8,192 tokens."""
-LENGTH = ROWS
-NUM_DOCUMENTS = 8
+from torch import Tensor
+from torch.nn import functional as F
+from update_forms import MOVES, update_forms
+
+from ultrascale.kernels.attention import attention, attention_mask
+from ultrascale.kernels.contest import Verdict
+from ultrascale.kernels.fused_contest import UPDATES
+from ultrascale.kernels.grouped_matmul import grouped_linear
+from ultrascale.kernels.implementation import chosen
+from ultrascale.kernels.rotary import rotate
+from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
+from ultrascale.measure.machine import measure_matmul_ceiling
+from ultrascale.spec.layout import AttentionCore
+
 LIMIT = 2e-2
 """Relative distance from fp64, of bf16 that is rounded a few times."""
 Form = Callable[..., Any]
@@ -93,10 +94,6 @@ class Kernel:
     flops: float = 0.0
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)).to(DTYPE)
-
-
 def triton_form(module: str, name: str) -> dict[str, Form]:
     if find_spec("triton") is None:
         return {}
@@ -122,6 +119,7 @@ def compiled(form: Form) -> dict[str, Form]:
 def kernels() -> Iterator[Kernel]:
     yield from elementwise()
     yield from attentions()
+    yield experts()
 
 
 def elementwise() -> Iterator[Kernel]:
@@ -156,6 +154,21 @@ def elementwise() -> Iterator[Kernel]:
 
     ours = {name: turned(form) for name, form in triton_form("triton_rotary", "rotate").items()}
     yield Kernel("rotary", [heads], {"torch": turned(rotate), **compiled(turned(rotate)), **ours}, 4.0 * heads.numel() * size)
+
+
+def experts() -> Kernel:
+    """A projection of Mixtral's eight experts, of rows in their order, evenly."""
+    counts = torch.full((NUM_EXPERTS,), ROWS // NUM_EXPERTS, device=DEVICE)
+
+    def by(form: str) -> Form:
+        def run(rows: Tensor, weight: Tensor) -> Tensor:
+            with chosen("experts", form):
+                return grouped_linear(rows, weight, counts)
+
+        return run
+
+    given = [random(ROWS, HIDDEN), random(NUM_EXPERTS, FFN, HIDDEN, seed=1)]
+    return Kernel("experts", given, {form: by(form) for form in ("torch", "loop")}, flops=6.0 * ROWS * HIDDEN * FFN)
 
 
 def attentions() -> Iterator[Kernel]:
@@ -276,51 +289,40 @@ def losses(copy: float) -> Iterator[Row]:
         yield Row("loss", name, seconds, share, far, too_far(far))
 
 
+def updates(copy: float) -> Iterator[Row]:
+    """AdamW with narrow moments on one matrix, held to torch's form."""
+    for name in UPDATES:
+        expected: list[Tensor] = []
+        for form, one in update_forms(name, FFN, HIDDEN, DEVICE).items():
+            try:
+                one.update()
+                found = one.found()
+            except Exception as error:
+                yield failed(name, form, error)
+                continue
+            far = distance(found, [other.double() for other in expected or found])
+            expected = expected or [other.clone() for other in found]
+            seconds = timed(one.update) if HAS_CUDA else None
+            share = None if seconds is None else MOVES[name] * FFN * HIDDEN / seconds / copy
+            yield Row(name, form, seconds, share, far, too_far(far))
+
+
+def left_out() -> str:
+    """What is not measured here, and why."""
+    if not HAS_CUDA:
+        return (
+            "no CUDA device: toy sizes, interpreted, held to the same in fp64. Left out: times, what only CUDA has (compiled "
+            "forms, Liger's, cudnn, flex), peaks of head and loss, contests of all but attention"
+        )
+    missing = [name for name in ("triton", "liger_kernel") if find_spec(name) is None]
+    return f"left out, not installed: {', '.join(missing)}" if missing else ""
+
+
 def copy_rate() -> float:
     """Bytes per second, read and written, of copying 2 GiB."""
     source = torch.empty(2**30, dtype=torch.bfloat16, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.nbytes / timed(lambda: target.copy_(source))
-
-
-def contests() -> Iterator[Verdict]:
-    """What a run of these shapes would choose: one sequence of Llama 3 8B; without CUDA the CPU's cores at toy sizes."""
-    shape = AttentionShape(1, LENGTH, HEADS, KEY_HEADS, HEAD_DIM, HEAD_DIM, DTYPE)
-    wanted = Wanted("cuda" if HAS_CUDA else "cpu", "bf16" if HAS_CUDA else "fp32", (None,))
-    masks = (
-        ("attention, causal", wanted), ("attention, 8 documents", wanted._replace(documents=True)),
-        ("attention, a window", wanted._replace(windows=(LENGTH // NUM_DOCUMENTS,))),
-    )  # fmt: skip
-    for name, one in masks:
-        yield decide(name, [attention_contest(shape, one, DEVICE, compiled=False)])
-    model, layout = preset("llama-3-8b"), Layout()
-    fused = fused_shape(model, layout, ROWS, DTYPE)._replace(
-        hidden=HIDDEN, heads=HEADS, head_dim=HEAD_DIM, rotary_dim=HEAD_DIM, inner=FFN, vocabulary=VOCAB
-    )
-    for kernel in kernels_of(model, layout) if HAS_CUDA else ():  # elsewhere there is nothing to choose from
-        yield decide(kernel, [fused_contest(kernel, model, fused, DEVICE)])
-
-
-def loss_peaks() -> dict[str, int]:
-    """Peak bytes of head and loss in bf16, forward and backward, beside what is given; without CUDA nothing."""
-    if not HAS_CUDA:
-        return {}
-
-    def unfused(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
-
-    peaks = {}
-    for width in (2048, 4096):
-        hidden, weight = random(ROWS, width).requires_grad_(), random(VOCAB, width).requires_grad_()
-        targets = torch.randint(VOCAB, (ROWS,), device=DEVICE)
-        for name, loss_of in (("unfused", unfused), ("ours", linear_cross_entropy)):
-            torch.cuda.synchronize()
-            gc.collect()  # a timer's buffer in a cycle of references would be in `before`, and gone at the peak
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            torch.autograd.grad(loss_of(hidden, weight, targets), (hidden, weight))
-            peaks[f"{name}, D = {width}"] = torch.cuda.max_memory_allocated() - before
-    return peaks
 
 
 def main() -> int:
@@ -334,8 +336,12 @@ def main() -> int:
     verdicts: list[Verdict] = []
     report = {
         "device": torch.cuda.get_device_name() if HAS_CUDA else platform.processor() or "cpu", "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"), "copy_bytes_per_second": copy, "matmul_flops_per_second": matmul,
+        "date": time.strftime("%Y-%m-%d"), "left_out": left_out(),
+        "copy_bytes_per_second": copy, "matmul_flops_per_second": matmul,
     }  # fmt: skip
+
+    if reason := left_out():
+        print(reason, flush=True)
 
     def save(**more: Any) -> None:
         report.update(rows=[asdict(row) for row in rows], contests=[asdict(one) for one in verdicts], **more)
@@ -346,6 +352,7 @@ def main() -> int:
     for row in chain(
         (row for one in kernels() if options.only in one.name for row in measured(one, copy, matmul)),
         losses(copy) if options.only in "loss" else (),
+        updates(copy) if any(options.only in name for name in UPDATES) else (),
     ):
         rows.append(row)
         print(row.line(), flush=True)
@@ -359,6 +366,8 @@ def main() -> int:
             verdicts.append(verdict)
             print(verdict.line(), flush=True)
             save()
+    if HAS_CUDA and not options.only:
+        print("", *kernel_claims([asdict(row) for row in rows], peaks), sep="\n")
     return 1 if any(row.failed for row in rows) else 0
 
 

@@ -30,18 +30,18 @@ from statistics import median
 from typing import Any
 
 import torch
+from claims import step_claims
 from step_contestants import Case
 
+from ultrascale.kernels.fp8 import multiplies_fp8
 from ultrascale.measure.machine import measure_matmul_ceiling, peak_flops
 from ultrascale.plan.flops import model_flops_per_token
-from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import preset
-from ultrascale.spec.trainable import untrainable_layout
+from ultrascale.spec.units import format_bytes
 from ultrascale.spec.weights import num_parameters
 
 HERE = Path(__file__).parent
-GIB = 2**30
 STATE_BYTES = 18
 """Of a parameter: fp32 master, gradient and two moments, and the copy that computes, bf16."""
 STATE_SHARE = 0.6
@@ -144,6 +144,20 @@ def rows_of(arguments: argparse.Namespace, device: torch.device) -> Iterator[Row
                 yield row
 
 
+def left_out(arguments: argparse.Namespace, rows: list[Row]) -> list[str]:
+    """What this call leaves out though nobody said so, and why."""
+    asked = arguments.only or [*CONTESTANTS, *MORE]
+    told = []
+    if arguments.toy:
+        told.append("left out: compiling, device memory, planned times (tiny shapes, eager, on the CPU)")
+    if "ours, fp8" in asked and not any(row.case.contestant == "ours, fp8" for row in rows):
+        told.append("left out: ours, fp8 (this device has no products in 8 bits)")
+    elsewhere = [name for name in MORE if name in asked]
+    if elsewhere and len(arguments.shapes) > 1:
+        told.append(f"on {arguments.shapes[0]} alone: {'; '.join(elsewhere)}")
+    return told
+
+
 def _row(shape: str, name: str, memory: int | None, arguments: argparse.Namespace, device: torch.device) -> Row:
     model_name, micro_batch = SHAPES[shape]
     layers = None if arguments.toy or memory is None else layers_that_fit(preset(model_name), memory)
@@ -152,8 +166,8 @@ def _row(shape: str, name: str, memory: int | None, arguments: argparse.Namespac
 
 
 def _runs_fp8(row: Row) -> bool:
-    """Whether the trainer takes fp8 here; it says itself."""
-    return not row.case.toy and not untrainable_layout(Layout(precision="fp8"))
+    """Whether this device multiplies in 8 bits: emulated it says nothing of speed."""
+    return not row.case.toy and multiplies_fp8(torch.device(row.case.device))
 
 
 def layers_that_fit(model: Model, memory_bytes: int) -> int | None:
@@ -249,7 +263,7 @@ def table(record: dict[str, Any]) -> str:
     ours = {row["shape"]: row["tokens_per_second"] for row in ran if row["contestant"] == "ours"}
     head = (
         "| shape | contestant | tokens/s | ours is | step ms (lowest to highest) | MFU causal | full | of ceiling "
-        "| allocated GiB (planned) | reserved GiB | planned step ms |\n|---|---|---|---|---|---|---|---|---|---|---|"
+        "| allocated (planned) | reserved | planned step ms |\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
     in_order = sorted(record["rows"], key=lambda row: list(SHAPES).index(row["shape"]))
     return "\n".join([head, *(_table_row(row, ours.get(row["shape"])) for row in in_order)])
@@ -261,18 +275,18 @@ def _table_row(row: dict[str, Any], ours: float | None) -> str:
         return f"| {row['shape']} | {row['contestant']}{notes} | {row['failed']} |" + " |" * 8
     low, high = (seconds * 1e3 for seconds in row["step_seconds_spread"])
     ratio = "" if ours is None or row["contestant"] == "ours" else f"{ours / row['tokens_per_second']:.2f}x"
-    planned = "" if "planned_peak_bytes" not in row else f" ({row['planned_peak_bytes'] / GIB:.1f})"
+    planned = "" if "planned_peak_bytes" not in row else f" ({format_bytes(row['planned_peak_bytes'])})"
     planned_step = "" if "planned_step_seconds" not in row else f"{row['planned_step_seconds'] * 1e3:.1f}"
     return (
         f"| {row['shape']} | {row['contestant']}{notes} | {row['tokens_per_second']:,.0f} | {ratio} "
         f"| {row['step_seconds'] * 1e3:.1f} ({low:.1f} to {high:.1f}) | {row['mfu_causal']:.1%} | {row['mfu_full']:.1%} "
-        f"| {row['share_of_ceiling_causal']:.1%} | {_gib(row['peak_allocated_bytes'])}{planned} "
-        f"| {_gib(row['peak_reserved_bytes'])} | {planned_step} |"
+        f"| {row['share_of_ceiling_causal']:.1%} | {_bytes(row['peak_allocated_bytes'])}{planned} "
+        f"| {_bytes(row['peak_reserved_bytes'])} | {planned_step} |"
     )
 
 
-def _gib(num_bytes: float | None) -> str:
-    return "" if num_bytes is None else f"{num_bytes / GIB:.1f}"
+def _bytes(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else format_bytes(num_bytes)
 
 
 def machine(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -326,6 +340,8 @@ def main() -> int:
         f"{record['device']}: matrix product {ceiling:.3g} TFLOP/s bf16, peak {peak:.3g} ({record['peak_origin']})", flush=True
     )
     rows = list(rows_of(arguments, device))
+    record["left_out"] = left_out(arguments, rows)
+    print(*record["left_out"], sep="\n", end="\n" if record["left_out"] else "", flush=True)
 
     def save() -> None:
         record["rows"] = [figures(row, record) for row in rows]
@@ -337,6 +353,8 @@ def main() -> int:
     record["ceiling_at_the_end"] = measure_matmul_ceiling("bf16", device, budget_seconds=0.2).flops_per_second
     save()
     print(f"\n{table(record)}")
+    if not arguments.toy:  # tiny shapes on a CPU have nothing to hold
+        print("", *step_claims(record["rows"]), sep="\n")
     return 0
 
 

@@ -15,6 +15,7 @@ from ultrascale.spec.model_presets import preset
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 sys.path.insert(0, str(FOLDER))
+import claims  # noqa: E402  # pyright: ignore[reportMissingImports]
 import everything  # noqa: E402  # pyright: ignore[reportMissingImports]
 import step_speed  # noqa: E402  # pyright: ignore[reportMissingImports]
 
@@ -51,6 +52,7 @@ def test_contestants_take_turns_and_one_that_fails_is_a_row(tmp_path, bare):
     assert rows["ours"]["planned_peak_bytes"] > 0
     assert "failed" in rows["liger"] or rows["liger"]["tokens_per_second"] > 0
     assert told.count("\n| 1b |") == 3
+    assert "left out: compiling" in told
 
 
 def test_all_that_waits_for_a_gpu_is_one_command_and_a_part_that_fails_costs_the_others_nothing(tmp_path, monkeypatch, capsys):
@@ -109,6 +111,51 @@ def test_the_primitives_run(tmp_path, bare):
     run_toy("primitives.py", bare, "--output", str(output))
     kinds = [row["kind"] for row in json.loads(output.read_text())["rows"]]
     assert kinds == ["product", "input gradient", "weight gradient", "attention", "attention backward", "copy", "add"]
+
+
+def test_every_kernel_is_held_to_the_same_in_fp64_and_what_a_cpu_leaves_out_is_said(tmp_path, bare):
+    pytest.importorskip("triton")
+    output = tmp_path / "record.json"
+    command = [sys.executable, str(FOLDER / "kernel_speed.py"), "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, env=bare, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    forms: dict[str, list[str]] = {}
+    for row in json.loads(output.read_text())["rows"]:
+        assert not row["failed"] and row["distance"] < 1e-6, row
+        forms.setdefault(row["kernel"], []).append(row["form"])
+    of_torch_and_triton = ("norm", "norm of a sum", "rotary", "loss", "adamw-bf16", "adamw-8bit")
+    assert {name: forms[name] for name in of_torch_and_triton} == dict.fromkeys(of_torch_and_triton, ["torch", "triton"])
+    assert forms["swiglu"] == ["torch", "ours", "triton"] and forms["experts"] == ["torch", "loop"]
+    assert "Left out: times" in done.stdout
+
+
+def test_claims_are_told_one_by_one_and_what_was_not_measured_too():
+    def row(shape: str, contestant: str, speed: float, mfu: float = 0.61) -> dict:
+        return {"shape": shape, "contestant": contestant, "tokens_per_second": speed, "mfu_causal": mfu, "mfu_full": mfu + 0.1}
+
+    rows = [
+        row("8b", "ours", 100.0), row("1b", "ours", 50.0, 0.59), row("8b", "plain", 101.0), row("1b", "plain", 49.0),
+        {"shape": "8b", "contestant": "liger", "failed": "x"}, row("8b", "ours, fp8", 125.0),
+        {"shape": "3b", "contestant": "ours", "failed": "x"},
+    ]  # fmt: skip
+    assert [line[:12].strip() + " " + line[14:] for line in claims.step_claims(rows)] == [
+        "holds 8b: MFU 61.0% causal, 71.0% full, of 60%",
+        "FAILS 8b: 0.99x plain",
+        "not measured 8b: faster than liger",
+        "FAILS 1b: MFU 59.0% causal, 69.0% full, of 60%",
+        "holds 1b: 1.02x plain",
+        "not measured 3b: MFU, faster than each peer",
+        "holds 8b: fp8 1.25x bf16, of 1.25x",
+    ]
+    times = [
+        ("norm", "torch", 1.0, 0.5),
+        ("norm", "triton", 1.2, 0.4),
+        ("swiglu", "triton", 1.0, 0.86),
+        ("loss", "torch", None, None),
+    ]
+    kernels = [dict(zip(("kernel", "form", "seconds", "share"), one, strict=True)) for one in times]
+    told = list(claims.kernel_claims(kernels, {"unfused, D = 2048": 100, "ours, D = 2048": 15}))
+    assert [line[:5] for line in told] == ["FAILS", "holds", "not m", "FAILS"]
 
 
 def test_gathers_in_fp8_send_half_and_change_no_loss(tmp_path, bare):
