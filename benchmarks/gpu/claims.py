@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 MFU, FP8_GAIN, KERNEL_SHARE, LOSS_SHARE = 0.60, 1.25, 0.85, 0.15
-"""Of the bf16 peak, attention causal; of bf16 tokens/s at 8B shapes; of bandwidth or of the best other form; of the unfused peak."""
+"""Of the bf16 peak, attention causal; of bf16 tokens/s at 8B shapes; of bandwidth or of the best
+other form; of the unfused peak."""
 PEERS = ("transformers", "transformers, layers compiled", "transformers, bf16 weights", "plain", "plain, graphs", "liger")
 OURS = ("triton", "ours")
 
@@ -15,9 +16,8 @@ def step_claims(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Of `step_speed.py`."""
     speeds = {(row["shape"], row["contestant"]): row["tokens_per_second"] for row in rows if "failed" not in row}
     for shape in dict.fromkeys(row["shape"] for row in rows):
-        ours = next(
-            (row for row in rows if row["shape"] == shape and row["contestant"] == "ours" and "failed" not in row), None
-        )
+        found = [row for row in rows if (row["shape"], row["contestant"]) == (shape, "ours") and "failed" not in row]
+        ours = found[0] if found else None
         if ours is None:
             yield f"not measured  {shape}: MFU, faster than each peer"
             continue

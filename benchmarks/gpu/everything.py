@@ -29,7 +29,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORD = "RECORD"
 """Among the words of a part: the JSON that it writes."""
-LINES_SHOWN = 15
+LINES_SHOWN = 45
+"""The table of steps, and what is claimed."""
 
 
 @dataclass(frozen=True)
