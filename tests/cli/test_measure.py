@@ -66,7 +66,7 @@ def test_json_is_one_object_whose_categories_sum_to_the_step(run_file, tmp_path,
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [(["measure", "layer", "run.toml"], "knows `step` and `speed`"), (["measure", "step", "nowhere.toml"], "nowhere.toml"),
+    [(["measure", "layer", "run.toml"], "`speed` and `network`"), (["measure", "step", "nowhere.toml"], "nowhere.toml"),
      (["measure"], "measure step")],
 )  # fmt: skip
 def test_mistakes_end_with_2_and_say_what_to_do(words, told, capfd):

@@ -46,6 +46,7 @@ def test_a_setting_may_stand_before_the_file(verb: str, capsys: pytest.CaptureFi
         "train",
         "measure step",
         "measure speed",
+        "measure network",
         "sweep",
         "validate",
     ],

@@ -25,6 +25,7 @@ _HELP = """ultrascale measure: what a run does on this machine.
 
   ultrascale measure step RUN.TOML    where the time of a step goes, on every rank, beside the plan
   ultrascale measure speed RUN.TOML   how fast it is and what memory it takes, beside the plan
+  ultrascale measure network          what collectives get between ranks here, beside the plan
 
 Each has --help with an example.
 """
@@ -73,6 +74,10 @@ def command(arguments: list[str]) -> int:
         from ultrascale.cli import measure_speed
 
         return measure_speed.command(arguments[1:])
+    if arguments[0] == "network":
+        from ultrascale.cli import measure_network
+
+        return measure_network.command(arguments[1:])
     if arguments[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0
@@ -80,7 +85,7 @@ def command(arguments: list[str]) -> int:
     what, path, steps, out, processes, top, as_json = parsed
     if what != "step":
         remedy = f"`ultrascale measure step {path}` or `ultrascale measure speed {path}`, settings after it."
-        raise SpecError([Problem("measure", f"knows `step` and `speed`, and here is {what!r}", remedy)])
+        raise SpecError([Problem("measure", f"knows `step`, `speed` and `network`, and here is {what!r}", remedy)])
     if top < 0:
         raise SpecError([Problem("--top", f"must be at least 0, is {top}", "0 lists none.")])
     first, last = parse_steps(steps)

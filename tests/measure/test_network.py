@@ -1,0 +1,117 @@
+"""Collectives that are timed: every kind, in every shape of group, with a right result or none at all."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch.distributed as dist
+
+from ultrascale.cli.main import main
+from ultrascale.cli.measure_network import parse_groups, parse_size
+from ultrascale.launch.forked import RankFailed, run_forked
+from ultrascale.measure.network import (
+    KINDS,
+    Timed,
+    default_groups,
+    expect_groups,
+    measure_network,
+    network_bytes_per_second,
+    sizes_up_to,
+)
+from ultrascale.parallel.mesh import process_group
+from ultrascale.plan.collectives import collective_seconds
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import SpecError
+
+
+def _measured(rendezvous, groups, sizes, kinds, machine=None, spoil=""):
+    if spoil and os.environ["RANK"] == "1":
+        broadcast = dist.broadcast
+
+        def spoilt(tensor, *arguments, **options):
+            broadcast(tensor, *arguments, **options)
+            tensor[-1] += 1
+
+        dist.broadcast = spoilt
+    with process_group(Layout(dp=int(os.environ["WORLD_SIZE"])), device="cpu", rendezvous=rendezvous) as ranks:
+        return measure_network(ranks, groups, sizes, kinds, machine=machine)
+
+
+def test_every_kind_is_timed_in_groups_side_by_side_and_across():
+    told = run_forked(4, _measured, [(4, 1), (2, 2)], [1024, 4096], KINDS, "4xh100")
+    assert told[0] == told[3]
+    timed = [Timed(**one) for one in told[0]["timed"]]
+    assert [(one.size, one.stride, one.kind, one.num_bytes) for one in timed] == [
+        (size, stride, kind, num_bytes) for size, stride in ((4, 1), (2, 2)) for kind in KINDS for num_bytes in (1024, 4096)
+    ]
+    one = next(one for one in timed if (one.size, one.kind, one.num_bytes) == (4, "all_reduce", 4096))
+    assert one.bus_bytes_per_second == pytest.approx(4096 * 2 * 3 / 4 / one.seconds)
+    assert one.planned_seconds == collective_seconds(parse_cluster("4xh100"), "all_reduce", 4096, size=4, stride=1)
+
+
+def test_a_wrong_result_is_an_error_and_no_time():
+    with pytest.raises(RankFailed, match=r"rank 1: broadcast of 1,024 bytes over 2 ranks gave"):
+        run_forked(2, _measured, [(2, 1)], [1024], ["broadcast"], None, "yes")
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "groups"),
+    [(8, 8, [(8, 1)]), (16, 8, [(16, 1), (8, 1), (2, 8)]), (4, 1, [(4, 1)]), (12, 8, [(12, 1), (8, 1)])],
+)
+def test_without_being_asked_all_ranks_those_of_a_node_and_one_of_each(world, per_node, groups):
+    assert default_groups(world, per_node) == groups
+
+
+def test_groups_must_cut_the_ranks():
+    expect_groups([(2, 2), (4, 1)], 4)
+    for wrong in ((3, 1), (2, 4), (1, 1), (2, 0)):
+        with pytest.raises(SpecError, match="does not cut 4 ranks"):
+            expect_groups([wrong], 4)
+
+
+def test_sizes_and_groups_are_read_as_people_write_them():
+    assert sizes_up_to(4096) == [1024, 4096] and sizes_up_to(5000) == [1024, 4096, 5000]
+    assert [parse_size(text) for text in ("64MiB", "64 mib", "1GB", "65536")] == [2**26, 2**26, 10**9, 65536]
+    assert parse_groups("8:1, 2:8") == [(8, 1), (2, 8)]
+    for text in ("", "1", "-4MiB", "3XB", "nan", "9999GiB"):
+        with pytest.raises(SpecError, match="--largest"):
+            parse_size(text)
+
+
+def test_what_a_node_gives_is_what_its_ranks_give_together():
+    def gathered(stride, num_bytes, rate):
+        return Timed("all_gather", 2, stride, num_bytes, 1.0, 0.0, rate, None)
+
+    found = [gathered(8, 1024, 1e9), gathered(8, 2**30, 40e9), gathered(1, 2**30, 300e9)]
+    assert network_bytes_per_second(found, 8) == 320e9
+    assert network_bytes_per_second(found[2:], 8) is None
+
+
+def test_the_command_prints_times_and_bandwidths(tmp_path, capfd):
+    out = tmp_path / "network.json"
+    words = ["measure", "network", "--processes", "2", "--largest", "4KiB", "--kinds", "all-reduce,send", "--out", str(out)]
+    assert main(words) == 0
+    told = capfd.readouterr().out
+    assert "groups of 2 ranks: time" in told and "groups of 2 ranks: GB/s of bus" in told
+    assert [line.split()[:2] for line in told.splitlines() if "KiB" in line] == [["1", "KiB"], ["4", "KiB"]] * 2
+    assert len(json.loads(out.read_text())["timed"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "--processes"),
+        (["--processes", "1"], "must be at least 2"),
+        (["--processes", "2", "--kinds", "all_scatter"], "all_scatter"),
+        (["--processes", "2", "--groups", "2"], "SIZE:STRIDE"),
+        (["--processes", "2", "--machine", "2xnothing"], "2xnothing"),
+        (["--processes", "2", "--device", "tpu"], "--device"),
+        (["--processes", "2", "--out", "/no/such/folder/x.json"], "--out"),
+    ],
+)
+def test_mistakes_end_with_2_and_say_what_to_do(words, told, capfd):
+    assert main(["measure", "network", *words]) == 2
+    assert told in capfd.readouterr().err
