@@ -1,5 +1,6 @@
 import pytest
 
+from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.rules import run_notes
@@ -156,3 +157,20 @@ def test_triton_kernels_are_refused_where_they_would_not_run(more) -> None:
 )  # fmt: skip
 def test_a_number_beyond_all_use_is_refused_with_its_bound(key, given, rule):
     assert problems(require_data=True, **given)[key].rule == rule
+
+
+def test_a_job_larger_than_its_cluster_is_told_the_cluster_to_name():
+    with pytest.raises(SpecError) as caught:
+        resolve(None, {"model.preset": "llama-3-8b", "cluster": "8xa100-80", "layout.dp": 16, "batch.sequences_per_batch": 16})
+    (remedy,) = [problem.remedy for problem in caught.value.problems]
+    named = remedy.partition("--cluster ")[2].partition(",")[0]
+    assert parse_cluster(named).num_accelerators == 16
+    words = {"model.preset": "llama-3-8b", "cluster": named, "layout.dp": 16, "batch.sequences_per_batch": 16}
+    assert resolve(None, words).run.layout.dp == 16
+
+
+def test_a_budget_of_bytes_has_a_unit():
+    words = {"model.preset": "llama-3-8b", "layout.recompute": "auto", "layout.recompute_budget": "20GiB"}
+    assert resolve(None, words).run.layout.recompute_budget == 20 * 2**30
+    with pytest.raises(SpecError, match=r"expected bytes, such as 20GiB, 16GB or 16000000000, found '20G'"):
+        resolve(None, words | {"layout.recompute_budget": "20G"})

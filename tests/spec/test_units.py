@@ -9,6 +9,7 @@ from ultrascale.spec.units import (
     format_count,
     format_flops_per_second,
     format_seconds,
+    parse_bytes,
     parse_tokens,
 )
 
@@ -22,6 +23,19 @@ from ultrascale.spec.units import (
 )  # fmt: skip
 def test_tokens_are_read_as_people_write_them(text, value):
     assert parse_tokens(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("20GiB", 20 * 2**30), ("16 GB", 16 * 10**9), ("16e9", 16 * 10**9), ("512", 512), ("1.5KiB", 1536)]
+)
+def test_bytes_are_read_as_people_write_them(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["20G", "20gib", "-5", "0.5B", "", "4M"])
+def test_bytes_that_cannot_be_read_are_refused(text):
+    with pytest.raises(UnitError, match=r"expected .*found"):
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["4m", "M", "", "-4M", "1.5", "nan", "4 M B", "4G", "1e400"])

@@ -15,7 +15,9 @@ from ultrascale.kernels import contest, implementation
 from ultrascale.kernels.contest import Verdict
 from ultrascale.kernels.implementation import choose
 from ultrascale.parallel.mesh import Ranks
+from ultrascale.spec.fp8_slots import products_line
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.train import chosen_kernels
@@ -69,7 +71,19 @@ def test_on_the_cpu_nothing_is_timed_unless_asked_for_and_the_line_says_so(home:
 def test_a_run_in_fp8_says_where_nothing_multiplies_fp8(home: Path, precision: Any, count: int) -> None:
     run = small_run(home, name="narrow", layout=Layout(micro_batch_size=2, precision=precision))
     train_here(replace(run, steps=1))
-    assert (home / "narrow" / "log.txt").read_text().count("fp8: emulated, since this device has no products of it") == count
+    told = (home / "narrow" / "log.txt").read_text()
+    assert told.count("fp8: emulated, since this device has no products of it") == count
+    assert told.count("fp8: q_proj, ") == count
+
+
+def test_what_an_fp8_run_multiplies_in_8_bits_and_what_stays_in_bf16_is_named_weight_by_weight() -> None:
+    model = preset("tiny-deepseek-v3")
+    narrow, _, wide = products_line(model, Layout(precision="fp8", fp8_keep_blocks=1)).partition("; in bf16 stay ")
+    products, _, blocks = narrow.partition(" of ")
+    assert products == "q_b_proj, kv_b_proj, o_proj, gate_proj, up_proj, down_proj"
+    assert blocks == f"{model.num_hidden_layers - 2} of {model.num_hidden_layers} blocks, row scaling"
+    assert wide.endswith(", attention, loss; blocks at either end: 1")
+    assert {"embed_tokens", "router", "q_a_proj", "kv_a_proj_with_mqa", "lm_head"} <= set(wide.split(", "))
 
 
 def test_ranks_that_measure_otherwise_decide_alike(home: Path, monkeypatch) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # imports torch
     from ultrascale.trace.record import RankTrace
 
 ENDINGS = (".png", ".svg", ".json", ".pickle")
+STEPS = 2
+"""The second is like all that follow."""
 BASE_BYTES = 0.5 * 2**30
 """Of a process with torch loaded."""
 BYTES_PER_PASS = 120_000
@@ -39,7 +41,7 @@ class Asked:
 
     run: str
     world: int | None
-    rank: int
+    rank: int | None
     all_stages: bool
     steps: int
     device: Literal["cpu", "cuda"] | None
@@ -52,9 +54,9 @@ def trace(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
     /,
     world: int | None = None,
-    rank: int = 0,
+    rank: int | None = None,
     all_stages: bool = False,
-    steps: int = 2,
+    steps: int = STEPS,
     device: Literal["cpu", "cuda"] | None = None,
     out: tuple[Path, ...] = (),
     explain_oom: bool = False,
@@ -73,7 +75,7 @@ def trace(
     Args:
         run: The run's TOML file, or the folder of a run.
         world: Ranks of the job. What tp, cp and pp leave of them shares the batch (layout.dp). Default: the run's own.
-        rank: The rank to be.
+        rank: The rank to be. Default: 0.
         all_stages: The first rank of every pipeline stage, a line each.
         steps: Optimizer steps to run.
         device: Whose choices are made. Default: those of the run's cluster, cuda for GPUs.
@@ -102,19 +104,22 @@ def command(arguments: list[str]) -> int:
     _expect_memory(run, asked.steps)
     from ultrascale.trace.rank import trace_rank
 
-    return _one(asked, run, cluster, trace_rank(run, asked.rank, device=device, steps=asked.steps))
+    return _one(asked, run, cluster, trace_rank(run, asked.rank or 0, device=device, steps=asked.steps))
 
 
 def _expect_possible(asked: Asked, run: Run) -> None:
     """Raises SpecError with every mistake of the command."""
     world, problems = run.layout.world_size, []
-    if not 0 <= asked.rank < world:
+    if asked.rank is not None and not 0 <= asked.rank < world:
         rule = f"must be from 0 to {world - 1}, the ranks of the job, is {asked.rank}"
         problems.append(Problem("--rank", rule, "Lower it, or give more ranks with --world."))
     if asked.steps < 1:
         problems.append(Problem("--steps", f"must be at least 1, is {asked.steps}", "2 shows a step like all that follow."))
-    if asked.all_stages and (asked.out or asked.explain_oom):
-        problems.append(Problem("--all-stages", "is a line a stage: it writes no files", "Name one --rank for the rest."))
+    if asked.all_stages:
+        beside = {"--out": asked.out, "--explain-oom": asked.explain_oom, "--rank": asked.rank is not None}
+        for flag in [flag for flag, given in beside.items() if given] + ["--steps"] * (asked.steps != STEPS):
+            rule = f"is a line a stage, of {STEPS} steps of its first rank, and does nothing with {flag}"
+            problems.append(Problem("--all-stages", rule, "Leave one of the two out."))
     for path in asked.out:
         if path.suffix not in ENDINGS:
             problems.append(Problem("--out", f"{path} must end in one of {', '.join(ENDINGS)}", "Such as --out memory.png."))
@@ -142,7 +147,7 @@ def needed_bytes(run: Run, steps: int) -> float:
 
 
 def _stages(asked: Asked, run: Run, device: Literal["cpu", "cuda"]) -> int:
-    _expect_memory(run, 2, at_once=min(run.layout.pp, usable_cores()))
+    _expect_memory(run, STEPS, at_once=min(run.layout.pp, usable_cores()))
     from ultrascale.trace.stages import trace_stages
     from ultrascale.trace.view import show_stages
 

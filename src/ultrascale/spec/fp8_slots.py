@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
-from ultrascale.spec.weights import layer_weights
+from ultrascale.spec.weights import layer_weights, weights
 
 KINDS = 3
 """Input, weight, gradient."""
@@ -68,6 +68,21 @@ def num_block_slots(model: Model, layer: int) -> int:
 def fp8_layers(model: Model, layout: Layout) -> range:
     """The blocks whose products are in fp8, if the layout's precision is."""
     return range(layout.fp8_keep_blocks, model.num_hidden_layers - layout.fp8_keep_blocks)
+
+
+def products_line(model: Model, layout: Layout) -> str:
+    """For people: which products of a run in fp8 are in 8 bits, and what stays in bf16, by the names of modules."""
+    own: dict[int | None, set[str]] = {layer: set(block_slots(model, layer)) for layer in fp8_layers(model, layout)}
+    narrow: dict[str, None] = {}
+    wide: dict[str, None] = {}
+    for weight in weights(model):
+        name, _, kind = weight.name.removeprefix(f"layers.{weight.layer}.").rpartition(".")
+        if kind == "weight":
+            (narrow if name in own.get(weight.layer, ()) else wide)[name.rpartition(".")[2]] = None
+    ends = f"; blocks at either end: {layout.fp8_keep_blocks}" if layout.fp8_keep_blocks else ""
+    stay = ", ".join(name for name in wide if name not in narrow)
+    blocks = f"{len(own)} of {model.num_hidden_layers} blocks, {layout.fp8_scaling} scaling"
+    return f"{', '.join(narrow)} of {blocks}; in bf16 stay {stay}, attention, loss{ends}"
 
 
 def is_delayed(layout: Layout) -> bool:

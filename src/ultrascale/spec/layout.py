@@ -75,7 +75,8 @@ class Layout:
     recompute_every: int = 2
     """For recompute = "every-k": blocks 0, k, 2k, ... are recomputed."""
     recompute_budget: int | None = None
-    """For recompute = "auto": bytes that a rank's blocks may keep for their backward passes. None: all that is free."""
+    """For recompute = "auto": bytes that a rank's blocks may keep for their backward passes, such as "20GiB". None: all that
+    is free."""
     recompute_blocks: tuple[str, ...] = ()
     """For recompute = "blocks": what each block computes again, in the model's order, such as ["selective+mlp x 20",
     "none x 12"]; `spec.recomputed` has the words."""
@@ -254,7 +255,7 @@ class Layout:
             rule = f'is read with recompute = "auto" only, but that is "{self.recompute}"'
             yield Problem("layout.recompute_budget", rule, 'Leave it out, or set layout.recompute = "auto".')
         elif budget is not None and budget < 1:
-            yield Problem("layout.recompute_budget", f"must be a number of bytes above 0, is {budget}", "16e9 bytes are 16 GB.")
+            yield Problem("layout.recompute_budget", f"must be a number of bytes above 0, is {budget}", 'Such as "20GiB".')
         if (self.recompute == "blocks") != bool(blocks):
             rule = "is empty" if not blocks else f'is read with recompute = "blocks" only, but that is "{self.recompute}"'
             remedy = 'Write ["selective+mlp x 20", "none x 12"]' if not blocks else 'Set layout.recompute = "blocks"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from math import frexp, inf
 
 from ultrascale.spec.attention_cores import attention_wanted, why_not
@@ -316,6 +317,11 @@ def _cluster(run: Run) -> Iterator[Problem]:
     if cluster.accelerator.name != "cpu" and ranks > cluster.num_accelerators:
         product = "" if ranks == run.layout.dp else " (dp x tp x cp x pp)"
         rule = f"must be at most the {cluster.num_accelerators} accelerators of cluster = {run.cluster!r}, is {ranks}{product}"
+        larger = f"{ranks}x{cluster.accelerator.name}"
+        with suppress(SpecError):  # machines of a file have a name that is no catalogue's
+            parse_cluster(larger)
+            yield Problem("layout.dp", rule, f"Name a larger cluster, such as --cluster {larger}, or use fewer ranks.")
+            return
         yield Problem("layout.dp", rule, "Name a larger cluster, or use fewer ranks.")
 
 

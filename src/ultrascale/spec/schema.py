@@ -13,11 +13,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ultrascale.spec.parsing import parse_toml
 from ultrascale.spec.problems import Problem
 from ultrascale.spec.run import RampStage, Run
-from ultrascale.spec.units import UnitError, parse_tokens
+from ultrascale.spec.units import UnitError, parse_bytes, parse_tokens
 
 # Keys of a description that stand for others; `resolve` turns them into fields.
 STAND_INS = {"model.preset": str, "model.path": str, "batch.tokens_per_batch": int}
 TOKEN_KEYS = ("tokens_per_batch", "until_tokens")
+BYTE_KEYS = ("recompute_budget",)
 # What other trainers call fields of ours.
 _ELSEWHERE = {
     "sp": "layout.sequence_parallel", "tensor_parallel": "layout.tp", "tensor_parallel_size": "layout.tp",
@@ -177,6 +178,11 @@ def _int(value: Any, at: At) -> Any:
             return parse_tokens(value)
         except UnitError as error:
             return at.wrong(str(error), "Write 4M, 4Mi or 4194304.")
+    if isinstance(value, str) and at.key.rpartition(".")[2] in BYTE_KEYS:
+        try:
+            return parse_bytes(value)
+        except UnitError as error:
+            return at.wrong(str(error), 'Write "20GiB", "16GB" or 16000000000.')
     if at.text and isinstance(value, str):
         try:
             return int(value)

@@ -12,6 +12,10 @@ import re
 TOKENS = {
     "": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
 }  # fmt: skip
+BYTES = {
+    "": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+EXPECTED_BYTES = "bytes, such as 20GiB, 16GB or 16000000000"
 EXPECTED = "tokens, such as 4M, 69B, 4Mi or 4194304"
 _NUMBER = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)\s*(.*?)\s*")
 
@@ -22,14 +26,23 @@ class UnitError(ValueError):
 
 def parse_tokens(text: str) -> int:
     """Tokens of `4M`, `69B`, `1.5T`, `4Mi`, `4194304`, `4_194_304`. Raises UnitError."""
+    return _whole(text, TOKENS, EXPECTED, "tokens")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `20GiB` (binary), `16 GB` (decimal), `16e9`, `16000000000`. Raises UnitError."""
+    return _whole(text, BYTES, EXPECTED_BYTES, "bytes")
+
+
+def _whole(text: str, units: dict[str, int], expected: str, what: str) -> int:
     match = _NUMBER.fullmatch(text)
-    if match is None or match[2] not in TOKENS:
-        raise UnitError(f"expected {EXPECTED}, found {text!r}")
-    value = float(match[1].replace("_", "").replace(",", "")) * TOKENS[match[2]]
+    if match is None or match[2] not in units:
+        raise UnitError(f"expected {expected}, found {text!r}")
+    value = float(match[1].replace("_", "").replace(",", "")) * units[match[2]]
     if not math.isfinite(value):
-        raise UnitError(f"expected {EXPECTED}, found {text!r}, which is too large")
+        raise UnitError(f"expected {expected}, found {text!r}, which is too large")
     if abs(value - round(value)) > 1e-12 * max(1.0, value):
-        raise UnitError(f"expected a whole number of tokens, found {text!r} = {value}")
+        raise UnitError(f"expected a whole number of {what}, found {text!r} = {value}")
     return round(value)
 
 

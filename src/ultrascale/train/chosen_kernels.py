@@ -26,6 +26,7 @@ from ultrascale.kernels.implementation import FORMS, Kernel, choose
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.precision import TORCH_DTYPE
 from ultrascale.spec.attention_cores import attention_wanted, why_not
+from ultrascale.spec.fp8_slots import products_line
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
 from ultrascale.train.run_folder import RunFolder
@@ -58,8 +59,10 @@ def choose_kernels(run: Run, ranks: Ranks, folder: RunFolder) -> Chosen:
     if ranks.is_first and any(verdict.seconds for verdict in verdicts.values()):
         folder.write_json(FILE, {"asked": asked, "verdicts": {name: asdict(one) for name, one in verdicts.items()}})
     lines = [one.line() + (", as before" if one is kept.get(name) else "") for name, one in verdicts.items()]
-    if run.layout.precision == "fp8" and not multiplies_fp8(ranks.device):
-        lines.append("fp8: emulated, since this device has no products of it: its rounding, but slower than bf16")
+    if run.layout.precision == "fp8":
+        lines.append(f"fp8: {products_line(run.model, run.layout)}")
+        if not multiplies_fp8(ranks.device):
+            lines.append("fp8: emulated, since this device has no products of it: its rounding, but slower than bf16")
     core: Any = attention.chosen if attention.seconds else run.layout.attention
     forms = {name: one.chosen for name, one in verdicts.items() if name in FORMS}
     return Chosen(replace(run, layout=replace(run.layout, attention=core)), forms, tuple(lines))
