@@ -396,6 +396,7 @@ def _product(cuts: Sequence[Cut], rows: NDArray[np.int64], rules: _Rules) -> Lay
 
 def _overlaps(rules: _Rules, cut: Cut) -> list[bool]:
     """Whether products of tp run beside their messages: what is asked for, where it is read and the trainer does it."""
-    in_node = cut.tp > 1 and rules.workload.cluster.node.num_accelerators % cut.tp == 0
-    can = in_node and cut.sequence_parallel and rules.base.precision != "fp8"
-    return sorted({one and can for one in rules.choose("tp_overlap", (rules.base.tp_overlap,))})
+    can = cut.tp > 1 and cut.sequence_parallel and rules.workload.cluster.node.num_accelerators % cut.tp == 0
+    return sorted(
+        {one and can and rules.base.precision != "fp8" for one in rules.choose("tp_overlap", (rules.base.tp_overlap,))}
+    )
