@@ -50,7 +50,7 @@ def test_a_step_is_told_line_by_line_and_the_runs_folder_is_left_alone(run_file,
     assert main(["measure", "step", str(run_file), "--steps", "3", "--out", str(out), "--top", "4"]) == 0
     told = capfd.readouterr().out
     first = told.splitlines()[0].split()
-    assert first == ["of", "a", "step", "planned", "measured", "difference"]
+    assert first == ["ms", "of", "a", "step", "planned", "measured", "difference"]
     assert [line.split("  ")[0] for line in told.splitlines() if line.startswith(("matrix products ", "step "))][-1] == "step"
     assert f"  {out}/rank-0.json.gz" in told.splitlines()
     assert {path.name for path in run_file.parent.iterdir()} == {"run.toml", "tokens.bin", "tokens.idx"}

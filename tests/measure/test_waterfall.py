@@ -235,9 +235,20 @@ def test_the_table_puts_planned_beside_measured_line_by_line():
     console = Console(width=100, record=True, file=StringIO())
     console.print(waterfall_table(full(REPORT)))
     rows = [line.split() for line in console.export_text().splitlines()]
-    assert rows[1][:7] == ["matrix", "products", "50.00", "ms", "60.00", "ms", "+10.00"]
-    assert rows[2][:7] == ["dp,", "exposed", "10.00", "ms", "40.00", "ms", "+30.00"]
-    assert rows[3] == ["step", "100.00", "ms"]
+    assert rows[0][:4] == ["ms", "of", "a", "step"]
+    assert rows[1][:5] == ["matrix", "products", "50.00", "60.00", "+10.00"]
+    assert rows[2][:5] == ["dp,", "exposed", "10.00", "40.00", "+30.00"]
+    assert rows[3] == ["step", "100.00"]
+
+
+def test_on_eighty_columns_no_number_of_a_run_of_two_ranks_is_cut():
+    twice = StepReport(**{**vars(full(REPORT)), "ranks": [*full(REPORT).ranks] * 2})
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(waterfall_table(twice))
+    assert "…" not in console.export_text()
+
+
+def test_what_is_hidden_of_messages_is_told():
     assert hidden_lines(full(REPORT)) == ["dp: 100.00 ms of messages a step, 60% of it behind computing"]
 
 

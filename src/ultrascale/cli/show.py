@@ -85,7 +85,7 @@ def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("key", "value", "from"):
-        table.add_column(column, overflow="fold", no_wrap=column == "key")
+        table.add_column(column, overflow="fold", no_wrap=column != "value")  # a file and its line in one piece
     for key, value, origin in run_rows(resolved, every=every):
         table.add_row(key, value, origin, style="dim" if origin == "default" else "")
     console = Console(highlight=False)

@@ -94,7 +94,7 @@ def waterfall_table(report: StepReport) -> Table:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("of a step", no_wrap=True)
+    table.add_column("ms of a step", no_wrap=True)
     several = report.ranks if 1 < len(report.ranks) <= 8 else []
     for column in ("planned", "measured", "difference", *(f"rank {rank.rank}" for rank in several)):
         table.add_column(column, justify="right", no_wrap=True)
@@ -192,4 +192,4 @@ def _numbers(planned: float | None, measured: float) -> tuple[str, str, str]:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e3:.2f}"
