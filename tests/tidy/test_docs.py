@@ -29,6 +29,10 @@ DOTTED = re.compile(rf"(?:ultrascale\.)?((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?:\
 FILE = re.compile(r"(?:src|tests|docs|benchmarks|runs)/[\w./-]+\.\w+$")
 
 
+MAP_LINE = re.compile(r"^(\w+(?:, \w+)*) {2,}\S", re.MULTILINE)
+"""Of a package's docstring: the modules that a line is about, in a column of their own."""
+
+
 def missing_name(dotted: str) -> str:
     """The first part of `spec.weights.weights` that does not exist, or nothing."""
     parts = dotted.split(".")
@@ -79,6 +83,14 @@ def test_every_chapter_is_linked_from_the_readme_or_another_chapter():
 def test_every_package_is_in_the_architecture_page():
     text = (ROOT / "docs" / "architecture.md").read_text()
     assert [package for package in PACKAGES if f"| `{package}` |" not in text] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_in_the_map_of_a_package_exists(package):
+    """What a package's docstring says of where to begin."""
+    told = import_module(f"ultrascale.{package}").__doc__ or ""
+    names = {name for found in MAP_LINE.finditer(told) for name in found[1].split(", ")}
+    assert [name for name in sorted(names) if not (PACKAGE / package / f"{name}.py").exists()] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- prints:" in page.read_text()], ids=short)

@@ -196,9 +196,8 @@ def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, st
                 yield 1, "ring", 1
             continue
         if "cp" not in rules.asked and length // cp < least:
-            rules.refuse(
-                f"cp > {length // least}", f"leaves a rank fewer than {least} of {length} tokens; --cp {cp} searches it"
-            )
+            why = f"leaves a rank fewer than {least} of {length} tokens; --cp {cp} searches it"
+            rules.refuse(f"cp > {length // least}", why)
             return
         if not methods:
             rules.refuse("cp", f"{stack.name} has no context parallelism")
