@@ -176,8 +176,7 @@ def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
         if tp > 1 and not abilities(stack).tensor:
             rules.refuse("tp", f"{stack.name} has no tensor parallelism")
         elif tp > per_node and "tp" not in rules.asked:
-            reason = f"leaves the node; searched if nothing else fits, and with --tp {2 * per_node}"
-            rules.refuse(f"tp > {per_node}", reason)
+            rules.refuse(f"tp > {per_node}", f"leaves the node; searched if nothing else fits, and with --tp {2 * per_node}")
         else:
             for sequence_parallel in rules.choose("sequence_parallel", (True,)):
                 if not rules.breaks(f"tp = {tp}", Layout(tp=tp, sequence_parallel=sequence_parallel)):
@@ -395,7 +394,6 @@ def _product(cuts: Sequence[Cut], rows: NDArray[np.int64], rules: _Rules) -> Lay
 
 def _overlaps(rules: _Rules, cut: Cut) -> list[bool]:
     """Whether products of tp run beside their messages: what is asked for, where it is read and the trainer does it."""
-    can = cut.tp > 1 and cut.sequence_parallel and rules.workload.cluster.node.num_accelerators % cut.tp == 0
-    return sorted(
-        {one and can and rules.base.precision != "fp8" for one in rules.choose("tp_overlap", (rules.base.tp_overlap,))}
-    )
+    in_node = cut.tp > 1 and rules.workload.cluster.node.num_accelerators % cut.tp == 0
+    can = in_node and cut.sequence_parallel and rules.base.precision != "fp8"
+    return sorted({one and can for one in rules.choose("tp_overlap", (rules.base.tp_overlap,))})
