@@ -79,7 +79,7 @@ def plan(
 
     Args:
         run: A run's TOML file or folder; or give a model.
-        model: A preset (`ultrascale show models`), or a folder with a Hugging Face config.json.
+        model: A preset (`ultrascale show models`), or a Hugging Face config.json or its folder.
         gpus: The machines: 64xh100, 2xaws-p5, 8xcpu (`ultrascale show clusters`).
         seq_len: Tokens of a sequence. Default: what the model was made for, at most 8192.
         tokens_per_batch: Tokens of a step over all GPUs, such as 4M. Default: one micro-batch for each GPU.
@@ -223,8 +223,7 @@ def _unknown(words: list[str]) -> list[Problem]:
 
 def run_words(parsed: dict[str, Any], *, dp: int) -> dict[str, Any]:
     """What a run without a file takes where nothing is said; `dp` data-parallel ranks."""
-    path = Path(parsed["model"]).is_dir()
-    source = {"model.path" if path else "model.preset": parsed["model"]}
+    source = _source(parsed["model"])
     positions = resolve(None, source).run.model.max_position_embeddings
     on_cpu = "cpu" in parsed["gpus"]
     return source | {
@@ -234,6 +233,12 @@ def run_words(parsed: dict[str, Any], *, dp: int) -> dict[str, Any]:
         "batch.sequences_per_batch": dp * (parsed["micro_batch_size"] or 1),
         "layout.precision": "fp32" if on_cpu else "bf16",
     }
+
+
+def _source(model: str) -> dict[str, Any]:
+    """A folder, its config.json, or a preset's name."""
+    path = Path(model).expanduser()
+    return {"model.path": str(path)} if path.is_dir() or path.is_file() else {"model.preset": model}
 
 
 SHORT = {
@@ -248,7 +253,7 @@ SHORT = {
 def _overrides(parsed: dict[str, Any], words: dict[str, Any]) -> list[str]:
     """The short flags as dotted ones, over `words`."""
     if parsed["run"] is not None and parsed["model"] is not None:
-        words |= {"model.path" if Path(parsed["model"]).is_dir() else "model.preset": parsed["model"]}
+        words |= _source(parsed["model"])
     for flag, key in SHORT.items():
         if parsed[flag] is not None:
             words[key] = parsed[flag]

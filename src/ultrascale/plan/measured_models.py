@@ -20,6 +20,7 @@ from functools import lru_cache
 
 from ultrascale.plan.measured_rows import Asked
 from ultrascale.spec.model import Model
+from ultrascale.spec.model_names import normal_name
 from ultrascale.spec.model_presets import ALIASES, PRESETS
 from ultrascale.spec.weights import num_parameters
 
@@ -116,7 +117,7 @@ def named_preset(name: str) -> Model | None:
     """The preset that a published name means: case, spaces, underscores and notes in brackets do not matter."""
     key = re.sub(r"\(.*?\)", "", name).strip().lower().replace(" ", "-").replace("_", "-")
     key = re.sub(r"^(meta-|the-)", "", key)
-    for candidate in (key, key.replace("llama3", "llama-3").replace("llama2", "llama-2"), key.replace("llama-3.0", "llama-3")):
+    for candidate in (key, normal_name(key), key.replace("llama-3.0", "llama-3")):
         candidate = ALIASES.get(candidate, candidate)
         if candidate in PRESETS:
             return PRESETS[candidate]

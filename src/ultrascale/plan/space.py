@@ -134,8 +134,7 @@ def legal_layouts(workload: Workload, *, base: Layout | None = None, asked: Aske
             if len(rows) and same:
                 tables.append(_product(same, rows, rules))
     table = LayoutTable.concatenate(tables) if tables else LayoutTable.of([])
-    found = sorted(rules.refused.items(), key=lambda item: -item[1])
-    return Space(table, tuple(Refusal(*key, count, rules.remedies[key]) for key, count in found))
+    return Space(table, tuple(Refusal(*key, count, rules.remedies[key]) for key, count in rules.refused.most_common()))
 
 
 @cache

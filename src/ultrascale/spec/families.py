@@ -98,6 +98,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "grok": Family("", {}),
+    "other": Family("", {}),  # shapes that are planned and nothing else
 }  # fmt: skip
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 WITH_LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3")

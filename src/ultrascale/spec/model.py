@@ -37,7 +37,7 @@ RANGES = {key: limits for keys, limits in _LIMITS for key in keys}
 """Lowest and highest value of whole numbers. The highest are far above any model: they catch slips of the finger."""
 ModelType = Literal[
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3",
-    "gpt_oss", "nemotron", "grok",
+    "gpt_oss", "nemotron", "grok", "other",
 ]  # fmt: skip
 
 

@@ -2,17 +2,26 @@
 
 Sources: the Hugging Face repositories of openai-community, meta-llama, HuggingFaceTB, Qwen and mistralai; GPT-3: Brown et al.
 2020, table 2.1; Megatron: Korthikanti et al. 2022, "Reducing Activation Recomputation", table 3 (sequence 2048, vocabulary
-51,200). GPT-3 and Megatron are GPT-2 in shape: their sparse attention patterns and untold details are not modelled.
+51,200); OPT: Zhang et al. 2022, table 1; BLOOM: Le Scao et al. 2022; LLaMA: Touvron et al. 2023; 01-ai, microsoft. GPT-3, OPT,
+BLOOM and Megatron are GPT-2 in shape: sparse attention, ALiBi (positions instead, 0.02 percent of BLOOM's weights), ReLU and
+untold details are not modelled. GPT-3 1.3B and 13B have a whole number of heads, and a width that they divide.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from difflib import get_close_matches
 
 from ultrascale.spec.expert_presets import EXPERT_PRESETS
 from ultrascale.spec.model import Model, RopeScaling
+from ultrascale.spec.model_names import normal_name, told_size
+from ultrascale.spec.planned_presets import PLANNED_PRESETS
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.weights import num_parameters
+
+NEAREST = 3
+"""Names that a wrong one is answered with."""
 
 _GPT2 = Model(
     vocab_size=50257, hidden_size=0, intermediate_size=0, num_hidden_layers=0, num_attention_heads=0, num_key_value_heads=0,
@@ -30,7 +39,21 @@ _GPT2_SIZES = """
      gpt2-medium             50257   1024     24    16     1024
      gpt2-large              50257   1280     36    20     1024
      gpt2-xl                 50257   1600     48    25     1024
+     gpt-3-125m              50257    768     12    12     2048
+     gpt-3-350m              50257   1024     24    16     2048
+     gpt-3-760m              50257   1536     24    16     2048
+     gpt-3-1.3b              50257   2048     24    16     2048
+     gpt-3-2.7b              50257   2560     32    32     2048
+     gpt-3-6.7b              50257   4096     32    32     2048
+     gpt-3-13b               50257   5120     40    40     2048
      gpt-3-175b              50257  12288     96    96     2048
+     opt-1.3b                50272   2048     24    32     2050
+     opt-6.7b                50272   4096     32    32     2050
+     opt-13b                 50272   5120     40    40     2050
+     opt-30b                 50272   7168     48    56     2050
+     opt-66b                 50272   9216     64    72     2050
+     opt-175b                50272  12288     96    96     2050
+     bloom-176b             250880  14336     70   112     2048
      megatron-22b            51200   6144     48    64     2048
      megatron-530b           51200  20480    105   128     2048
      megatron-1t             51200  25600    128   160     2048
@@ -49,6 +72,11 @@ _LLAMA_SIZES = """
      llama-3.1-405b         128256  16384  53248    126   128  8      128    131072  5e5
      llama-3.2-1b           128256   2048   8192     16    32  8       64    131072  5e5
      llama-3.2-3b           128256   3072   8192     28    24  8      128    131072  5e5
+     llama-30b               32000   6656  17920     60    52 52      128      2048  1e4
+     llama-65b               32000   8192  22016     80    64 64      128      2048  1e4
+     yi-34b                  64000   7168  20480     60    56  8      128      4096  5e6
+     phi-3-mini              32064   3072   8192     32    32 32       96      4096  1e4
+     phi-4                  100352   5120  17920     40    40 10      128     16384  2.5e5
      smollm-135m             49152    576   1536     30     9  3       64      2048  1e4
      smollm-360m             49152    960   2560     32    15  5       64      2048  1e4
      smollm-1.7b             49152   2048   8192     24    32 32       64      2048  1e4
@@ -71,6 +99,9 @@ _LLAMA_SIZES = """
      qwen3-32b              151936   5120  25600     64    64  8      128     40960  1e6
      mistral-7b-v0.1         32000   4096  14336     32    32  8      128     32768  1e4
      mistral-7b-v0.3         32768   4096  14336     32    32  8      128     32768  1e6
+     mistral-nemo-12b       131072   5120  14336     40    32  8      128    131072  1e6
+     mistral-small-24b      131072   5120  32768     40    32  8      128     32768  1e8
+     mistral-large-2         32768  12288  28672     88    96  8      128    131072  1e6
      tiny-llama               2048    128    384      2     4  2       32      1024  1e4
      tiny-llama-4m            4096    256    768      4     4  2       64      2048  1e4
      tiny-mistral             2048    128    384      2     4  2       32      1024  1e4
@@ -98,7 +129,7 @@ _DIFFERENCES: list[tuple[str, dict]] = [
     ("qwen3-0.6b", {"tie_word_embeddings": True}),
     ("qwen3-1.7b", {"tie_word_embeddings": True}),
     ("qwen3-4b", {"tie_word_embeddings": True}),
-    ("mistral-7b", {"model_type": "mistral"}),
+    ("mistral", {"model_type": "mistral"}),
     ("mistral-7b-v0.1", {"sliding_window": 4096}),
     ("tiny", {"tie_word_embeddings": True}),
     ("tiny-mistral", {"model_type": "mistral", "sliding_window": 64, "tie_word_embeddings": False}),
@@ -108,19 +139,45 @@ _DIFFERENCES: list[tuple[str, dict]] = [
 ]
 
 # Short names that people use.
-ALIASES = {"gpt2": "gpt2-small", "gpt3-175b": "gpt-3-175b", "mistral-7b": "mistral-7b-v0.3",
-           "olmoe": "olmoe-1b-7b", "kimi-k2-1t": "kimi-k2", "grok-1-314b": "grok-1"}  # fmt: skip
+ALIASES = {
+    "gpt2": "gpt2-small", "gpt-2": "gpt2-small", "gpt3-175b": "gpt-3-175b", "gpt-3": "gpt-3-175b",
+    "mistral-7b": "mistral-7b-v0.3", "mistral-7b-v0.2": "mistral-7b-v0.3", "mistral-nemo": "mistral-nemo-12b",
+    "olmoe": "olmoe-1b-7b", "kimi-k2-1t": "kimi-k2", "grok-1-314b": "grok-1", "llama-7b": "llama-2-7b",
+    "llama-13b": "llama-2-13b", "llama-33b": "llama-30b", "llama-3.3-70b": "llama-3.1-70b", "llama-3-405b": "llama-3.1-405b",
+    "mixtral": "mixtral-8x7b", "mixtral-8x7b-v0.1": "mixtral-8x7b", "mixtral-8x22b-v0.1": "mixtral-8x22b",
+    "bloom": "bloom-176b", "mt-nlg-530b": "megatron-530b", "mt-nlg": "megatron-530b", "megatron-turing-530b": "megatron-530b",
+    "dbrx-132b": "dbrx", "gpt-neox": "gpt-neox-20b", "deepseek-v3-671b": "deepseek-v3", "deepseek-671b": "deepseek-v3",
+    "deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "deepseek-v2-236b": "deepseek-v2",
+    "smollm-3-3b": "smollm3-3b", "phi-3-mini-4k": "phi-3-mini", "olmo-2-1124-7b": "olmo-2-7b",
+    "olmo-2-1124-13b": "olmo-2-13b", "olmo-2-0325-32b": "olmo-2-32b",
+}  # fmt: skip
 
 
 def preset(name: str) -> Model:
-    """The model called `name`, in any case. Raises SpecError with the nearest names."""
-    key = ALIASES.get(name.lower(), name.lower())
-    if key not in PRESETS:
-        near = get_close_matches(key, [*PRESETS, *ALIASES], n=3, cutoff=0.5)
-        remedy = f"Did you mean {' or '.join(near)}? " if near else ""
-        rule = f"there is no model called {name!r}"
-        raise SpecError([Problem("model.preset", rule, f"{remedy}`ultrascale show models` lists them all.")])
-    return PRESETS[key]
+    """The model called `name`, as people and hubs write it (`spec.model_names`). Raises SpecError with the nearest names."""
+    for key in (name.strip().lower(), normal_name(name)):
+        key = ALIASES.get(key, key)
+        if key in PRESETS:
+            return PRESETS[key]
+    raise SpecError([Problem("model.preset", *_unknown(name))])
+
+
+def _unknown(name: str) -> tuple[str, str]:
+    """What is wrong with a name, and what would do."""
+    everything = "`ultrascale show models` lists them all."
+    if "/" in name and (name.startswith((".", "/", "~")) or name.endswith((".json", "/"))):
+        return f"there is no file or folder {name!r}", "Give a folder that holds a config.json, or a preset's name."
+    if size := told_size(name):
+        sizes = {
+            model.name: num_parameters(model) for model in PRESETS.values() if not model.name.startswith(("tiny", "bench"))
+        }
+        near = sorted(sizes, key=lambda key: abs(math.log(sizes[key] / size)))[:NEAREST]
+        words = ", ".join(f"{key} ({sizes[key] / 1e9:.3g}B)" for key in near)
+        return f"{name!r} is a size, which many shapes have", f"Name one: {words}; or give a config.json. {everything}"
+    key = normal_name(name)
+    near = get_close_matches(key, [*PRESETS, *ALIASES], n=NEAREST, cutoff=0.5)
+    remedy = f"Did you mean {' or '.join(near)}? " if near else ""
+    return f"there is no model called {name!r}", f"{remedy}Or give the folder of its config.json; {everything}"
 
 
 def _gpt2(name: str, vocabulary: str, hidden: str, layers: str, heads: str, positions: str) -> Model:
@@ -160,4 +217,4 @@ def _table(text: str) -> list[list[str]]:
 
 PRESETS: dict[str, Model] = {row[0]: _gpt2(*row) for row in _table(_GPT2_SIZES)}
 PRESETS |= {row[0]: _llama(*row) for row in _table(_LLAMA_SIZES)}
-PRESETS |= EXPERT_PRESETS
+PRESETS |= EXPERT_PRESETS | PLANNED_PRESETS
