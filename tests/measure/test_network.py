@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 import torch.distributed as dist
 
 from ultrascale.cli.main import main
 from ultrascale.cli.measure_network import parse_groups, parse_size
-from ultrascale.launch.forked import RankFailed, run_forked
+from ultrascale.launch.forked import run_forked
 from ultrascale.measure.network import (
     KINDS,
     Timed,
@@ -36,8 +37,11 @@ def _measured(rendezvous, groups, sizes, kinds, machine=None, spoil=""):
             tensor[-1] += 1
 
         dist.broadcast = spoilt
-    with process_group(Layout(dp=int(os.environ["WORLD_SIZE"])), device="cpu", rendezvous=rendezvous) as ranks:
-        return measure_network(ranks, groups, sizes, kinds, machine=machine)
+    try:
+        with process_group(Layout(dp=int(os.environ["WORLD_SIZE"])), device="cpu", rendezvous=rendezvous) as ranks:
+            return measure_network(ranks, groups, sizes, kinds, machine=machine)
+    except Exception as error:  # which rank is seen to fail first is chance
+        return f"{type(error).__name__}: {error}"
 
 
 def test_every_kind_is_timed_in_groups_side_by_side_and_across():
@@ -53,8 +57,9 @@ def test_every_kind_is_timed_in_groups_side_by_side_and_across():
 
 
 def test_a_wrong_result_is_an_error_and_no_time():
-    with pytest.raises(RankFailed, match=r"rank 1: broadcast of 1,024 bytes over 2 ranks gave"):
-        run_forked(2, _measured, [(2, 1)], [1024], ["broadcast"], None, "yes")
+    told = run_forked(2, _measured, [(2, 1)], [1024], ["broadcast"], None, "yes")
+    assert re.match(r"WrongResultError: rank 1: broadcast of 1,024 bytes over 2 ranks gave", told[1])
+    assert isinstance(told[0], str)  # it was right there, and has lost the other
 
 
 @pytest.mark.parametrize(
