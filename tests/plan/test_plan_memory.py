@@ -32,6 +32,12 @@ def test_parameters_and_moments_are_cut_from_stage_one_on(stage: int, bytes_each
     assert state == num_parameters(LLAMA) * bytes_each
 
 
+def test_what_a_block_keeps_is_told_in_the_order_of_its_operations_in_every_process() -> None:
+    for recompute, kinds in (("none", ["norm", "elementwise", "matmul", "attention"]), ("selective", ["matmul", "attention"])):
+        layout = Layout(dp=64, precision="bf16", recompute=recompute)  # type: ignore[arg-type]
+        assert list(planned(layout).saved_by_layer[0]) == ["residual", *kinds]
+
+
 def test_stage_one_keeps_whole_fp32_gradients_over_an_accumulation_and_stage_two_does_not() -> None:
     layouts = [Layout(dp=16, zero_stage=stage, precision="bf16", recompute="full") for stage in (1, 2)]  # type: ignore[arg-type]
     one, two = (

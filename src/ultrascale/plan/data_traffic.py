@@ -17,6 +17,9 @@ of this one, reduces a stage's gradients when its last micro-batch is done, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,6 +36,8 @@ from ultrascale.spec.op_builders import FP8_BYTES
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
+Group = tuple[Any, Any]
+"""Ranks of a group and how far apart they are, for each layout."""
 
 
 def data_parallel_seconds(
@@ -44,29 +49,30 @@ def data_parallel_seconds(
     constants: Constants,
 ) -> tuple[Floats, Floats]:
     """Exposed seconds of a step's gathers and reductions by sort of rank, and the compute they slow down."""
-    stack, cluster = workload.stack, workload.cluster
-    tp, cp = table.tp, table.cp
-    world = tp * cp * table.dp
-    dense_shard = (table.dp_shard * cp, tp)
-    dense_copies = (table.dp // table.dp_shard, tp * cp * table.dp_shard)
-    zero = table.zero_stage
-    cut = zero > 0
-    at_once = (zero == 1) & stack.sums_whole_gradients
-    reduce_bytes = np.minimum(stack.reduce_bytes, table.reduce_itemsize)
-    itemsize = COMPUTE_BYTES[table.precision]
-    in_fp8 = gathered_in_fp8(workload, table, stages)
+    at_once = (table.zero_stage == 1) & workload.stack.sums_whole_gradients
+    traffic = _traffic_of_a_step(workload, table, stages, at_once)
+    exposed, total = _exposed_of(traffic, workload, table, stages, passes, micro_batches, constants, at_once)
+    return exposed, constants.overlap_slowdown * np.maximum(total - exposed, 0.0)
 
-    gathers = np.zeros((3, len(table)))
-    reductions = np.zeros((3, len(table)))
-    copies = np.zeros((3, len(table)))
-    sorts = [(stages.dense_parameters, in_fp8[0], dense_shard, dense_copies)]
-    if stages.expert_parameters.any():
-        expert_cut = table.ep * table.expert_tp
-        expert_group = world // expert_cut
-        expert_shard = (np.maximum(1, np.minimum(expert_group, dense_shard[0])), expert_cut)
-        expert_copies = (np.maximum(1, expert_group // expert_shard[0]), expert_cut * expert_shard[0])
-        sorts.append((stages.expert_parameters, in_fp8[1], expert_shard, expert_copies))
-    for parameters, narrow, shard, copy in sorts:
+
+class _Traffic(NamedTuple):
+    """Seconds of messages, [sorts of rank, layouts], each once for all buckets of a rank, whatever runs beside them."""
+
+    gathers: Floats
+    """Parameters gathered over a shard's ranks."""
+    reductions: Floats
+    """Gradients reduced over a shard's ranks."""
+    copies: Floats
+    """Reduced gradients summed over copies of the state."""
+
+
+def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, at_once: NDArray[np.bool_]) -> _Traffic:
+    """`at_once`: layouts whose gradients are summed whole, in one message."""
+    cluster, cut = workload.cluster, table.zero_stage > 0
+    reduce_bytes = np.minimum(workload.stack.reduce_bytes, table.reduce_itemsize)
+    itemsize = COMPUTE_BYTES[table.precision]
+    gathers, reductions, copies = np.zeros((3, 3, len(table)))
+    for parameters, narrow, shard, copy in _sorts_of_parameters(workload, table, stages):
         buckets = np.where(at_once, 1.0, _num_buckets(workload, table, parameters, reduce_bytes, stages))
         size, stride = shard
         whole = parameters / buckets
@@ -84,7 +90,43 @@ def data_parallel_seconds(
         copy_size = np.where(cut, copy[0], size * copy[0])
         copy_stride = np.where(cut, copy[1], stride)
         copies += collective_seconds(cluster, "all_reduce", own * reduce_bytes, size=copy_size, stride=copy_stride) * buckets
+    if at_once.any():
+        gathers += np.where(at_once, copy_seconds(workload, table, stages, itemsize), 0.0)
+    return _Traffic(gathers, reductions, copies)
 
+
+def _sorts_of_parameters(
+    workload: Workload, table: LayoutTable, stages: Stages
+) -> Iterator[tuple[Floats, Floats, Group, Group]]:
+    """Dense parameters and those of experts: how many, how many of them are gathered in fp8, and (size, stride) of the groups
+    of ranks that share one copy of the state, and that have copies of one part."""
+    in_fp8 = gathered_in_fp8(workload, table, stages)
+    shard = (table.dp_shard * table.cp, table.tp)
+    yield stages.dense_parameters, in_fp8[0], shard, (table.dp // table.dp_shard, table.tp * table.cp * table.dp_shard)
+    if stages.expert_parameters.any():
+        cut = table.ep * table.expert_tp
+        group = table.tp * table.cp * table.dp // cut
+        size = np.maximum(1, np.minimum(group, shard[0]))
+        yield stages.expert_parameters, in_fp8[1], (size, cut), (np.maximum(1, group // size), cut * size)
+
+
+def _exposed_of(
+    traffic: _Traffic,
+    workload: Workload,
+    table: LayoutTable,
+    stages: Stages,
+    passes: Passes,
+    micro_batches: Counts,
+    constants: Constants,
+    at_once: NDArray[np.bool_],
+) -> tuple[Floats, Floats]:
+    """Of a step's traffic what no computing is beside, and all of it; seconds, [sorts of rank, layouts].
+
+    A step gathers once, or at ZeRO 3 in every pass; it reduces once, or at ZeRO 2 and 3 in every backward pass. The last
+    backward pass also sums over copies.
+    """
+    stack, zero = workload.stack, table.zero_stage
+    gathers, reductions, copies = traffic
     per_micro_batch = zero == 3
     often = np.where(per_micro_batch, micro_batches, 1)
     reduces_often = np.where((zero >= 2) & (stack.gathers == "buckets"), micro_batches, 1)
@@ -92,10 +134,7 @@ def data_parallel_seconds(
     backward_window = constants.data_parallel_window * (passes.backward + passes.tensor_parallel * 2 / 3)
     beside = stack.overlaps_data_parallel & ~at_once
     forward_window, backward_window = forward_window * beside, backward_window * beside
-    if at_once.any():
-        gathers += np.where(at_once, copy_seconds(workload, table, stages, itemsize), 0.0)
-    blocks = np.maximum(stages.layers.sum(axis=1), 1.0)
-    edge = 1.0 / blocks  # the first gather and the last reduction have nothing beside them
+    edge = 1.0 / np.maximum(stages.layers.sum(axis=1), 1.0)  # the first gather and the last reduction have nothing beside them
     in_forward = gathers
     in_backward = np.where(per_micro_batch, gathers, 0.0) + reductions
     chunks, more = _beside_other_chunks(workload, table, micro_batches)
@@ -105,9 +144,7 @@ def data_parallel_seconds(
     only_gathers = np.maximum(np.where(per_micro_batch, gathers, 0.0) - backward_window, 0.0)
     exposed = often * exposed_forward + (reduces_often - 1) * exposed_backward + last_backward
     exposed = exposed + np.where(per_micro_batch & (reduces_often == 1), (micro_batches - 1) * only_gathers, 0.0)
-    total = often * in_forward + (reduces_often - 1) * in_backward + in_backward + copies
-    slowed = constants.overlap_slowdown * np.maximum(total - exposed, 0.0)
-    return exposed, slowed
+    return exposed, often * in_forward + (reduces_often - 1) * in_backward + in_backward + copies
 
 
 def _exposed(taken: Floats, window: Floats, least: Floats, chunks: Floats, more: Floats) -> Floats:

@@ -297,11 +297,11 @@ def _saved_by_kind(model: Model, layout: Layout, shape: Shape, layer: int) -> di
     """Bytes a block holds between its forward and its backward pass, by the kind of operation that made them."""
     ops = block_work(model, layer, shape)
     made = {a.name: (op, a.num_bytes) for op in ops for a in op.makes}
-    saved = {name for op in ops for name in op.saves if name in made}
+    saved = dict.fromkeys(name for op in ops for name in op.saves if name in made)  # a set has another order in every process
     block_input = {"residual": shape.outer_tokens * model.hidden_size * shape.itemsize}
     again = layout.again(layer)
     if again is not None:
-        saved = set() if again.whole else {a.name for op in ops if op.kept(again.kinds) for a in op.makes}
+        saved = {} if again.whole else dict.fromkeys(a.name for op in ops if op.kept(again.kinds) for a in op.makes)
     by_kind: Counter[str] = Counter(block_input)
     for name in saved:
         op, num_bytes = made[name]
