@@ -216,7 +216,7 @@ class Decoder(nn.Module):
         drops = self._drops(dropout_keys)
         hidden = _dropped(self._embed(inputs, positions), drops, 0) if self.is_first else inputs
         view = self._view(hidden, positions, document_ids, cache)._replace(drops=drops)
-        for number, block in self.blocks():  # inline: a caller would keep what the first one reads
+        for number, block in self.blocks():  # here and not in a helper, whose caller would keep the first block's input alive
             if number < self.spec.num_hidden_layers:
                 earlier = None if cache is None else cache.layers[number]
                 hidden = block(hidden, *view.of(number), earlier, view.drops_of(number))

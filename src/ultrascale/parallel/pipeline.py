@@ -1,7 +1,7 @@
 """Pipeline parallelism: the lists of `schedules` executed, one rank's actions one after the other.
 
-    each pass (`pipeline_passes`) with what it reads, and its result sent on
-    F beside B   one after the other: nothing of ours runs two streams of computation
+    for each action: wait for its input (`pipeline_messages`), run the pass (`pipeline_passes`), send the result on
+    a forward "beside" a backward (DualPipe) is run before it, not at the same time: there is one stream of computation
 
 The planner plays the same lists (`plan.pipeline`). Of a micro-batch in flight a rank holds what autograd saved and the stage's
 input; its result is let go when it has been sent. Sends and receives run beside the computation (`pipeline_messages`). A rank
@@ -41,12 +41,12 @@ class Executed(NamedTuple):
 
     action: Action
     start: float
-    """When what it needs was there."""
+    """When its input was there, so that waiting is not counted."""
     end: float
 
 
 class Orders(NamedTuple):
-    """A step for every rank."""
+    """The actions of a step, for every rank of a pipeline, and the messages that follow from them."""
 
     schedule: Schedule
     messages: list[Message]
@@ -66,7 +66,10 @@ def build_orders(layout: Layout, num_micro_batches: int) -> Orders:
 
 
 def build_evaluation(layout: Layout, num_micro_batches: int) -> Orders:
-    """The forward passes alone: a schedule's, or, of a file, which has a number of micro-batches of its own, plain ones."""
+    """The forward passes alone, in the schedule's order.
+
+    A schedule from a file is for one number of micro-batches, which an evaluation need not have: then in plain order.
+    """
     if is_file(layout.schedule):
         held = stages_of_ranks(layout.schedule, layout.pp)
         schedule = [[forward(stage, k) for k in range(num_micro_batches) for stage in stages] for stages in held]
@@ -103,7 +106,7 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        """In the pipeline."""
+        """This process's place in the pipeline, from 0."""
         return self.groups[0].rank()
 
     def train(self, num_micro_batches: int, passes: Passes, *, shape: Sequence[int], dtype: torch.dtype) -> None:

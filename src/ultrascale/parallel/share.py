@@ -44,7 +44,7 @@ elements, so that it would depend on the cut; 1e-7 of so many."""
 
 
 class Held(NamedTuple):
-    """A parameter of this rank."""
+    """A parameter of this rank, with its line in the table of weights and the part of it that is here."""
 
     name: str
     parameter: nn.Parameter
@@ -117,12 +117,14 @@ class Share:
         return squares.sqrt()
 
     def _counts(self, one: Held) -> bool:
+        """Whether this rank adds `one` to the norm: of the ranks that hold the same elements, only the first does."""
         if one.is_second or one.place.copy:
             return False
         mesh = one.parameter.device_mesh if isinstance(one.parameter, DTensor) else None
         return mesh is None or mesh.get_local_rank("dp_replicate") == 0
 
     def _sum_copies(self) -> None:
+        """Sum gradients of weights that several ranks hold whole, of which each rank computed only a share."""
         groups: dict[int, list[Tensor]] = defaultdict(list)
         for one in self.held:
             if one.place.is_partial:
@@ -131,6 +133,7 @@ class Share:
             _sum_over(groups[copies], self.mesh.neighbours(copies))
 
     def _sum_tied(self) -> None:
+        """Sum the two gradients of an embedding that is also the head, where first and last stage both hold it."""
         tied = [one.parameter for one in self.held if one.name == TIED]
         if len(tied) == 2:  # both ends are here, as in a V-shaped schedule
             first, last = map(_gradient_or_zeros, tied)

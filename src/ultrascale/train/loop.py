@@ -57,7 +57,7 @@ from ultrascale.train.stragglers import WINDOWS, Stragglers
 from ultrascale.train.trainer import StepResult, StopRequested, Trainer
 
 MOST_REWINDS = 3
-"""From the same step."""
+"""Times that a run goes back to a checkpoint because of the same step, before it gives up."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
         signs = leaving.enter_context(watched(run, ranks))
         expect_same_run(run, ranks)
         if ranks.is_first:  # before anything is written
-            if not has_launcher():  # which would have the folder already
+            if not has_launcher():  # a launcher holds the folder already
                 leaving.enter_context(folder.commanded())
             leaving.enter_context(folder.owned())
         chosen = choose_kernels(run, ranks, folder)
@@ -143,15 +143,15 @@ class Session:
     metrics: Metrics
     performance: Performance
     validation: dict[str, Loader]
-    """By the name of the metric."""
+    """Held-out data, by the name of its metric."""
     save_seconds: float | None = None
-    """Training waited so long for the last save. A step's row is written before its save, so that no kill can lose it; the next
-    row tells."""
+    """How long training waited for the last save. A step's row of metrics is written before the step is saved, so that a kill
+    while saving cannot lose it; this number is therefore in the row of the next step."""
     has_stepped: bool = False
-    """Whether a step is done since the start, or since the run went back."""
+    """Whether a step was done since the start, or since the run last went back to a checkpoint."""
     has_evaluated: bool = False
     rewinds: list[int] = field(default_factory=list)
-    """Steps at which it did."""
+    """Steps done at each time that the run went back to a checkpoint."""
     stragglers: Stragglers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,7 +166,8 @@ class Session:
             load_compiled(folder.compiled)
         trainer = Trainer(run, ranks, loader, kernels=kernels)
         with slow_part(trainer, "looking for a checkpoint", max(START_SECONDS, run.collective_timeout_seconds)):
-            # Left together: whoever lost another rank in it must not take its checkpoints for missing ones.
+            # Inside, because all ranks leave `slow_part` together: one that lost another rank while it looked for checkpoints
+            # raises there, and does not begin at step 0 as if there were none.
             found = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes)
         if ranks.is_first and trainer.steps_done <= run.steps:
             folder.write_text("run.toml", to_toml(run))
@@ -239,7 +240,7 @@ class Session:
         if self.run.faults.on_anomaly != "rewind" or self.saves.saved_at < 0 or self.rewinds.count(step) >= MOST_REWINDS:
             raise error
         if isinstance(error, AnomalousStepError) and step in self.rewinds:
-            trainer.to_pass_over.add(step)  # once more did not help: it is not the machine
+            trainer.to_pass_over.add(step)  # it was tried again and failed again, so the machine is not to blame
         self.rewinds.append(step)
         trainer.optimizer.zero_grad(set_to_none=True)
         with slow_part(trainer, "going back to a checkpoint", self.run.collective_timeout_seconds):

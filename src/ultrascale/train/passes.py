@@ -32,7 +32,7 @@ class Passes:
     after_backward: Callable[[int], None] = lambda micro_batch: None
     """Told the micro-batch whose backward pass is done; not told in a pipeline."""
     loss_scale: float = 1.0
-    """Losses are multiplied by it before their backward passes: the gradients that `train` leaves are so much larger."""
+    """What losses are multiplied by before their backward passes, for fp16; gradients are left as much larger by `train`."""
     pipeline: Pipeline | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Passes:
                 loss = self.forward(micro_batches[action.micro_batch])
                 losses.append(loss.detach())
                 under_way[action.micro_batch] = loss * scale
-                del loss  # or what its graph refers to, masks for one, would stay until the next one is there
+                del loss  # else its graph, and what that refers to (masks), would live until the next loss
             else:
                 under_way.pop(action.micro_batch).backward()
                 self.after_backward(action.micro_batch)

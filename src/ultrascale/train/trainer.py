@@ -114,7 +114,7 @@ class Trainer:
     """Of these, the ones that updated nothing."""
     norms: Norms = field(init=False)
     to_pass_over: set[int] = field(init=False, default_factory=set)
-    """Steps that are skipped if something is wrong with them, whatever else is done about that."""
+    """Steps that update nothing if they are anomalous again, whatever `faults.on_anomaly` says: going back did not help."""
     stop_requested: bool = field(init=False, default=False)
     """Set by a signal handler; all ranks act on it before the next step."""
     on_phase: Callable[[str, int], None] = field(init=False, default_factory=lambda: lambda phase, step: None)
@@ -169,8 +169,10 @@ class Trainer:
         return result
 
     def apply(self, gradients: Gradients) -> StepResult:
-        """The rest of a step whose `gradients` were computed: update the weights, and move the biases of experts. If they
-        overflowed, neither."""
+        """The rest of a step, after `compute_gradients`: update the weights, and move the biases that balance experts.
+
+        If the gradients overflowed or are anomalous, neither.
+        """
         if self.loss_scale is not None and not gradients.anomaly:
             self.loss_scale.after_step(overflowed=gradients.overflowed)
         if gradients.anomaly:
@@ -197,7 +199,7 @@ class Trainer:
         if self.loss_scale is not None:
             unscale(self.share.parameters(), scale)
         norm = float(self.share.gradient_norm())
-        loss_sum, *small = self.ranks.sum(own.clone()).tolist()
+        loss_sum, *small = self.ranks.sum(own.clone()).tolist()  # `small`: three sums for the noise scale
         may_skip = self.loss_scale is not None and not self.loss_scale.is_lowest
         overflowed = isfinite(loss_sum) and not isfinite(norm) and may_skip
         anomaly = "" if overflowed else self.norms.judge(loss_sum / max(1, num_targets), norm)
@@ -299,8 +301,10 @@ class Trainer:
         return torch.cat([self.counted(losses)[None], small])
 
     def counted(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The sum of `losses` that this rank brings into a sum over all ranks, 0-d fp64 on the CPU: nothing if the first of the
-        ranks that see the same tokens brings it."""
+        """What this rank adds to the sum of the losses over all ranks, 0-d fp64 on the CPU.
+
+        Of the ranks that see the same tokens only the first adds its losses; the others add zero.
+        """
         if not losses or not self.share.mesh.at.leads_replica:
             return torch.zeros((), dtype=torch.float64)
         return torch.stack(losses).double().sum().cpu()
