@@ -44,6 +44,7 @@ def test_commas_make_axes_of_settings_that_have_one_value(words, axes, others):
         (["--layout.dp", "2,2"], "twice"),
         (["--batch.tokens-per-batch", "4,096"], "commas are between values here, not between thousands"),
         (["--name", "a,b"], "cannot be swept"),
+        (["--layout.dp", "1,2", "--layout.dp=4,8"], "given twice"),
     ],
 )
 def test_values_that_are_none_are_refused(words, rule):

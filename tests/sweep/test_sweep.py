@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import re
 import signal
+import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,10 @@ from ultrascale.plan.measured_rows import read_rows
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Batch, Run
 from ultrascale.sweep import measured as at_work
-from ultrascale.sweep.cells import Failure, Place, place_of
+from ultrascale.sweep.cells import NEEDED, Failure, Place, place_of
 from ultrascale.sweep.grid import Axis, Cell
 from ultrascale.sweep.held import Measured, fastest_first, hold
-from ultrascale.sweep.measured import failure_of, measure_cell
+from ultrascale.sweep.measured import failure_of, measure_cell, measure_cells
 from ultrascale.sweep.pictures import best_by
 from ultrascale.sweep.rows import write_rows
 
@@ -160,6 +163,68 @@ def test_ctrl_c_ends_the_process_at_work_and_leaves_its_cell_unmeasured(run, tmp
         measure_cell(place, steps=1, warm=1, limit_seconds=600)
     assert processes[0].returncode == -signal.SIGTERM
     assert place.failure is None and place.result is None
+
+
+@pytest.mark.parametrize(
+    "held", [b"", b"null", b"[1]", b'{"a": 1}', b'{"step_seconds": []', b"\xff\xfe", "without mfu", "no steps"]
+)
+def test_a_damaged_file_or_another_versions_is_no_result_and_no_failure(held, run, tmp_path):
+    place = _place(tmp_path, run)
+    _measured(place, 1.0, None)
+    told = json.loads(place.result_file.read_text())
+    if held == "without mfu":
+        held = json.dumps({key: value for key, value in told.items() if key != "mfu"}).encode()
+    elif held == "no steps":
+        held = json.dumps(told | {"step_seconds": []}).encode()
+    place.result_file.write_bytes(held)
+    (place.path / "failed.json").write_bytes(held)
+    assert place.result is None and place.failure is None and fastest_first([place]) == []
+    (place.path / "failed.json").write_text('{"outcome": "unheard of", "text": "x"}')
+    assert place.failure is None
+    (place.path / "failed.json").write_text('{"outcome": "killed", "text": "x", "of a later version": 1}')
+    assert place.failure == Failure("killed", "x")
+
+
+def test_what_is_needed_of_a_result_is_what_measure_speed_writes():
+    from ultrascale.train.speed import Speed
+
+    assert set(NEEDED) <= {field.name for field in fields(Speed)}
+
+
+def test_a_cell_that_another_command_measures_is_left_to_it(run, tmp_path, monkeypatch):
+    """The process that measures holds the claim: also when the command that started it was killed."""
+    place = _place(tmp_path, run)
+    place.prepare()
+    told: list[Place] = []
+    with place.log_file.open("ab") as log:
+        log.write(b"at work")
+        log.flush()
+        other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=log)
+        fcntl.flock(log, fcntl.LOCK_EX)
+    _instead(monkeypatch, "print('never'); raise SystemExit(1)")
+    try:
+        measure_cells([place], steps=1, warm=1, limit_seconds=60, done=told.append)
+        assert (told, place.failure, place.log_file.read_text()) == ([place], None, "at work")
+    finally:
+        other.kill()
+        other.communicate()
+    measure_cells([place], steps=1, warm=1, limit_seconds=60, done=told.append)
+    assert place.failure is not None and place.log_file.read_text() == "never\n"
+
+
+def test_a_sweep_is_started_once_and_not_by_every_rank(run, tmp_path, capfd, monkeypatch):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert main(["sweep", f"{run.folder}/run.toml", "--layout.dp", "1,2", "--out", str(tmp_path / "new")]) == 2
+    assert "each would measure every cell" in capfd.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "said", ["torch.OutOfMemoryError: CUDA out of memory. Tried", "ncclUnhandledCudaError: Cuda failure 'out of memory'"]
+)
+def test_memory_that_ran_out_in_a_library_is_told_as_such(said):
+    assert failure_of(1, f"{said}\n").outcome == "out of memory"
 
 
 def test_how_a_process_failed_is_read_off_what_it_printed():

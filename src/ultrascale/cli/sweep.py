@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import shlex
 import signal
 import sys
@@ -17,6 +18,7 @@ import tyro
 
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.rank_environment import told_world
 from ultrascale.spec.units import format_bytes, format_seconds
 from ultrascale.sweep.cells import Place, place_of
 from ultrascale.sweep.grid import Axis, Cell, cells, split_axes
@@ -72,6 +74,9 @@ def command(arguments: list[str]) -> int:
     parsed, rest = parse_with_overrides(sweep, "sweep", words)
     path, steps, warm, processes, minutes, out, only_list, again, top, as_json = parsed
     _check(steps, warm, minutes, top)
+    if (world := told_world(os.environ)) > 1:
+        rule = f"was started {world} times, by torchrun or the like, and each would measure every cell"
+        raise SpecError([Problem("sweep", rule, "Start it once, with --processes; or --list, then a job for each cell.")])
     found, same = cells(path, axes, rest, processes=processes)
     folder = out or _default_folder(found)
     places = [place_of(folder, cell, axes, steps=steps, warm=warm) for cell in found if cell.run is not None]
@@ -135,7 +140,7 @@ class _Progress:
     def __call__(self, place: Place) -> None:
         self._done += 1
         one, failure = Measured.of(place), place.failure
-        came = "" if failure is None else f"{failure.outcome}: {failure.text}"
+        came = "another command is at it" if failure is None else f"{failure.outcome}: {failure.text}"
         if one is not None:
             came = f"{format_seconds(one.step_seconds)} a step, {one.tokens_per_second_per_rank:,.0f} tokens/s a rank"
         print(f"[{self._done}/{self._count}] {words_of(place.cell)}: {came}", file=self._stream, flush=True)

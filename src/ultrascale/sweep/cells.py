@@ -25,6 +25,12 @@ from ultrascale.spec.run import Run
 from ultrascale.sweep.grid import Axis, Cell
 
 LONGEST_NAME = 80
+OUTCOMES = ("out of memory", "too slow", "killed", "failed")
+NEEDED = (
+    "step_seconds", "tokens_per_step", "ranks", "mfu", "planned_step_seconds", "planned_peak_bytes", "measured_peak_bytes",
+    "planned_reserved_bytes", "measured_reserved_bytes", "device", "environment",
+)  # fmt: skip
+"""Of `train.speed.Speed`: a result without one of them is another version's, or damaged, and none."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Failure:
     """A cell that came to no result."""
 
     outcome: str
-    """`out of memory`, `too slow`, `killed` or `failed`."""
+    """One of `OUTCOMES`."""
     text: str
     """What it said, in a line."""
     exit_code: int | None = None
@@ -61,25 +67,27 @@ class Place:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What was measured, as `train.speed.Speed` wrote it."""
-        return _read(self.result_file)
+        """What was measured, as `train.speed.Speed` wrote it; None also of a file that does not hold it whole."""
+        told = _read(self.result_file)
+        whole = all(key in told for key in NEEDED) and isinstance(told["step_seconds"], list) and told["step_seconds"]
+        return told if whole else None
 
     @property
     def failure(self) -> Failure | None:
         told = _read(self.path / "failed.json")
-        return None if told is None else Failure(**told)
+        if told.get("outcome") not in OUTCOMES or "text" not in told:
+            return None
+        return Failure(told["outcome"], str(told["text"]), told.get("exit_code"))
 
     def prepare(self) -> None:
         """Write the run, and forget how it failed before."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.run_file.write_text(to_toml(self.run))
+        _replace(self.run_file, to_toml(self.run))
         (self.path / "failed.json").unlink(missing_ok=True)
 
     def fail(self, failure: Failure) -> None:
         """Keep how it failed."""
-        partial = self.path / f"failed.{os.getpid()}"
-        partial.write_text(json.dumps(asdict(failure)) + "\n")
-        partial.replace(self.path / "failed.json")
+        _replace(self.path / "failed.json", json.dumps(asdict(failure)) + "\n")
 
 
 def place_of(folder: Path, cell: Cell, axes: Sequence[Axis], *, steps: int, warm: int) -> Place:
@@ -96,8 +104,17 @@ def _plain(value: str) -> str:
     return re.sub(r"[^\w.+]+", "_", value)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _replace(path: Path, text: str) -> None:
+    """In one piece: another command may be reading it."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none, or it is cut short."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
-        return None
+        told = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}

@@ -50,7 +50,7 @@ class Cell:
 def split_axes(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
     """The settings among a command line's `words` that have several values, with commas between, and all other words.
 
-    Raises SpecError: an empty or repeated value, or a setting that cannot be swept.
+    Raises SpecError: an empty or repeated value, a setting given twice, or one that cannot be swept.
     """
     axes: dict[str, Axis] = {}
     others: list[str] = []
@@ -69,6 +69,8 @@ def split_axes(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
             continue
         if not equals:
             rest.pop(0)
+        if key in axes:
+            raise SpecError([Problem(flag, "is given twice", "Keep one of the two, with all values.")])
         axes[key] = _axis(key, value)
     return list(axes.values()), others
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from io import BufferedWriter
 
 from ultrascale.sweep.cells import Failure, Place
 
@@ -21,6 +23,8 @@ def measure_cells(
 ) -> None:
     """Measure those of `places` that have no result and did not fail, in their order; `done` is told of each.
 
+    A cell that another command is measuring is left to it, so that several can work in one folder.
+
     Interrupted, it ends the process at work and leaves that cell unmeasured.
     """
     for place in places:
@@ -30,9 +34,13 @@ def measure_cells(
 
 
 def measure_cell(place: Place, *, steps: int, warm: int, limit_seconds: float) -> None:
-    """Measure one cell in a process of its own, and keep its result or its failure."""
-    place.prepare()
-    with place.log_file.open("wb") as log:
+    """Measure one cell in a process of its own, and keep its result or its failure; nothing if another command is at it."""
+    place.path.mkdir(parents=True, exist_ok=True)
+    with place.log_file.open("ab") as log:
+        if not _claim(log) or place.result is not None:
+            return
+        log.truncate(0)
+        place.prepare()
         process = subprocess.Popen(
             command_of(place, steps=steps, warm=warm),
             stdin=subprocess.DEVNULL,
@@ -49,8 +57,19 @@ def measure_cell(place: Place, *, steps: int, warm: int, limit_seconds: float) -
         except BaseException:  # Ctrl-C, mostly
             _end(process)
             raise
-    if code != 0 or place.result is None:
-        place.fail(failure_of(code, place.log_file.read_text(errors="replace")))
+        if code != 0 or place.result is None:
+            place.fail(failure_of(code, place.log_file.read_text(errors="replace")))
+
+
+def _claim(log: BufferedWriter) -> bool:
+    """Whether the cell of this log is ours now. The process that measures inherits the claim, and keeps it if we are killed."""
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def command_of(place: Place, *, steps: int, warm: int) -> list[str]:
@@ -64,7 +83,7 @@ def failure_of(exit_code: int, printed: str) -> Failure:
     said = re.findall(r"ultrascale: error(?: on rank \d+)?: (.*)", printed)
     lines = [line for line in printed.splitlines() if line.strip()]
     text = (said or lines[-1:] or ["it said nothing"])[0].strip()
-    if "ran out of memory" in printed or "MemoryError" in printed:
+    if re.search(r"ran out of memory|MemoryError|(?:CUDA |failure '|error: )out of memory", printed):
         return Failure("out of memory", text, exit_code)
     if exit_code < 0 or "SIGKILL" in printed:
         name = signal.Signals(-exit_code).name if exit_code < 0 else "SIGKILL"
