@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from ultrascale.plan.recompute_prices import mean_again
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.network import network_kind
 from ultrascale.spec.op_builders import without_fp8
+from ultrascale.spec.stack import Stack
 from ultrascale.spec.work import input_gather
 
 Floats = NDArray[np.float64]
@@ -101,40 +103,27 @@ def pass_seconds(
     again = _recomputed_share(table)
     forward = derate * sum_of("product") + sum_of("attention") + sum_of("elementwise")
     inputs, weight_gradient = derate * sum_of("input_gradient"), derate * sum_of("weight_gradient")
-    full = derate * sum_of("product", in_blocks) + sum_of("attention", in_blocks) + sum_of("elementwise", in_blocks)
-    if stack.stops_early:
-        full = full - derate * sum_of("last_product", in_blocks)
-    selective = sum_of("attention" if stack.selective == "attention" else "elementwise", in_blocks)
-    if stack.selective.endswith("-products"):  # gate and up are 0.55 of the products of a block of Llama 70B
-        selective = selective + derate * (sum_of("product", in_blocks) + sum_of("grouped_product", in_blocks)) / 2
-    if stack.selective == "wide-products":
-        selective = selective + sum_of("attention", in_blocks)
+    full, selective = _second_passes(stack, sum_of, in_blocks, derate)
     recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective
     told = None
     if table.modes:
         shapes = [blocks.shapes[0], without_fp8(blocks.shapes[0])] if some_kept else blocks.shapes[:1]
         told = np.concatenate([mean_again(workload, table, shape, constants) for shape in shapes], axis=1)
 
-    overlaps = (table.tp_overlap > 0) | stack.overlaps_tensor_parallel
-    shown = np.where(overlaps, 1.0 - constants.tensor_parallel_hidden, 1.0)
-    is_beside = overlaps | stack.sends_beside_gradients
-    beside = np.where(is_beside, sum_of("tp_beside") * (1 - constants.overlap_slowdown), 0.0)
-    overheads = stack.overheads
-    tp_forward, tp_backward = shown * sum_of("tp_forward"), shown * (sum_of("tp_backward") - beside)
+    shown, tp_forward, tp_backward = _tensor_parallel(table, stack, sum_of, constants)
     tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)
     sums = sum_of("tp_cut_sums")
     at_once = derate * sum_of("weight_gradient_in_i")
-    cut_input = at_once + sums + shown * (sum_of("tp_cut_input") - sums) - shown * (sum_of("tp_backward") - beside)
+    cut_input = at_once + sums + shown * (sum_of("tp_cut_input") - sums) - tp_backward
     cut_weight = sum_of("tp_cut_weight") - at_once
-
     if table.partition_checkpoints.any():
         tp = tp + _input_gathers(workload, table, blocks, again) * layers.sum(axis=1)
 
     # A device that is faster than Python waits for it.
-    host = constants.compiled_host_fraction if stack.kernels.compiled else 1.0
-    of_ops, of_collective = host * overheads.op_seconds * sum_of("num_ops"), _collective_launch(workload, table)
+    an_op = (constants.compiled_host_fraction if stack.kernels.compiled else 1.0) * stack.overheads.op_seconds
+    of_ops, of_collective = an_op * sum_of("num_ops"), _collective_launch(workload, table)
     ahead, back = (of_ops + of_collective * sum_of(name) for name in ("num_collectives", "num_backward_collectives"))
-    launched_again = host * overheads.op_seconds * sum_of("num_ops", in_blocks)
+    launched_again = an_op * sum_of("num_ops", in_blocks)
     recompute = recompute + again * np.maximum(launched_again - full - shown * sum_of("tp_forward", in_blocks), 0.0)
     forward = forward + np.maximum(ahead - forward - tp_forward, 0.0)
     weight_gradient = weight_gradient + np.maximum(back - inputs - weight_gradient - tp_backward, 0.0)
@@ -151,6 +140,35 @@ def pass_seconds(
         forward, inputs, weight_gradient, recompute, tp, cp, ep, tp_forward + cp_forward + ahead_ep, ahead_ep, cut_input,
         cut_weight,
     )  # fmt: skip
+
+
+class _SumOf(Protocol):
+    """A column of `PartSeconds`, summed over what each rank holds: of all parts, or of `counts` blocks alone."""
+
+    def __call__(self, name: str, counts: Floats = ..., /) -> Floats: ...
+
+
+def _second_passes(stack: Stack, sum_of: _SumOf, in_blocks: Floats, derate: float) -> tuple[Floats, Floats]:
+    """Seconds of what blocks compute a second time under full and under selective recomputation, [rows, layouts]."""
+    full = derate * sum_of("product", in_blocks) + sum_of("attention", in_blocks) + sum_of("elementwise", in_blocks)
+    if stack.stops_early:
+        full = full - derate * sum_of("last_product", in_blocks)
+    selective = sum_of("attention" if stack.selective == "attention" else "elementwise", in_blocks)
+    if stack.selective.endswith("-products"):  # gate and up are 0.55 of the products of a block of Llama 70B
+        selective = selective + derate * (sum_of("product", in_blocks) + sum_of("grouped_product", in_blocks)) / 2
+    if stack.selective == "wide-products":
+        selective = selective + sum_of("attention", in_blocks)
+    return full, selective
+
+
+def _tensor_parallel(table: LayoutTable, stack: Stack, sum_of: _SumOf, constants: Constants) -> tuple[Floats, Floats, Floats]:
+    """The part of tp's traffic that shows, [layouts], and so the seconds of it in a forward and in a backward pass, [rows,
+    layouts]. In a backward pass a column-parallel layer's own messages run beside its own products."""
+    overlaps = (table.tp_overlap > 0) | stack.overlaps_tensor_parallel
+    shown = np.where(overlaps, 1.0 - constants.tensor_parallel_hidden, 1.0)
+    is_beside = overlaps | stack.sends_beside_gradients
+    beside = np.where(is_beside, sum_of("tp_beside") * (1 - constants.overlap_slowdown), 0.0)
+    return shown, shown * sum_of("tp_forward"), shown * (sum_of("tp_backward") - beside)
 
 
 def product_derate(workload: Workload, constants: Constants) -> float:
