@@ -147,3 +147,21 @@ def test_logits_of_all_micro_batches_stay_on_torchtitan_s_last_stage_where_its_c
         workload = replace(setup.workload, stack=replace(setup.workload.stack, kernels=STACKS["torchtitan"].kernels))
         at_end[year] = stage_memory(workload, LayoutTable.of([layout])).by_rank[-1, 0]
     assert at_end["2024"] - at_end["2026"] == (8 - 1) * 8192 * 128_256 * 2
+
+
+@pytest.mark.parametrize(
+    ("framework", "at_once"), [("MaxText (JAX/XLA)", False), ("PaxML (JAX/XLA)", False), ("torchtitan", True)]
+)
+def test_fp8_of_jax_s_programs_has_scales_of_steps_before(framework: str, at_once: bool):
+    """flax.linen.fp8_ops keeps a history of largest magnitudes; torchao reads each tensor once more."""
+    assert stack_of(asked(framework=framework, precision="fp8"))[0].scales_at_once is at_once
+
+
+def test_gpt_oss_has_its_biases_and_sinks_in_rows_too():
+    cells = {"model": "GPT-OSS-120B", "experts": "128", "topk": "4", "expert_ffn": "2880", "hidden": "2880", "heads": "64"}
+    cells |= {"kv_heads": "8", "head_dim": "64", "layers": "36", "vocab": "201088", "attn_kind": "gqa-swa"}
+    cells |= {"n_gpus": "64", "dp": "64", "tp": "1", "pp": "1", "global_batch": "64", "framework": "Megatron-Bridge"}
+    model = setup_of(asked(**cells)).workload.model
+    assert model.attention_sinks and model.mlp_bias and model.qkv_bias and model.hidden_act == "swigluoai"
+    other = setup_of(asked(**{**cells, "model": "Qwen3-30B"})).workload.model
+    assert not other.attention_sinks and not other.mlp_bias

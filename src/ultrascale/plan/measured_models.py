@@ -60,6 +60,13 @@ class UnrunnableError(UnrepresentableError):
     """A row that no trainer can run as it stands: its prediction is that it does not."""
 
 
+GPT_OSS_PARTS = {
+    name: getattr(PRESETS["gpt-oss-20b"], name)
+    for name in ("hidden_act", "attention_sinks", "qkv_bias", "mlp_bias", "attention_output_bias")
+}
+"""Sinks beside attention's scores, biases of its projections, its experts and its router, and a clamped SwiGLU."""
+
+
 def fill_playbook(asked: Asked) -> tuple[Asked, tuple[str, ...]]:
     """A row of the playbook's scan with the dimensions its model was found to have, and what was assumed."""
     known = _PLAYBOOK.get(asked.model.strip().upper())
@@ -202,6 +209,8 @@ def _style(asked: Asked, gated: bool) -> dict:
             style["position_embedding"] = "learned"
     if "qwen3" in asked.model.lower():
         style["qk_norm"] = True
+    if asked.experts and re.search(r"gpt-?oss", asked.model, re.IGNORECASE):
+        style |= GPT_OSS_PARTS
     return style
 
 

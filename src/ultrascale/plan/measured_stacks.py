@@ -94,7 +94,8 @@ _LIKENESSES = (
     _Likeness(r"nemo|megatron-bridge", "megatron", True, _NARROW_GRADIENTS),
     _Likeness(r"megatron|mcore", "megatron", True, _PLAIN_MEGATRON),
     _Likeness(r"deepspeed", "deepspeed", True, {}),
-    _Likeness(r"maxtext|paxml|jax|xla", "torchtitan", False, {"attention_kernel": "cudnn"}),  # cudnn_flash_te; XLA has no own
+    # cudnn_flash_te; XLA has none of its own. Its fp8 has delayed scales (flax.linen.fp8_ops: amax_history).
+    _Likeness(r"maxtext|paxml|jax|xla", "torchtitan", False, {"attention_kernel": "cudnn", "scales_at_once": False}),
     _Likeness(r"fms", "torchtitan", False, {"reduce_bytes": 2}),  # its policies: MixedPrecision(reduce_dtype=torch.bfloat16)
     _Likeness(r"fsdp|kempner|olmo|lingua|accelerate", "torchtitan", False, {}),
     _Likeness(r"nanogpt|nanochat|lit-?gpt", "torchtitan", False, {}),
