@@ -120,7 +120,9 @@ def test_memory_rises_with_more_sharding_only_by_buffers_that_sharding_needs(
     more = replace(layout, **{axis: min(now + 1, 3) if axis == "zero_stage" else 2 * now})
     if axis == "ep" and (model == "llama-3-8b" or 2 * now > dp * tp):
         return
-    fewer, cut = (footprint(preset(model), one, stack=stack, micro_batches=count) for one in (layout, more))
+    # Experts that are cut whole need more, the more ranks there are beyond them: the test below.
+    evenly = replace(STACKS[stack], cuts_experts_whole=False)
+    fewer, cut = (footprint(preset(model), one, stack=evenly, micro_batches=count) for one in (layout, more))
     assert cut.allocated - fewer.allocated <= needed(preset(model), layout, axis, stack) + 1
 
 
@@ -136,8 +138,12 @@ def needed(model: Model, layout: Layout, axis: str, stack: str) -> float:
         return (4 + 2 * kept) * tokens * model.num_experts_per_tok * model.hidden_size * 2
     if axis == "tp" and STACKS[stack].kernels.gathers_logits:  # a rank's part beside the whole vocabulary, twice
         return 2 * tokens * model.vocab_size * 4
-    if axis in ("dp", "cp") and STACKS[stack].gathers == "buckets" and layout.dp == 1:  # one process reduces nothing
-        return 3 * 4 * block
+    reduced = 3 * 4 * block if layout.dp == 1 and STACKS[stack].gathers == "buckets" else 0.0  # one process reduces nothing
+    if axis == "cp" and layout.tp > 1 and STACKS[stack].kernels.cross_entropy == "chunked":
+        # The loss of few tokens is not made slab by slab of the vocabulary (`kernels.cross_entropy_columns`): gradients whole.
+        return reduced + 3 * 2 * model.vocab_size * model.hidden_size / layout.tp
+    if axis in ("dp", "cp"):
+        return reduced
     if axis == "zero_stage" and STACKS[stack].gathers == "buckets":  # ZeRO 2 reduces with every micro-batch
         return 4 * block
     if axis == "zero_stage" and layout.zero_stage == 2:  # a block gathered, and its gradients on their way out
@@ -241,3 +247,16 @@ def rank_weights(workload: Workload, layout: Layout) -> float:
     table = LayoutTable.of([layout])
     state = rank_state(workload, table, cut_stages(workload, table), np.array([4]))
     return float(state.weights[-1 if layout.pp > 1 else 0, 0])
+
+
+@pytest.mark.parametrize(("zero", "ep", "most"), [(2, 1, 1.1), (3, 1, 1.1), (1, 2, 1.5), (3, 2, 1.5), (3, 4, 1.5), (2, 8, 1.5)])
+def test_experts_that_fsdp_cuts_whole_are_planned_as_many_as_the_first_rank_holds(zero, ep: int, most: float) -> None:
+    """Eight experts over 64 ranks: each is one rank's, and all are gathered as if there were 64 / ep of them. With ep they are
+    buckets of their own, of which more are taken to be there at once than are."""
+    model = replace(preset("mixtral-8x7b"), num_hidden_layers=4)
+    layout = Layout(dp=64, ep=ep, zero_stage=zero, recompute="full")
+    ours = footprint(model, layout, micro_batches=2).allocated
+    exact = plan_memory(model, layout, sequence_length=4096, sequences_per_batch=128).peak.total
+    assert 0.84 < ours / exact < most
+    evenly = footprint(model, layout, stack=replace(STACKS["ultrascale"], cuts_experts_whole=False), micro_batches=2).allocated
+    assert evenly < 0.8 * exact
