@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
+from typing import cast
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ultrascale.cli.main import main
@@ -14,14 +17,19 @@ from ultrascale.cli.measure_network import parse_groups, parse_size
 from ultrascale.launch.forked import run_forked
 from ultrascale.measure.network import (
     KINDS,
+    MessageTooLargeError,
     Timed,
+    _call,
+    _own_group,
     default_groups,
     expect_groups,
     measure_network,
     network_bytes_per_second,
+    planned_cluster,
+    ranks_per_node,
     sizes_up_to,
 )
-from ultrascale.parallel.mesh import process_group
+from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.plan.collectives import collective_seconds
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
@@ -64,10 +72,73 @@ def test_a_wrong_result_is_an_error_and_no_time():
 
 @pytest.mark.parametrize(
     ("world", "per_node", "groups"),
-    [(8, 8, [(8, 1)]), (16, 8, [(16, 1), (8, 1), (2, 8)]), (4, 1, [(4, 1)]), (12, 8, [(12, 1), (8, 1)])],
+    [(8, 8, [(8, 1)]), (16, 8, [(16, 1), (8, 1), (2, 8)]), (4, 1, [(4, 1)]), (12, 8, [(12, 1)])],
 )
 def test_without_being_asked_all_ranks_those_of_a_node_and_one_of_each(world, per_node, groups):
     assert default_groups(world, per_node) == groups
+    expect_groups(groups, world)
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "gpu", "machine", "name"),
+    [
+        (16, 8, "h100-sxm", None, "16xh100-sxm"), (4, 4, "h100-sxm", None, "4xh100-sxm"), (8, 4, "gb200", None, "8xgb200"),
+        (8, 4, "h100-sxm", None, None), (12, 12, "h100-sxm", None, None), (12, 4, "h100-sxm", None, None),  # no usual nodes
+        (8, 8, None, None, None), (8, 4, "h100-sxm", "2xdgx-h100", "2xdgx-h100"),
+    ],
+)  # fmt: skip
+def test_the_plan_is_for_the_machine_that_the_ranks_are_on_or_there_is_none(world, per_node, gpu, machine, name):
+    found = planned_cluster(world, per_node, gpu, machine)
+    assert (None if found is None else found.name) == name
+
+
+def test_a_machine_with_fewer_accelerators_than_ranks_is_not_planned_for():
+    with pytest.raises(SpecError, match="has 8 accelerators, for 16 ranks"):
+        planned_cluster(16, 8, "h100", "8xh100")
+
+
+def test_memory_for_a_message_that_is_not_there_is_told(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    group = cast(dist.ProcessGroup, None)
+    with pytest.raises(MessageTooLargeError, match=r"rank 3 has no memory for send of 4 GiB\. Give a smaller --largest"):
+        _call("send", 2**32, group, 2, Ranks(3, 4, torch.device("cpu")))
+
+
+def _members_and_groups_made(rendezvous):
+    made = []
+    new_group = dist.new_group
+
+    def counted(members=None, **options):
+        made.append(members)
+        return new_group(members, **options)
+
+    with process_group(Layout(dp=4), device="cpu", rendezvous=rendezvous) as ranks:
+        dist.new_group = counted
+        own = [dist.get_process_group_ranks(_own_group(ranks, *shape)) for shape in ((4, 1), (2, 1), (2, 2))]
+        ranks.barrier()
+        return [own, len(made)]
+
+
+def test_a_rank_makes_its_own_groups_and_no_others():
+    own = [[[0, 1, 2, 3], [0, 1], [0, 2]], [[0, 1, 2, 3], [0, 1], [1, 3]]]
+    own += [[[0, 1, 2, 3], [2, 3], [0, 2]], [[0, 1, 2, 3], [2, 3], [1, 3]]]
+    assert run_forked(4, _members_and_groups_made) == [[groups, 3] for groups in own]
+
+
+def _per_node(rendezvous):
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    name = "ab"[int(os.environ["RANK"]) // 2]
+    platform.node = lambda: name
+    with process_group(Layout(dp=4), device="cpu", rendezvous=rendezvous) as ranks:
+        return ranks_per_node(ranks)
+
+
+def test_ranks_of_a_node_are_counted_where_the_launcher_tells_nothing():
+    assert run_forked(4, _per_node) == [2] * 4
 
 
 def test_groups_must_cut_the_ranks():

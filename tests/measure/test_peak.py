@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ultrascale.measure import machine
-from ultrascale.measure.machine import MatmulCeiling, measure_matmul_ceiling, peak_flops, stored_or_measured_peak
+from ultrascale.measure.machine import MatmulCeiling, is_here, measure_matmul_ceiling, peak_flops, stored_or_measured_peak
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
 from ultrascale.spec.resolve import resolve
 from ultrascale.train.metrics import Metrics
@@ -94,3 +94,10 @@ def test_a_started_run_keeps_its_best_peak_and_counts_masked_documents(tmp_path:
     assert json.loads((folder.path / machine.PEAK_FILE).read_text())["flops_per_second"] == 7e10
     assert performance.hardware_flops == hardware_flops_per_token(run.model, run.layout, 64, documents=True)
     assert performance.model_flops == model_flops_per_token(run.model, 64)
+
+
+def test_what_is_timed_here_is_planned_for_this_machine_and_for_no_other(monkeypatch) -> None:
+    monkeypatch.setattr(machine, "this_gpu", lambda device: machine.ACCELERATORS["h100-sxm"])
+    here = {name: is_here(name, torch.device("cuda")) for name in ("auto", "64xh100", "8xa100", "8xcpu")}
+    assert here == {"auto": True, "64xh100": True, "8xa100": False, "8xcpu": False}
+    assert not is_here("8xh100", torch.device("cpu"))

@@ -105,3 +105,17 @@ def test_a_plan_takes_the_file_and_says_so(tmp_path, capsys):
     file = _file(tmp_path, DGX)
     assert main(["plan", "--model", "llama-3-8b", "--gpus", f"2x{file}", "--seq-len", "4096", "--top", "1"]) == 0
     assert "on 16 x NVIDIA H100 SXM 80 GB, 2 nodes" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("key", "number"), [("accelerators", f"1{'0' * 400}"), ("gbits_per_second", f"1{'0' * 400}"), ("gbits_per_second", "1e300")]
+)
+def test_numbers_that_overflow_are_refused_with_their_key(key, number, tmp_path):
+    text = "\n".join(f"{key} = {number}" if line.startswith(f"{key} =") else line for line in DGX.splitlines())
+    with pytest.raises(SpecError, match=rf"{key}.*must be a .*number"):
+        parse_cluster(f"2x{_file(tmp_path, text)}")
+
+
+def test_a_file_may_be_called_in_capitals_and_with_blanks_and_an_x(tmp_path):
+    (tmp_path / "8x of us").mkdir()
+    assert parse_cluster(f"2x{_file(tmp_path / '8x of us', DGX, 'Größe.TOML')}").num_accelerators == 16

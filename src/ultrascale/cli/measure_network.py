@@ -48,7 +48,7 @@ def network(
         groups: SIZE:STRIDE of groups of ranks, such as 8:1,2:8. Default: all ranks, those of each node, one of each node.
         kinds: Such as all_reduce,all_gather; send is to the next rank of a group. Default: all six.
         largest: Size of the largest message, such as 64MiB. Default: 1GiB on GPUs, 16MiB on CPUs.
-        machine: What the plan is for. Default: as many of this GPU as there are ranks.
+        machine: What the plan is for. Default: as many of this GPU as there are ranks, in nodes of its usual size.
         device: auto, cpu or cuda.
         out: Keep the result in this JSON file.
         json: Print the result as one JSON object.
@@ -136,7 +136,8 @@ def _show(told: dict[str, Any]) -> None:
     console = Console(highlight=False)
     timed = [Timed(**one) for one in told["timed"]]
     planned = f"; planned for {told['planned_for']}" if told["planned_for"] else ""
-    facts = f"{told['ranks']} ranks, {told['per_node']} a node, {told['device']}, {told['backend']}{planned}"
+    missing = "; not planned: say which machine with --machine" if told["backend"] == "nccl" and not planned else ""
+    facts = f"{told['ranks']} ranks, {told['per_node']} a node, {told['device']}, {told['backend']}{planned}{missing}"
     console.print(facts, soft_wrap=True)
     for size, stride in dict.fromkeys((one.size, one.stride) for one in timed):
         here = [one for one in timed if (one.size, one.stride) == (size, stride)]

@@ -90,7 +90,7 @@ def peak_flops(cluster: str, precision: Precision, device: torch.device) -> Peak
     not in the catalogue.
     """
     here, asked = this_gpu(device), None if cluster == "auto" else parse_cluster(cluster).accelerator
-    elsewhere = asked is not None and not _may_be(asked, here, device)
+    elsewhere = not is_here(cluster, device)
     meant = here if asked is None or elsewhere else asked
     note = f" (cluster = {cluster} is another machine)" if elsewhere else ""
     if meant is not None and not meant.measured_at_run_time:
@@ -127,6 +127,11 @@ def this_gpu(device: torch.device) -> Accelerator | None:
     if device.type != "cuda":
         return None
     return catalogued(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
+
+
+def is_here(cluster: str, device: torch.device) -> bool:
+    """Whether `device` can be of the machines called `cluster`; `auto` means those it is of. Raises SpecError."""
+    return cluster == "auto" or _may_be(parse_cluster(cluster).accelerator, this_gpu(device), device)
 
 
 def _may_be(asked: Accelerator, here: Accelerator | None, device: torch.device) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from ultrascale.measure.machine import device_name, this_gpu
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.collectives import bus_bytes, collective_seconds
 from ultrascale.spec.cluster import Cluster, parse_cluster
+from ultrascale.spec.machines import NODES, USUAL_NODE
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.units import format_bytes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 SMALLEST_BYTES = 1024
@@ -34,10 +37,16 @@ ROUND_SECONDS = 0.05
 """Of back-to-back calls, whose mean is one measurement."""
 MOST_CALLS = 200
 ITEM_BYTES = 4
+LARGEST_HOST = 16
+"""Accelerators of one host at most; a node of more is a rack, whose hosts start their ranks apart."""
 
 
 class WrongResultError(RuntimeError):
     """A collective gave something else than it must: the network or its library cannot be trusted."""
+
+
+class MessageTooLargeError(RuntimeError):
+    """The buffers of a message do not fit the device."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +64,14 @@ class Timed:
     bus_bytes_per_second: float
     """As nccl-tests has it: comparable between kinds and sizes of groups, and with a link's rate."""
     planned_seconds: float | None
-    """None: this machine is not in the catalogue."""
+    """None: this machine is not in the catalogue, or not as it is there."""
 
 
 def default_groups(world: int, per_node: int) -> list[tuple[int, int]]:
-    """All ranks; where there are several nodes also the ranks of each, and one of each."""
-    inside = [(per_node, 1)] if 1 < per_node < world else []
-    across = [(world // per_node, per_node)] if per_node < world and world % per_node == 0 and per_node > 1 else []
-    return [(world, 1), *inside, *across]
+    """All ranks; where there are several nodes, each as full, also the ranks of each, and one of each."""
+    if not 1 < per_node < world or world % per_node:
+        return [(world, 1)]
+    return [(world, 1), (per_node, 1), (world // per_node, per_node)]
 
 
 def sizes_up_to(largest: int) -> list[int]:
@@ -86,10 +95,12 @@ def measure_network(
     """Time every kind in every group at every size. Collective; every rank returns the same. JSON-able.
 
     `machine`: what the plan is for; None: as many of this device as there are ranks, if it is in the catalogue. `tell` is told
-    of each group on rank 0. Raises SpecError, and WrongResultError on the ranks that see one.
+    of each group on rank 0. Raises SpecError; WrongResultError and MessageTooLargeError on the ranks that see one.
     """
     expect_groups(groups, ranks.world)
-    cluster = _cluster(ranks, machine)
+    per_node = ranks_per_node(ranks)
+    here = this_gpu(ranks.device)
+    cluster = planned_cluster(ranks.world, per_node, None if here is None else here.name, machine)
     found = []
     for size, stride in groups:
         if ranks.is_first:
@@ -104,7 +115,7 @@ def measure_network(
                 rate = float(bus_bytes(kind, num_bytes, size)) / seconds
                 found.append(Timed(kind, size, stride, num_bytes, seconds, spread, rate, planned))
     return {
-        "device": device_name(ranks.device), "ranks": ranks.world, "per_node": _per_node(ranks), "torch": torch.__version__,
+        "device": device_name(ranks.device), "ranks": ranks.world, "per_node": per_node, "torch": torch.__version__,
         "backend": dist.get_backend(), "planned_for": None if cluster is None else cluster.name,
         "timed": [one.__dict__ for one in found],
     }  # fmt: skip
@@ -117,27 +128,36 @@ def network_bytes_per_second(found: Sequence[Timed], per_node: int) -> float | N
     return None if best is None else best.bus_bytes_per_second * per_node
 
 
-def _per_node(ranks: Ranks) -> int:
-    return min(ranks.world, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world)))
+def ranks_per_node(ranks: Ranks) -> int:
+    """As torchrun tells; under launchers that do not, as many as are on the host of rank 0. Collective."""
+    hosts = ranks.gather_text(platform.node())
+    return min(ranks.world, int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(hosts[0]))))
 
 
-def _cluster(ranks: Ranks, machine: str | None) -> Cluster | None:
+def planned_cluster(world: int, per_node: int, gpu: str | None, machine: str | None) -> Cluster | None:
+    """What the plan is for: `machine`; else `world` of the catalogue's `gpu`, None where its usual node is another than here.
+
+    Raises SpecError if `machine` has fewer accelerators than there are ranks.
+    """
     if machine is not None:
-        return parse_cluster(machine)
-    here = this_gpu(ranks.device)
-    return None if here is None else parse_cluster(f"{ranks.world}x{here.name}")
+        cluster = parse_cluster(machine)
+        if cluster.num_accelerators < world:
+            rule = f"{cluster.name} has {cluster.num_accelerators} accelerators, for {world} ranks"
+            raise SpecError([Problem("--machine", rule, "Name all the machines that the ranks are on.")])
+        return cluster
+    if gpu is None:
+        return None
+    usual = NODES[USUAL_NODE[gpu]].num_accelerators
+    other_node = per_node > usual or (per_node < min(world, usual) and usual <= LARGEST_HOST)
+    return None if other_node or (world > usual and world % usual) else parse_cluster(f"{world}x{gpu}")
 
 
 def _own_group(ranks: Ranks, size: int, stride: int) -> dist.ProcessGroup:
-    """This rank's of the groups; all ranks make all of them."""
-    block = size * stride
-    every = [
-        [start + first + place * stride for place in range(size)]
-        for start in range(0, ranks.world, block)
-        for first in range(stride)
-    ]
-    made = [dist.new_group(members, timeout=ranks.timeout) for members in every]
-    (own,) = (group for group, members in zip(made, every, strict=True) if ranks.rank in members)
+    """This rank's of the groups. Each rank makes its own only: all of them, one after another, would take minutes of a
+    thousand ranks."""
+    first = ranks.rank // (size * stride) * size * stride + ranks.rank % stride
+    members = [first + place * stride for place in range(size)]
+    own = dist.new_group(members, timeout=ranks.timeout, use_local_synchronization=True, group_desc=f"{size}:{stride}")
     assert isinstance(own, dist.ProcessGroup)
     return own
 
@@ -146,8 +166,12 @@ def _call(kind: str, num_bytes: int, group: dist.ProcessGroup, size: int, ranks:
     """One collective of this kind, checked once. Of whole elements for every rank: a little more where they do not divide."""
     part = max(1, -(-num_bytes // (ITEM_BYTES * size)))
     place = dist.get_rank(group)
-    whole, piece = (torch.zeros(count, device=ranks.device) for count in (part * size, part))
-    other = torch.zeros_like(whole)
+    counts = (part * size, part, part * size if kind in ("all_to_all", "send") else 0)
+    try:
+        whole, piece, other = (torch.zeros(count, device=ranks.device) for count in counts)
+    except torch.OutOfMemoryError:
+        told = f"rank {ranks.rank} has no memory for {kind} of {format_bytes(num_bytes)}"
+        raise MessageTooLargeError(f"{told}. Give a smaller --largest.") from None
     total = size * (size + 1) / 2
     own = place + 1.0
     after, before = (dist.get_global_rank(group, (place + step) % size) for step in (1, -1))

@@ -9,7 +9,14 @@ import sys
 from pathlib import Path
 
 from ultrascale import console
-from ultrascale.measure.network import WrongResultError, default_groups, measure_network, sizes_up_to
+from ultrascale.measure.network import (
+    MessageTooLargeError,
+    WrongResultError,
+    default_groups,
+    measure_network,
+    ranks_per_node,
+    sizes_up_to,
+)
 from ultrascale.parallel.mesh import process_group
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
@@ -28,9 +35,9 @@ def main() -> int:
     words = parser.parse_args()
     try:
         measure(json.loads(words.asked), rendezvous=words.rendezvous)
-    except (SpecError, WrongResultError) as error:
+    except (SpecError, WrongResultError, MessageTooLargeError) as error:
         rank, code = told_rank(os.environ), 2 if isinstance(error, SpecError) else 1
-        if rank == 0 or isinstance(error, WrongResultError):
+        if rank == 0 or not isinstance(error, SpecError):
             console.put(f"ultrascale: error on rank {rank}: {error}", "stderr")
         if words.failure is not None:
             words.failure.write_text(json.dumps({"rank": rank, "exit_code": code, "message": str(error)}))
@@ -42,8 +49,7 @@ def measure(asked: dict, *, rendezvous: str = "env://") -> None:
     """Measure on this rank and those beside it; rank 0 writes the file `asked["out"]`."""
     world = told_world(os.environ)
     with process_group(Layout(dp=world), device=asked["device"], rendezvous=rendezvous) as ranks:
-        per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-        groups = [(size, stride) for size, stride in asked["groups"] or default_groups(world, per_node)]
+        groups = [(size, stride) for size, stride in asked["groups"] or default_groups(world, ranks_per_node(ranks))]
         largest = asked["largest"] or (2**30 if ranks.device.type == "cuda" else 2**24)
         found = measure_network(
             ranks, groups, sizes_up_to(largest), asked["kinds"], machine=asked["machine"],

@@ -14,7 +14,7 @@ from pathlib import Path
 from ultrascale.spec.machine_names import normal_name, why_not
 from ultrascale.spec.problems import Problem, SpecError
 
-_COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?([A-Za-z0-9][\w. -]*|.+\.toml)", re.DOTALL)
+_COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?([A-Za-z0-9][\w. -]*|.+\.(?i:toml))", re.DOTALL)
 MACHINE_OVER_ACCELERATORS = 1.8
 """Power of a whole machine over that of its accelerators: DGX H100 10.2 of 5.6 kW, DGX B200 14.3 of 8.0 (datasheets)."""
 
@@ -161,7 +161,7 @@ def parse_cluster(text: str) -> Cluster:
         raise SpecError(
             [Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100, 2xours.toml or cpu.")]
         )
-    if match[2].endswith(".toml"):
+    if match[2].lower().endswith(".toml"):
         return machine_file.read_machine(Path(match[2]).expanduser(), int(match[1] or 1), text.strip())
     count, name = int(match[1] or 1), match[2].lower()
     for one in (name, normal_name(name)):

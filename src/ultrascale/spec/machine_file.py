@@ -55,6 +55,8 @@ KEYS = {
     ),
     "accelerator.tflops": ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8"),
 }  # fmt: skip
+LARGEST_NUMBER = 1e15
+"""Of any unit here: more is a slip of the pen, and overflows what is computed from it."""
 MOST_ACCELERATORS = 1024
 """Of a machine: what is one fast network inside. The largest sold has 72."""
 
@@ -190,12 +192,13 @@ class _Reader:
         value = table.get(key.rpartition(".")[2])
         if value is None and not needed:
             return None
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER:
             is_enough = value >= 1 if whole or least else value > 0
             if is_enough and value <= most and (not whole or value == int(value)):
                 return float(value)
         kind = "a whole number from 1" if whole else "a number from 1" if least else "a positive number"
-        kind += f" to {most:g}" if math.isfinite(most) else ""
+        too_large = isinstance(value, int | float) and value >= LARGEST_NUMBER
+        kind += f" to {most:g}" if math.isfinite(most) else f" below {LARGEST_NUMBER:g}" if too_large else ""
         rule = "is missing" if value is None else f"must be {kind}, is {value!r}"
         self._wrong(key, rule, f"Write {key.rpartition('.')[2]} = {kind}.")
         return None

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ultrascale.measure.machine import device_name, peak_flops
+from ultrascale.measure.machine import device_name, is_here, peak_flops
 from ultrascale.plan.flops import model_flops_per_token
 from ultrascale.plan.report import plan_run
 from ultrascale.spec.progress import step_span
@@ -53,7 +53,7 @@ class Speed:
     measured_peak_bytes: int | None
     """The most of any rank."""
     planned_reserved_bytes: int | None
-    """By CUDA's caching allocator."""
+    """By CUDA's caching allocator, on the rank that the plan says is the fullest."""
     measured_reserved_bytes: int | None
     fullest_rank: int
     device: str
@@ -125,7 +125,7 @@ def _speed(trainer: Trainer, seconds: list[float], every: list[_Memory]) -> Spee
     tokens = step_span(run.batch, 0).num_sequences * run.batch.sequence_length
     peak = peak_flops(run.cluster, run.layout.precision, ranks.device)
     per_token = model_flops_per_token(run.model, run.batch.sequence_length)
-    named = run if ranks.device.type == "cuda" else replace(run, cluster="auto")  # a CPU is not what a GPU's name plans for
+    named = run if is_here(run.cluster, ranks.device) else replace(run, cluster="auto")  # planned for where it is timed
     prediction = plan_run(named, cluster_of(named, ranks.device)).prediction
     return Speed(
         step_seconds=seconds,
