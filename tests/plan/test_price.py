@@ -18,9 +18,9 @@ from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.custom import to_csv
 from ultrascale.spec.cluster import Cluster, Sourced, parse_cluster
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.model_presets import PRESETS
+from ultrascale.spec.model_presets import PRESETS, preset
 from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack import STACKS, with_optimizer
+from ultrascale.spec.stack import STACKS, Stack, with_optimizer
 from ultrascale.spec.weights import num_parameters
 
 
@@ -218,3 +218,15 @@ def test_stages_are_cut_as_our_trainer_cuts_them():
     assert split_layers(replace(ours, stack=STACKS["torchtitan"]), 4) == [4, 4, 4, 4]
     given = predict(ours, replace(layout, layers_per_stage=(4, 4, 4, 4)))
     assert given.waterfall["compute"] / predict(ours, layout).waterfall["compute"] > 1.3
+
+
+def test_messages_of_experts_over_more_ranks_than_experts_are_as_long_as_if_each_rank_held_one() -> None:
+    model, ours = preset("mixtral-8x7b"), STACKS["ultrascale"]
+    even = replace(ours, cuts_experts_whole=False)
+
+    def seconds(dp: int, stack: Stack) -> float:
+        workload = Workload(model, parse_cluster("64xh100"), 4096, dp, stack)
+        return predict(workload, Layout(dp=dp, zero_stage=3, precision="bf16")).step_seconds
+
+    assert seconds(8, ours) == seconds(8, even)
+    assert seconds(64, ours) > 3 * seconds(64, even)

@@ -53,3 +53,16 @@ def test_where_three_at_once_are_not_enough_the_best_is_told_and_that_it_is_not(
 
 def test_what_fits_already_is_offered_single_changes_alone(monkeypatch) -> None:
     assert [one.at_once for one in offered(800, monkeypatch)] == [1, 1, 1]
+
+
+def test_what_the_trainer_has_against_memory_is_offered_and_what_it_refuses_is_not() -> None:
+    def settings(layout: Layout) -> set[str]:
+        run = Run(MODEL, layout=layout, batch=Batch(64, 32), data=Data(document_mask=False))
+        found, now = explain.Priced(run, parse_cluster("8xh100")), explain.plan_run(run, parse_cluster("8xh100"))
+        return {edit.setting for change in explain._changes(layout, run) if (edit := found.edit((change,), now))}
+
+    ours = {"--layout.recompute auto", "--layout.offload-optimizer true", "--layout.offload-activations true"}
+    assert settings(Layout(dp=8)) >= {*ours, "--layout.mlp-chunks 4"}
+    cut = settings(Layout(dp=4, tp=2, recompute="selective"))
+    assert not cut & {"--layout.mlp-chunks 4", "--layout.offload-activations true"}
+    assert "--layout.offload-optimizer true" in cut

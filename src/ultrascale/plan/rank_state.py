@@ -51,7 +51,7 @@ class RankState:
     bucket_itemsize: Floats
     """The same of the largest bucket."""
     block: Floats
-    """Parameters that are gathered, and whose gradients are reduced, together: of one bucket, filled up (`_padding`)."""
+    """Parameters that are gathered, and whose gradients are reduced, together: of one bucket, filled up (`expert_padding`)."""
     own_block: Floats
     """The same without what fills it up: gradients as autograd makes them."""
     blocks: Floats
@@ -81,7 +81,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     if workload.model.num_nextn_predict_layers:
         joins, embedding = _prediction_parameters(workload, table, stages)
         dense, root = dense + joins + embedding, root + embedding
-    more = _padding(workload, table, expert_shard)
+    more = expert_padding(workload, table, expert_shard)
     total, cut = dense + expert, dense / shard + expert * more / expert_shard
     in_buckets = stack.gathers == "buckets"
     gathers = np.full(len(table), in_buckets) | ((table.zero_stage == 3) & (shard > 1))
@@ -147,7 +147,7 @@ def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, 
     return stages.dense_parameters, stages.expert_parameters, shard, expert_shard
 
 
-def _padding(workload: Workload, table: LayoutTable, expert_shard: Floats) -> Floats:
+def expert_padding(workload: Workload, table: LayoutTable, expert_shard: Floats) -> Floats:
     """By how much experts are filled up where the first rank's whole ones are as many for every rank: FSDP2 cuts dim 0, which
     counts experts, and pads what others lack. 8 of 8 experts over 64 ranks are gathered as 64."""
     model = workload.model

@@ -8,16 +8,22 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ultrascale.plan.report import RunPlan, plan_run
+from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, plan_run
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.rules import run_problems
 from ultrascale.spec.run import Run
+from ultrascale.spec.trainable import untrainable_layout
 from ultrascale.trace.record import RankTrace
 
 PARTS, EDITS = 8, 3
 MOST_TOGETHER = 3
 """Changes at once that are tried where fewer are not enough."""
+PIECES = 4
+"""Of feed-forward layers: four do most of what more do (docs/memory-for-speed.md)."""
+LEAST_SAVED = 0.01
+"""Of what is needed: less helps nobody."""
 GO_ON_FROM = 4
 """Of those that save most; from all of them a table of three would be a hundred plans."""
 
@@ -44,6 +50,11 @@ class Edit(NamedTuple):
     at_once: int = 1
     """How many single changes it is made of."""
 
+    @property
+    def helps(self) -> bool:
+        """Whether it saves what is worth a change."""
+        return self.saved_bytes > LEAST_SAVED * self.needed_bytes
+
 
 def biggest_parts(trace: RankTrace, index: int, *, most: int = PARTS) -> list[Part]:
     """What takes most after a change, storages of one category, operation and line together."""
@@ -64,6 +75,7 @@ def edits(run: Run, cluster: Cluster, *, most: int = EDITS) -> list[Edit]:
     """
     now, found = plan_run(run, cluster), Priced(run, cluster)
     singles = [edit for change in _changes(run.layout, run) if (edit := found.edit((change,), now)) and edit.saved_bytes > 0]
+    singles = [edit for edit in singles if edit.helps] or singles
     first: list[Edit] = []
     if not any(edit.fits for edit in singles) and not now.fits:
         first = _together(run, found, now)
@@ -119,14 +131,18 @@ class Priced:
         settings: dict[str, Any] = {}
         for change in chain:
             settings |= change.setting
-        words = " ".join(f"--layout.{name.replace('_', '-')} {value}" for name, value in settings.items())
+        words = " ".join(
+            f"--layout.{name.replace('_', '-')} {'true' if value is True else value}" for name, value in settings.items()
+        )
         return Edit(words, plan.needed_bytes, now.needed_bytes - plan.needed_bytes, plan.fits, _slower(plan, now), len(chain))
 
     def _plan(self, layout: Layout) -> RunPlan | None:
         if layout not in self._known:
             self._known[layout] = None
+            run = replace(self.run, layout=layout)
             with suppress(SpecError):
-                self._known[layout] = plan_run(replace(self.run, layout=layout), self.cluster)
+                if not (run_problems(run) or untrainable_layout(layout)):
+                    self._known[layout] = plan_run(run, self.cluster)
         return self._known[layout]
 
 
@@ -141,6 +157,14 @@ def _changes(layout: Layout, run: Run) -> Iterator[Change]:
     for way in ("selective", "full"):
         if ways.index(way) > at:
             yield changed(recompute=way)
+    if layout.recompute in ways[:-1]:
+        yield changed(recompute="auto")
+    if not layout.offload_optimizer and run.optimizer.name == DEFAULT_OPTIMIZER:
+        yield changed(offload_optimizer=True)
+    if not layout.offload_activations:
+        yield changed(offload_activations=True)
+    if layout.mlp_chunks == 1 and not run.model.num_experts:
+        yield changed(mlp_chunks=PIECES)
     for stage in range(layout.zero_stage + 1, 4):
         if layout.dp * layout.cp > 1:
             yield changed(zero_stage=stage)
