@@ -13,6 +13,8 @@ from ultrascale.sweep.held import Measured
 
 SHADES = ("#eef3fa", "#3b6fb6")
 FEWEST_POINTS = 2
+LONGEST_VALUE, LONGEST_LEVEL = 24, 9
+"""Letters of a value that are drawn, and drawn level below a column of 0.8 inches."""
 MARKS = {"refused": "refused", "out of memory": "OOM", "too slow": "slow", "killed": "killed", "failed": "failed"}
 
 
@@ -63,7 +65,8 @@ def _draw_grid(
     table = best_by(rows, columns, cells, places, measured)
     best = max(one for line in table for one in line if isinstance(one, float))
     title = "Tokens per second and rank" + (f", best of {', '.join(axis.short for axis in others)}" if others else "")
-    figure, axes = new_figure(title, columns.short, rows.short, width=max(6.0, 1.2 * len(columns.values) + 2))
+    figure, axes = new_figure(title, columns.short, rows.short, width=max(6.0, 0.8 * len(columns.values) + 2))
+    figure.set_figheight(max(figure.get_figheight(), 0.3 * len(rows.values) + 1.5))
     shades = LinearSegmentedColormap.from_list("speed", SHADES)
     shares = [[one / best if isinstance(one, float) else float("nan") for one in line] for line in table]
     axes.imshow(shares, cmap=shades, vmin=0, vmax=1, aspect="auto")
@@ -73,10 +76,17 @@ def _draw_grid(
             dark = isinstance(one, float) and one / best > 0.6
             weight = "bold" if one == best else "normal"
             axes.text(j, i, text, ha="center", va="center", fontsize=10, color="white" if dark else INK, fontweight=weight)
-    axes.set_xticks(range(len(columns.values)), columns.values)
-    axes.set_yticks(range(len(rows.values)), rows.values)
+    names = [_shortened(value) for value in columns.values]
+    are_long = max(map(len, names)) > LONGEST_LEVEL
+    axes.set_xticks(range(len(names)), names, rotation=30 if are_long else 0, ha="right" if are_long else "center")
+    axes.set_yticks(range(len(rows.values)), [_shortened(value) for value in rows.values])
     axes.grid(visible=False)
     return save_figure(figure, path)
+
+
+def _shortened(value: str) -> str:
+    """Its end says the most: of paths the file, of models the size."""
+    return value if len(value) <= LONGEST_VALUE else f"…{value[1 - LONGEST_VALUE :]}"
 
 
 def _draw_points(path: Path, title: str, unit: str, points: Sequence[tuple[float, float]]) -> Path:
