@@ -143,3 +143,9 @@ def test_a_count_alone_is_no_machine_and_a_near_name_is_told():
         with pytest.raises(SpecError) as error:
             parse_cluster(text)
         assert answer in str(error.value)
+
+
+@pytest.mark.parametrize("count", ["0", "00", "1000001", "9" * 30, "1" + "0" * 5000])
+def test_counts_that_no_cluster_has_are_refused_at_once(count):
+    with pytest.raises(SpecError, match="has no machine" if not count.strip("0") else "more machines than anybody plans for"):
+        parse_cluster(f"{count}xh100")

@@ -10,7 +10,9 @@ from train.small_runs import make_corpus, small_run
 
 from ultrascale.launch.forked import run_forked
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Batch
+from ultrascale.train import speed
 from ultrascale.train.speed import Speed, measure_speed
 
 
@@ -49,3 +51,12 @@ def test_of_several_ranks_the_fullest_is_told(run, tmp_path):
 def test_a_plan_for_other_machines_is_not_held_against_a_cpu(run, tmp_path):
     found = measure_speed(replace(run, cluster="1xh100"), 1, tmp_path / "speed.json", warm=1)
     assert found is not None and found.planned_step_seconds is None
+
+
+def test_what_is_measured_is_not_lost_where_nothing_can_be_planned(run, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise SpecError([Problem("cluster", "12 is not a whole number of nodes", "Choose 8xh100.")])
+
+    monkeypatch.setattr(speed, "cluster_of", refuse)
+    found = measure_speed(run, 1, tmp_path / "speed.json", warm=1)
+    assert found is not None and found.planned_step_seconds is None and len(found.step_seconds) == 1

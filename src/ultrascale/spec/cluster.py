@@ -15,6 +15,8 @@ from ultrascale.spec.machine_names import normal_name, why_not
 from ultrascale.spec.problems import Problem, SpecError
 
 _COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?([A-Za-z0-9][\w. -]*|.+\.(?i:toml))", re.DOTALL)
+MOST = 1_000_000
+"""Of what is counted. The search takes every divisor, and its tables grow with them."""
 MACHINE_OVER_ACCELERATORS = 1.8
 """Power of a whole machine over that of its accelerators: DGX H100 10.2 of 5.6 kW, DGX B200 14.3 of 8.0 (datasheets)."""
 
@@ -155,8 +157,11 @@ def parse_cluster(text: str) -> Cluster:
     from ultrascale.spec import machine_file, machines
 
     match = _COUNTED.fullmatch(text.strip())
-    if match is not None and match[1] and int(match[1]) < 1:
+    if match is not None and match[1] and not match[1].strip("0"):
         raise SpecError([Problem("cluster", f"{text!r} has no machine", f"Ask for at least one: 1x{match[2]}.")])
+    if match is not None and match[1] and (len(match[1]) > len(str(MOST)) or int(match[1]) > MOST):
+        rule = f"{text[:40]!r} has more machines than anybody plans for: at most {MOST:,} are searched"
+        raise SpecError([Problem("cluster", rule, f"Ask for fewer, such as 1024x{match[2]}.")])
     if match is None or (match[2].isdigit() and not match[1] and len(match[2]) < 4):
         raise SpecError(
             [Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100, 2xours.toml or cpu.")]

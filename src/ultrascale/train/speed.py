@@ -21,6 +21,7 @@ import torch
 from ultrascale.measure.machine import device_name, is_here, peak_flops
 from ultrascale.plan.flops import model_flops_per_token
 from ultrascale.plan.report import plan_run
+from ultrascale.spec.problems import SpecError
 from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
 from ultrascale.train.aside import begun_aside, counted_steps, planned_memory, timed_steps
@@ -126,7 +127,10 @@ def _speed(trainer: Trainer, seconds: list[float], every: list[_Memory]) -> Spee
     peak = peak_flops(run.cluster, run.layout.precision, ranks.device)
     per_token = model_flops_per_token(run.model, run.batch.sequence_length)
     named = run if is_here(run.cluster, ranks.device) else replace(run, cluster="auto")  # planned for where it is timed
-    prediction = plan_run(named, cluster_of(named, ranks.device)).prediction
+    try:
+        prediction = plan_run(named, cluster_of(named, ranks.device)).prediction
+    except SpecError:  # so many do not fill nodes of the catalogue: what is measured is not lost for that
+        prediction = None
     return Speed(
         step_seconds=seconds,
         tokens_per_step=tokens,
