@@ -8,7 +8,7 @@ from train.small_runs import make_corpus, small_run
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Batch
-from ultrascale.sweep.grid import Axis, cells, split_axes
+from ultrascale.sweep.grid import Axis, cells, names_of, split_axes
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +77,9 @@ def test_more_cells_than_anybody_waits_for_are_refused_before_they_are_resolved(
     many = tuple(map(str, range(1, 101)))
     with pytest.raises(SpecError, match="10,000 cells"):
         cells(run_file, [Axis("layout.dp", many), Axis("layout.tp", many)])
+
+
+def test_settings_that_end_in_the_same_word_are_told_apart():
+    axes = [Axis("log.every_steps", ("1", "2")), Axis("checkpoint.every_steps", ("5", "none")), Axis("layout.dp", ("1", "2"))]
+    assert names_of(axes) == ["log.every_steps", "checkpoint.every_steps", "dp"]
+    assert names_of(axes[1:]) == ["every_steps", "dp"]

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -277,3 +277,12 @@ def test_the_fastest_comes_first_and_failures_are_rows_too(run, tmp_path):
     placed = [Cell(cell.values | {other.key: "1"}, cell.run) for cell in cells]
     again = [Place(cell, place.run, place.path) for cell, place in zip(placed, places, strict=True)]
     assert best_by(ZERO, other, placed, again, fastest_first(again)) == [["OOM"], [50.0]]
+
+
+def test_a_machine_whose_file_was_changed_is_planned_for_anew(run, tmp_path):
+    file = tmp_path / "ours.toml"
+    places = []
+    for cards in (1, 2):
+        file.write_text(f'accelerator = "h100"\naccelerators = {cards}\n')
+        places.append(_place(tmp_path, replace(run, cluster=f"1x{file}")))
+    assert places[0].path != places[1].path == _place(tmp_path, replace(run, cluster=f"1x{file}")).path

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ultrascale.cli.opening import open_and_tell
+from ultrascale.cli.opening import expect_folder, open_and_tell
 from ultrascale.cli.parse import parse
 
 
@@ -35,6 +35,7 @@ def export(
         overwrite: Replace OUT if it is an earlier export; nothing else is ever replaced.
         json: Print one JSON object.
     """
+    expect_folder(checkpoint)
     from ultrascale.models.huggingface import export_folder
     from ultrascale.parallel.precision import TORCH_DTYPE
     from ultrascale.spec.problems import Problem, SpecError

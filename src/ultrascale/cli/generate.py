@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from ultrascale.cli.opening import open_and_tell
+from ultrascale.cli.opening import expect_folder, open_and_tell
 from ultrascale.cli.parse import parse
 from ultrascale.spec.problems import Problem, SpecError
 
@@ -52,6 +52,7 @@ def generate(
         device: auto: CUDA when there is one.
         json: Print one JSON object.
     """
+    expect_folder(folder)
     import torch
     from tokenizers.decoders import DecodeStream
 

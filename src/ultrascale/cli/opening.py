@@ -6,8 +6,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ultrascale.spec.problems import Problem, SpecError
+
 if TYPE_CHECKING:
     from ultrascale.train.trained import Trained
+
+
+def expect_folder(path: Path) -> None:
+    """Raise SpecError if there is no folder at `path`, before seconds go by with importing torch."""
+    if not path.is_dir():
+        raise SpecError([Problem(str(path), "is no folder", "Give a checkpoint, a run folder, or a Hugging Face folder.")])
 
 
 def open_and_tell(path: Path) -> Trained:

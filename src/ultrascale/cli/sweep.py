@@ -21,7 +21,7 @@ from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import told_world
 from ultrascale.spec.units import format_bytes, format_seconds
 from ultrascale.sweep.cells import Place, place_of
-from ultrascale.sweep.grid import Axis, Cell, cells, split_axes
+from ultrascale.sweep.grid import Axis, Cell, cells, names_of, split_axes
 from ultrascale.sweep.held import Held, Measured, fastest_first, hold
 from ultrascale.sweep.measured import measure_cells
 from ultrascale.sweep.rows import write_rows
@@ -217,7 +217,7 @@ def _table(axes: Sequence[Axis], measured: Sequence[Measured]):
     planned_time = any(one.planned_step_seconds is not None for one in measured)
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     columns = ["", "step", *(["planned"] if planned_time else []), "tokens/s a rank", "MFU", "memory", "planned"]
-    for column in (*columns, *(axis.short for axis in axes)):
+    for column in (*columns, *names_of(axes)):
         table.add_column(column, justify="right")
     for number, one in enumerate(measured, start=1):
         memory = "" if one.measured_peak_bytes is None else format_bytes(one.measured_peak_bytes)

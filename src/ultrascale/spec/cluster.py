@@ -146,6 +146,12 @@ class Cluster:
         return -(-self.num_accelerators // self.node.num_accelerators)
 
 
+def file_of(text: str) -> Path | None:
+    """The file that describes the machines of `8xours.toml`; None where a name does."""
+    match = _COUNTED.fullmatch(text.strip())
+    return Path(match[2]).expanduser() if match is not None and match[2].lower().endswith(".toml") else None
+
+
 def parse_cluster(text: str) -> Cluster:
     """The cluster called `64xh100`, `8xa100-80`, `2xdgx-h100`, `8x4090`, `cpu` or `8xcpu`; names are read as people and drivers
     write them (`spec.machine_names`).
@@ -166,8 +172,8 @@ def parse_cluster(text: str) -> Cluster:
         raise SpecError(
             [Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100, 2xours.toml or cpu.")]
         )
-    if match[2].lower().endswith(".toml"):
-        return machine_file.read_machine(Path(match[2]).expanduser(), int(match[1] or 1), text.strip())
+    if (path := file_of(text)) is not None:
+        return machine_file.read_machine(path, int(match[1] or 1), text.strip())
     count, name = int(match[1] or 1), match[2].lower()
     for one in (name, normal_name(name)):
         name = machines.ALIASES.get(one, one)

@@ -37,7 +37,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ultrascale.spec.cluster import Accelerator, Cluster, Link, Node, Sourced, Spine
+from ultrascale.spec.cluster import Accelerator, Cluster, Link, Node, Sourced, Spine, file_of
 from ultrascale.spec.layers import key_lines
 from ultrascale.spec.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE
 from ultrascale.spec.parsing import parse_toml
@@ -59,6 +59,15 @@ LARGEST_NUMBER = 1e15
 """Of any unit here: more is a slip of the pen, and overflows what is computed from it."""
 MOST_ACCELERATORS = 1024
 """Of a machine: what is one fast network inside. The largest sold has 72."""
+
+
+def machine_text(cluster: str) -> str:
+    """What stands in the file of `8xours.toml`; empty where machines are not of a file, or it cannot be read."""
+    path = file_of(cluster)
+    try:
+        return "" if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def read_machine(path: Path, count: int, text: str) -> Cluster:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ultrascale.spec.machine_file import machine_text
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
 from ultrascale.sweep.grid import Axis, Cell
@@ -94,7 +95,8 @@ def place_of(folder: Path, cell: Cell, axes: Sequence[Axis], *, steps: int, warm
     """The place of a cell that can run, which need not be there yet."""
     assert cell.run is not None
     described = to_toml(replace(cell.run, name="", folder=""))
-    digest = hashlib.sha256(f"{described}\n{warm} {steps}".encode()).hexdigest()[:6]
+    planned_for = machine_text(cell.run.cluster)
+    digest = hashlib.sha256(f"{described}\n{warm} {steps}{planned_for}".encode()).hexdigest()[:6]
     words = "-".join(f"{axis.short}{_plain(cell.values[axis.key])}" for axis in axes)
     name = f"{words[:LONGEST_NAME]}-{digest}" if words else digest
     return Place(cell, replace(cell.run, name=f"{cell.run.name}-{name}"), folder / "cells" / name)

@@ -11,7 +11,7 @@ from typing import get_origin
 from ultrascale.plan.memory import num_micro_batches
 from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.resolve import resolve
+from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.schema import STAND_INS, leaves
 
@@ -87,14 +87,15 @@ def cells(
         raise SpecError([Problem("sweep", f"{told} make {count:,} cells", f"Give fewer values: at most {MOST_CELLS:,} cells.")])
     found = [_cell(path, axes, values, others, processes) for values in product(*(axis.values for axis in axes))]
     _expect_some(found)
-    seen: list[Run] = []
-    different = []
-    for cell in found:
-        if cell.run is None or cell.run not in seen:
-            different.append(cell)
-        if cell.run is not None:
-            seen.append(cell.run)
+    first = {to_toml(cell.run): cell for cell in reversed(found) if cell.run is not None}
+    different = [cell for cell in found if cell.run is None or first[to_toml(cell.run)] is cell]
     return different, len(found) - len(different)
+
+
+def names_of(axes: Sequence[Axis]) -> list[str]:
+    """Of each setting its last word, or all of its key where several end in the same."""
+    ends = [axis.short for axis in axes]
+    return [axis.short if ends.count(axis.short) == 1 else axis.key for axis in axes]
 
 
 def _is_scalar(key: str) -> bool:
