@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,7 +58,8 @@ def test_a_stack_is_whole_once_the_signal_for_it_is_neither_pending_nor_being_ha
     assert not watchdog._has_written(tmp_path, rank, before)
     os.kill(rank.pid, signal.SIGCONT)
     until(lambda: watchdog._has_written(tmp_path, rank, before))
-    assert '"<string>", line 6 in <module>' in (tmp_path / "0.stack").read_text()
+    # Stopped in its last lines, perhaps before it reached the very last.
+    assert re.search(r'"<string>", line [456] in <module>\n', (tmp_path / "0.stack").read_text())
 
 
 def test_a_stopped_rank_that_is_woken_for_its_stack_is_stopped_again(tmp_path, rank):

@@ -111,7 +111,7 @@ def test_no_process_at_all_is_a_mistake(home, capsys):
 
 
 def test_where_nothing_fits_the_number_of_ranks_is_named(tmp_path):
-    with pytest.raises(SpecError, match="no layout of this run for 7919 ranks"):
+    with pytest.raises(SpecError, match="no layout of this run for 7,919 ranks"):
         elastic_layout(small_run(tmp_path), 7919)
 
 

@@ -22,7 +22,7 @@ from ultrascale.train.trainer import Trainer
 
 OTHERS: list[Any] = [None, True, -1, 1.5, "", "[", [], {}, ["x"], {"x": 1}]
 Saved = tuple[Trainer, Path, dict[str, Any]]
-OPTIONAL = {"fp8_amax_history", "noise_scale", "optimizer", "skipped_steps", "norms", "loss_scale"}
+OPTIONAL = {"fp8_amax_history", "noise_scale", "optimizer", "skipped_steps", "norms", "loss_scale", "saved_at"}
 
 
 @pytest.fixture(scope="module")
