@@ -16,7 +16,6 @@ from ultrascale.cli.main import main
 from ultrascale.cli.measure_network import parse_groups, parse_size
 from ultrascale.launch.forked import run_forked
 from ultrascale.measure.network import (
-    KINDS,
     MessageTooLargeError,
     Timed,
     _call,
@@ -31,6 +30,7 @@ from ultrascale.measure.network import (
 )
 from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.plan.collectives import collective_seconds
+from ultrascale.plan.nccl import KINDS
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError

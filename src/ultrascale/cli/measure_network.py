@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.cli.parse import parse
+from ultrascale.plan.nccl import KINDS
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import expect_rank_environment, told_rank
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from ultrascale.measure.network import Timed
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 LEAST, MOST = 2**12, 2**36
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ultrascale.train.speed import Speed
 
 WARM, TIMED = 4, 8
+"""Memory is counted in two of the warm ones; one brings the allocator to rest, one is to spare."""
 
 
 def speed(

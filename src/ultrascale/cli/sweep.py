@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from ultrascale.cli.measure_speed import TIMED, WARM
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import told_world
@@ -33,8 +34,8 @@ MOST_REFUSED = 8
 def sweep(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
     /,
-    steps: int = 8,
-    warm: int = 4,
+    steps: int = TIMED,
+    warm: int = WARM,
     processes: int | None = None,
     minutes: float = 10.0,
     out: Path | None = None,
@@ -100,7 +101,7 @@ def command(arguments: list[str]) -> int:
 def _check(steps: int, warm: int, minutes: float, top: int) -> None:
     wrong = [
         Problem(flag, f"must be at least {least}, is {value}", f"Such as {usual}.")
-        for flag, value, least, usual in (("--steps", steps, 1, 8), ("--warm", warm, 1, 4), ("--top", top, 0, 20))
+        for flag, value, least, usual in (("--steps", steps, 1, TIMED), ("--warm", warm, 1, WARM), ("--top", top, 0, 20))
         if value < least
     ]
     if not 0 < minutes < float("inf"):

@@ -23,12 +23,12 @@ from torch import Tensor
 from ultrascale.measure.machine import device_name, this_gpu
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.collectives import bus_bytes, collective_seconds
+from ultrascale.plan.nccl import KINDS
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.machines import NODES, USUAL_NODE
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.units import format_bytes
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 SMALLEST_BYTES = 1024
 STEP = 4
 """From one size to the next."""

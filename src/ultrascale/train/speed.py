@@ -31,8 +31,6 @@ from ultrascale.train.trainer import Trainer
 
 MEMORY_STEPS = 2
 """The second is the first with everything there that stays between steps."""
-WARM_STEPS = 4
-"""Before the first timed one: those whose memory is counted, one that brings the allocator to rest, one to spare."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Speed:
         return cls(**value)
 
 
-def measure_speed(run: Run, steps: int, out: Path, *, warm: int = WARM_STEPS, rendezvous: str = "env://") -> Speed | None:
+def measure_speed(run: Run, steps: int, out: Path, *, warm: int, rendezvous: str = "env://") -> Speed | None:
     """Time `steps` steps of `run` after `warm` others, in this process and those started beside it, into the file `out`.
 
     Returns what rank 0 wrote, None on others. Raises SpecError (the run does not fit the processes or the data), DataError,
