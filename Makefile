@@ -2,7 +2,7 @@
 #
 #   make demo                    the five-minute story
 #   make test                    the tests
-#   make nightly                 the tests that take hours, and their results in docs/faults.md
+#   make nightly                 the tests that take hours, and their results in docs/faults.md and docs/mutations.md
 #   make lint docs-check bench   the checkers; the commands of README and docs; the CPU benchmarks
 #
 #   PYTHON=python3.12            another interpreter            TORCH=2.11.0   one torch release

@@ -1,8 +1,56 @@
-"""`python -m ultrascale`, and what torchrun starts on each rank: the same as `ultrascale`."""
+"""The command: `ultrascale`, `python -m ultrascale`, and what torchrun starts on each rank.
 
+Ctrl-C is met before anything else is imported. An exception may come up anywhere in an import, and libraries swallow it
+there, or turn it into one of their own: so while something is imported, and before and after the verb, the process ends at
+once. Elsewhere it is a KeyboardInterrupt, as usual.
+"""
+
+import os
+import signal
 import sys
+from types import FrameType
 
-from ultrascale.cli.main import main
+STOPPED = 130
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"ultrascale: error: stopped.\n")
+    os._exit(STOPPED)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    at = frame
+    while at is not None:
+        if at.f_code.co_filename.startswith("<frozen importlib"):
+            _leave(number, frame)
+        at = at.f_back
+    raise KeyboardInterrupt
+
+
+def _handle(handler: object, *, instead_of: object) -> None:
+    if signal.getsignal(signal.SIGINT) is instead_of:  # and neither ignored nor handled by a verb for longer
+        signal.signal(signal.SIGINT, handler)  # pyright: ignore[reportArgumentType]
+
+
+_handle(_leave, instead_of=signal.default_int_handler)
+
+
+def main() -> int:
+    """Run the command that the process was started with; returns its exit code."""
+    from ultrascale.cli.main import main
+
+    try:
+        _handle(_interrupt, instead_of=_leave)
+        if "RANK" in os.environ:
+            from ultrascale.launch.orphans import end_with_starter
+
+            end_with_starter()
+        return main()
+    except KeyboardInterrupt:  # before or after the verb, which has told it otherwise
+        return STOPPED
+    finally:
+        _handle(_leave, instead_of=_interrupt)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from zlib import crc32
 
 _HEAD = struct.Struct("<QdqqqIBdQH")
@@ -83,8 +83,18 @@ class Beat:
         return time.monotonic() - self.time - self.allowance
 
 
+def allocate(file: IO[bytes]) -> None:
+    """Give the file its length and its room: in one that was only made longer, a beat on a full disk would end the process by
+    SIGBUS.
+
+    Raises OSError if there is no room.
+    """
+    file.write(bytes(FILE_BYTES))
+    file.flush()
+
+
 class Heart:
-    """The writing end."""
+    """The writing end. Raises OSError if there is no room for its file."""
 
     def __init__(self, folder: Path, rank: int, *, hang_seconds: float):
         self.hang_seconds = hang_seconds
@@ -97,7 +107,7 @@ class Heart:
         self._extra = self.patience = 0.0
         path = folder / f"{rank}{SUFFIX}"
         with open(path, "w+b") as file:
-            file.truncate(FILE_BYTES)
+            allocate(file)
             self._memory = mmap.mmap(file.fileno(), FILE_BYTES)
         self.beat("start", extra_seconds=0.0)
 
@@ -139,7 +149,7 @@ _depth = 0
 
 
 def start(folder: Path, rank: int, *, hang_seconds: float) -> None:
-    """From now on this process gives signs of life in `folder`, as rank `rank`."""
+    """From now on this process gives signs of life in `folder`, as rank `rank`. Raises OSError if there is no room for them."""
     global _heart
     _heart = Heart(folder, rank, hang_seconds=hang_seconds)
 

@@ -80,7 +80,7 @@ def test_weights_that_were_gathered_in_fp8_are_not_rounded_again():
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
 def test_selective_recomputation_keeps_experts_products_beside_their_sums_with_biases(precision):
     layout = Layout(
-        dp=4, zero_stage=3, recompute="selective", precision=precision, tp=4, sequence_parallel=False, pp=4, ep=4, expert_tp=2
+        dp=2, zero_stage=3, recompute="selective", precision=precision, tp=4, sequence_parallel=False, pp=4, ep=4, expert_tp=2
     )  # fmt: skip
     assert near(apart(GPT_OSS, layout, 25, micro_batches=3))
 

@@ -68,6 +68,7 @@ def test_blocks_in_bf16_experts_and_recomputation_beside_fp8_are_planned(model: 
         (SHORT, 2, Layout(dp=2, pp=2, zero_stage=2, schedule="zb-h1", fp8_scaling="delayed")),
         (EXPERTS, 3, Layout(dp=4, ep=2, tp=2, expert_tp=2, zero_stage=3)),
         (EXPERTS, 1, Layout(dp=3, zero_stage=1, fp8_scaling="tensor")),
+        (EXPERTS, 2, Layout(dp=16, zero_stage=3)),
         (PREDICTS, 0, Layout(dp=2, cp=2, zero_stage=1, ep=2, expert_tp=2, recompute="selective")),
     ],
     ids=str,

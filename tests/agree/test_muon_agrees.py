@@ -38,6 +38,8 @@ def run_of(model: Model, layout: Layout, count: int = 2) -> Run:
         ("dense", Layout(dp=2, cp=2, pp=2, zero_stage=2, precision="bf16")),
         ("experts", Layout(dp=4, ep=2, expert_tp=2, zero_stage=2, precision="bf16")),
         ("experts", Layout(dp=4, tp=2, ep=4, expert_tp=2, zero_stage=0, precision="bf16")),
+        ("experts", Layout(dp=16, zero_stage=3, precision="bf16")),  # rows of experts, which meet first
+        ("experts", Layout(dp=6, dp_shard=3, tp=2, expert_tp=2, zero_stage=1, precision="bf16")),
     ],
     ids=str,
 )

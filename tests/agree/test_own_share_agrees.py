@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from agree.test_trace_agrees import EXPERTS, GPT_OSS, MODEL, Traced, compared, problems_of
@@ -85,6 +86,16 @@ def test_documents_that_cp_cuts_are_one_in_a_sequence_and_the_trace_says_so(meth
     assert not wrong, "\n".join(wrong)
     assert trace_rank(run, 1).documents == "one document"
     assert trace_rank(replace(run, layout=Layout(micro_batch_size=2)), 0).documents == "two documents"
+
+
+@pytest.mark.parametrize("layout", [
+    {"dp": 16, "zero_stage": 1}, {"dp": 12, "zero_stage": 2, "recompute": "full"}, {"dp": 16, "zero_stage": 3, "ep": 4},
+    {"dp": 12, "dp_shard": 6, "zero_stage": 3}, {"dp": 6, "tp": 2, "expert_tp": 2, "zero_stage": 3},
+    {"dp": 8, "pp": 2, "ep": 4, "zero_stage": 2},
+], ids=str)  # fmt: skip
+def test_rows_of_experts_that_ranks_do_not_divide(layout: dict[str, Any]) -> None:
+    for rank in (0, 5):
+        expect_agreement(replace(EXPERTS, num_hidden_layers=2), rank, 1024, **layout)
 
 
 def test_a_share_of_a_sequence_with_capacity_that_nothing_divides() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import checksum, loading
+from ultrascale.checkpoint import checksum, files, loading
 
 
 def test_the_fast_checksum_is_zlibs_at_every_length_and_start():
@@ -35,6 +35,20 @@ def test_where_isal_is_not_installed_what_it_checksummed_still_verifies(tmp_path
     finally:
         monkeypatch.undo()
         importlib.reload(checksum)
+
+
+def test_a_shard_of_many_blocks_is_verified_from_its_first_byte_to_its_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK_BYTES", 256)  # as a shard of many MiB has
+    folder = checkpoint.save(tmp_path, 1, {"w": torch.arange(1000.0)}, {})
+    shard = folder / "rank-00000.safetensors"
+    content = shard.read_bytes()
+    (told,) = files.read_manifest(folder).shards.values()
+    assert told.checksum == checksum.checksum_text(zlib.crc32(content))
+    checkpoint.verify(folder)
+    for at in (400, len(content) // 2, len(content) - 1):
+        shard.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(checkpoint.CheckpointError, match="its bytes have changed"):
+            checkpoint.verify(folder)
 
 
 @pytest.mark.parametrize("verified, times", [(True, 1), (False, 2)])

@@ -5,9 +5,6 @@ import errno
 import json
 import os
 import resource
-import shutil
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -18,6 +15,7 @@ import torch
 import torch.distributed as dist
 from planted import fails
 from ranks import run_ranks
+from tiny_disk import on_a_tiny_disk
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError, Saver, files, patience, saver
@@ -72,17 +70,12 @@ def write_what_fits(fd: int, data: memoryview) -> None:
         os.write(fd, data)
 
 
-def on_a_tiny_disk(folder: Path, careless: bool) -> dict | None:
-    """`fill_the_disk` on a file system of 256 KiB of its own, gone with the process; None where that may not be mounted."""
-    script = f"import sys; from checkpoint.test_disks import fill_the_disk; fill_the_disk({str(folder)!r}, {careless})"
-    mount = f'mount -t tmpfs -o size=256k tiny "{folder}" && exec "{sys.executable}" -c "$0"'
-    words = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, script]
-    if shutil.which("unshare") is None or subprocess.run([*words[:4], "true"], capture_output=True).returncode:
-        return None
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def on_a_full_disk(folder: Path, careless: bool) -> dict | None:
+    """`fill_the_disk` on a small one; None where that may not be mounted."""
+    told = on_a_tiny_disk(
+        folder, f"from checkpoint.test_disks import fill_the_disk; fill_the_disk({str(folder)!r}, {careless})"
+    )
+    return None if told is None else json.loads(told.splitlines()[-1])
 
 
 def on_a_disk_full_by_limit(folder: Path) -> dict:
@@ -107,7 +100,7 @@ def save_past_a_limit(rank: int, root: Path) -> list[str]:
 
 @pytest.mark.catalogue(25)
 def test_on_a_full_disk_every_save_fails_on_all_ranks_and_the_last_good_one_loads(tmp_path):
-    told = on_a_tiny_disk(tmp_path, careless=False) or on_a_disk_full_by_limit(tmp_path)
+    told = on_a_full_disk(tmp_path, careless=False) or on_a_disk_full_by_limit(tmp_path)
     first, second = told["outcomes"]
     assert first == second and [line.partition(":")[0] for line in first] == ["4", "5", "6", "7"]
     assert all(" of 2: OSError: [Errno" in line and "Free space or choose another folder" in line for line in first)
@@ -117,7 +110,7 @@ def test_on_a_full_disk_every_save_fails_on_all_ranks_and_the_last_good_one_load
 
 @pytest.mark.catalogue(25)
 def test_control_a_short_write_taken_for_a_whole_one_is_seen(tmp_path):
-    told = on_a_tiny_disk(tmp_path, careless=True)
+    told = on_a_full_disk(tmp_path, careless=True)
     # Where nothing may be mounted, a limit on the length of files stops the same write.
     assert told is None or [line.partition(":")[0] for line in told["outcomes"][0]] != ["4", "5", "6", "7"]
 

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import CheckpointError, loading
+from ultrascale.checkpoint import CheckpointError, loading, saving
 from ultrascale.checkpoint.dtypes import DTYPES
 
 METADATA = {"step": 3, "loss": 2.5, "words": ["a", None, True], "rng": {"cpu": "00ff"}}
@@ -214,3 +214,18 @@ def save_and_load_without_pickle(rank: int, root: Path) -> float:
 def test_nothing_is_pickled_neither_to_disk_nor_between_ranks(tmp_path):
     outcomes = run_ranks(2, save_and_load_without_pickle, tmp_path, failures="return")
     assert [outcome.exitcode for outcome in outcomes] == [15, 15], outcomes
+
+
+def test_a_shard_that_is_not_all_there_when_it_is_looked_at_is_not_published(tmp_path, monkeypatch):
+    """As where folders are shared over a network, and another rank's file is not seen whole."""
+    write = saving.write_shard
+
+    def cut_short(folder, file, pieces, **about):
+        shard, begins = write(folder, file, pieces, **about)
+        os.truncate(folder / file, shard.bytes - 1)
+        return shard, begins
+
+    monkeypatch.setattr(saving, "write_shard", cut_short)
+    with pytest.raises(CheckpointError, match="bytes long, expected"):
+        checkpoint.save(tmp_path, 1, {"w": torch.arange(10.0)}, {})
+    assert list(tmp_path.iterdir()) == []

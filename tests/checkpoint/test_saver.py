@@ -2,8 +2,10 @@
 
 import os
 import resource
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,26 +66,80 @@ def test_a_disk_full_on_one_rank_fails_the_save_on_all_and_publishes_nothing(tmp
     assert seconds < 100, "the other rank has waited for a time-out"
 
 
-def lose_the_folder(rank: int, root: Path) -> str:
-    saving = Saver(root)
-    saving.save(1, {"w": torch.ones(2, 2)}, {})
-    dist.barrier()
-    if rank == 0:
-        root.rename(root.with_name("moved"))
-        root.write_text("in the way")
-    dist.barrier()
-    with pytest.raises(CheckpointError) as caught:
-        saving.save(2, {"w": torch.ones(2, 2)}, {})
-    saving.close()
-    return str(caught.value)
+def remove(root: Path) -> None:
+    shutil.rmtree(root)
+
+
+def move(root: Path) -> None:
+    root.rename(root.with_name("moved"))
+
+
+def put_a_file_in_its_place(root: Path) -> None:
+    move(root)
+    root.write_text("in the way")
+
+
+def put_a_folder_in_its_place(root: Path) -> None:
+    remove(root)
+    root.mkdir()
+
+
+def put_a_link_in_its_place(root: Path) -> None:
+    move(root)
+    root.with_name("another").mkdir()
+    root.symlink_to(root.with_name("another"))
+
+
+def lose_the_folder(rank: int, root: Path, lose: Callable[[Path], None], options: dict) -> str:
+    with Saver(root, **options) as saving:
+        for step in (1, 2):
+            saving.save(step, {"w": torch.ones(2, 2)}, {})
+        saving.wait()
+        dist.barrier()
+        if rank == 0:
+            lose(root)
+        dist.barrier()
+        with pytest.raises(CheckpointError) as caught:
+            saving.save(3, {"w": torch.ones(2, 2)}, {})
+            saving.wait()
+        return str(caught.value)
 
 
 @pytest.mark.catalogue(34)
-def test_a_folder_lost_during_the_run_is_an_error_on_every_rank(tmp_path):
+@pytest.mark.parametrize(
+    ("lose", "told"),
+    [
+        (remove, "was removed since checkpoints were first saved there"),
+        (move, "was moved to {place} since"),
+        (put_a_file_in_its_place, "was moved to {place}, and something else is in its place since"),
+        (put_a_folder_in_its_place, "was removed, and something else is in its place since"),
+        (put_a_link_in_its_place, "was moved to {place}, and something else is in its place since"),
+    ],
+)
+@pytest.mark.parametrize("options", [{"keep": 1}, {"asynchronous": True}], ids=["foreground", "background"])
+def test_a_folder_lost_during_the_run_is_an_error_on_every_rank_and_nothing_is_written_where_it_was(
+    tmp_path, lose, told, options
+):
     root = tmp_path / "checkpoints"
-    for text in run_ranks(2, lose_the_folder, root):
-        assert "rank 0 of 2: FileExistsError" in text
-    assert steps(tmp_path / "moved") == [1]
+    for text in run_ranks(2, lose_the_folder, root, lose, options):
+        assert f"rank 0 of 2: {root} {told.format(place=root.with_name('moved'))}" in text
+    assert not root.is_dir() or names(root) == []
+
+
+@pytest.mark.catalogue(34)
+def test_control_a_folder_that_nobody_holds_is_made_anew_and_its_loss_never_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(Saver, "_hold", lambda saving: None)
+    test = test_a_folder_lost_during_the_run_is_an_error_on_every_rank_and_nothing_is_written_where_it_was
+    fails(test, tmp_path, remove, "was removed", {}, told="DID NOT RAISE")
+
+
+@pytest.mark.catalogue(34)
+def test_after_the_loss_of_its_folder_a_saver_goes_on_where_it_is_told_to(tmp_path):
+    with Saver(tmp_path / "checkpoints") as saving:
+        remove(tmp_path / "checkpoints")
+        saving.use(tmp_path / "other")
+        saving.save(1, {"w": torch.ones(2, 2)}, {})
+    assert steps(tmp_path / "other") == [1]
 
 
 @pytest.mark.catalogue(34)
@@ -100,6 +156,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_first_save(tmp_path, 
 @pytest.mark.catalogue(34)
 def test_control_a_place_that_nobody_tries_at_the_start_is_told_of_at_the_first_save(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "check_writable", lambda root: None)
+    monkeypatch.setattr(Saver, "_hold", lambda saving: None)
     fails(test_a_place_that_cannot_be_written_is_told_before_the_first_save, tmp_path, "{file}/below", told="DID NOT RAISE")
 
 

@@ -58,6 +58,25 @@ def test_verdicts_of_the_runs_own_layout_are_json(run_file, capsys):
     names = ["dp 2 zero 3 x 1 micro-batch, tied", "dp 2 zero 3 x 3 micro-batches, tied"]
     assert [(verdict["case"], verdict["holds"]) for verdict in found] == [(name, True) for name in names]
     assert max(d["error"] for verdict in found for d in verdict["worst"].values()) < 1e-11
+    assert all("anything below float64 (bf16, fp8)" in verdict["not_seen"] for verdict in found)
+
+
+def test_a_proof_says_what_it_does_not_see_and_that_windows_are_cut(run_file, capsys):
+    words = (
+        "--own-layout",
+        "--layout.dp",
+        "1",
+        "--layout.cp",
+        "2",
+        "--model.preset",
+        "tiny-mistral",
+        "--layout.zero-stage",
+        "0",
+    )
+    assert check(run_file, *words, "--batch.sequence-length", "256") == 0
+    told = capsys.readouterr().out
+    assert "Its windows of 64 tokens are proven as windows of 14, which act in sequences of 61." in told
+    assert "made small" not in told and "Not seen: what the reference shares with the trainer: the decoder's formulas" in told
 
 
 def test_the_number_of_processes_needs_not_divide_the_runs_own_batch(run_file, capsys):
@@ -132,7 +151,7 @@ def test_a_run_of_several_axes_is_proven_with_all_of_them_and_one_that_does_not_
     todo: list[Case] = []
     monkeypatch.setattr(prove, "prove_all", lambda cases, **options: [todo.extend(cases), []][1])
     assert check(run_file, *AXES, "--own-layout", "--json") == 0
-    assert capsys.readouterr().err == "The run's 512 processes are proven with 8.\n"
+    assert capsys.readouterr().err.splitlines()[0] == "The run's 512 processes are proven with 8."
     assert {(c.run.layout.tp, c.run.layout.pp, c.run.layout.dp, c.run.layout.zero_stage) for c in todo} == {(2, 2, 2, 3)}
     words = [word for word in AXES if word not in ("--layout.dp", "16")]
     assert check(run_file, *words, "--layout.zero-stage", "0", "--processes", "2", "--own-layout", "--json") == 0

@@ -191,6 +191,28 @@ def test_import_makes_the_folder_the_start_of_a_run_and_export_gives_the_same_bi
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrow_folder_is_exported_in_its_own_dtype_to_the_same_bytes_unless_another_is_asked_for(
+    exported, run_file, capsys, dtype
+):
+    home = run_file.parent
+    narrow = export_folder(import_folder(exported)[1], MODEL, home / "narrow", tokenizer=exported, dtype=dtype)
+    run_file.write_text(run_file.read_text().replace(str(exported), str(narrow)))
+    assert main(["import", str(narrow), str(run_file), "--json"]) == 0
+    checkpoint = json.loads(capsys.readouterr().out)["checkpoint"]
+    assert main(["export", checkpoint, str(home / "again")]) == 0
+    assert f"{str(dtype)[6:]} is what the run was imported from; --precision fp32" in capsys.readouterr().out
+    for name in ("model.safetensors", "config.json"):
+        assert (home / "again" / name).read_bytes() == (narrow / name).read_bytes()
+    assert main(["train", str(run_file)]) == 0
+    run = home / "out" / "continued"
+    assert main(["export", str(run), str(home / "wide"), "--precision", "fp32"]) == 0
+    wide, after = import_folder(home / "wide")[1], import_folder(run / "export")[1]
+    assert {weight.dtype for weight in wide.values()} == {torch.float32}
+    assert {weight.dtype for weight in after.values()} == {dtype}
+    assert all(torch.equal(weight.to(dtype), after[name]) for name, weight in wide.items())
+
+
 def test_training_goes_on_from_an_imported_folder_and_generate_reads_the_run(exported, run_file, capsys):
     assert main(["import", str(exported), str(run_file)]) == 0
     assert main(["train", str(run_file)]) == 0

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from train.small_runs import STEPS, curve, make_corpus, small_run
 
+from ultrascale import checkpoint
 from ultrascale.cli import train as verb
 from ultrascale.cli.main import main
 from ultrascale.launch import local
@@ -90,11 +93,51 @@ def test_under_torchrun_a_world_of_another_size_is_a_wrong_description(run_file,
     ],
 )
 def test_several_processes_end_as_their_launcher_says(run_file, capsys, monkeypatch, ending, code, message):
-    (run_file.parent / "small" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    save(1)(run_file.parent / "small" / "checkpoints")
     monkeypatch.setattr(local, "launch_local", lambda file, processes, **options: ending)
     assert train(run_file, "--processes", "2") == code
     told = capsys.readouterr().err
     assert message in told and (message != "" or told == "")
+
+
+def progress_seen(run_file: Path, monkeypatch, make: list[Callable[[Path], object]]) -> list[str]:
+    """What counts restarts by, before and after each of `make` has done something in the folder of the checkpoints."""
+    root, seen = run_file.parent / "small" / "checkpoints", []
+
+    def launch(*words: object, progress: Callable[[], str], **options: object) -> Ending:
+        seen.append(progress())
+        for one in make:
+            one(root)
+            seen.append(progress())
+        return Ending("")
+
+    monkeypatch.setattr(local, "launch_local", launch)
+    assert train(run_file, "--processes", "2") == 0
+    return seen
+
+
+def save(step: int) -> Callable[[Path], object]:
+    return lambda root: checkpoint.save(root, step, {"w": torch.ones(2)}, {})
+
+
+@pytest.mark.catalogue(9)
+@pytest.mark.parametrize("name", ["step-backup", "step-99", "step-00000099-copy", "step-99999999"])
+def test_restarts_are_counted_by_new_checkpoints_whatever_else_is_called_like_one(run_file, monkeypatch, name):
+    seen = progress_seen(run_file, monkeypatch, [lambda root: (root / name).mkdir(parents=True), save(5), save(10)])
+    assert seen == ["none", "none", "step-00000005", "step-00000010"]
+
+
+@pytest.mark.catalogue(9)
+def test_a_damaged_newer_checkpoint_is_no_progress_and_hides_none(run_file, monkeypatch):
+    def cut(root: Path) -> None:
+        os.truncate(root / "step-00000090" / "rank-00000.safetensors", 10)
+
+    def flip_and_tell(root: Path) -> None:
+        """As ranks do that read every byte."""
+        root.with_name("events.jsonl").write_text('{"event": "start", "step": 5, "damaged": ["step-00000080"]}\n')
+
+    seen = progress_seen(run_file, monkeypatch, [save(90), cut, save(5), save(80), flip_and_tell, save(10)])
+    assert [name.removeprefix("step-000000") for name in seen] == ["none", "90", "none", "05", "80", "05", "10"]
 
 
 def test_of_a_run_that_ends_before_its_first_save_no_checkpoint_is_promised(run_file, capsys, monkeypatch):

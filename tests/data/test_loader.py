@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -231,6 +232,18 @@ def test_a_damaged_folder_is_refused_at_the_start(tmp_path, damage, expected):
 
 
 @pytest.mark.catalogue(58)
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_cut_short_while_it_is_read_is_named_with_both_sizes(tmp_path, suffix):
+    folder = write_folder(tmp_path / "data", [[list(range(1, 100))]])
+    reader, file = loader(folder), folder / f"s0{suffix}"
+    reader.read([0])
+    size = file.stat().st_size
+    os.truncate(file, size - 2)
+    with pytest.raises(DataError, match=rf"s0\{suffix}: is {size - 2} bytes, and was {size} when this run opened it"):
+        reader.read([0])
+
+
+@pytest.mark.catalogue(58)
 def test_a_path_that_is_nothing_says_how_to_make_one(tmp_path):
     with pytest.raises(DataError, match="data prepare"):
         loader(tmp_path / "nothing")
@@ -263,6 +276,17 @@ def test_the_fingerprint_of_a_foreign_prefix_follows_its_content(tmp_path):
         prints.append(Corpus(tmp_path / f"{name}{last}").fingerprint())
     assert prints[:2] == prints[2:]
     assert prints[0] != prints[1]
+
+
+def test_documents_of_one_token_are_refused_where_none_is_ever_predicted_and_only_there(tmp_path):
+    for name, lengths in (("none", [1] * 20), ("one", [0, *[1] * 18, 2])):
+        writer = ShardWriter(tmp_path / name, "int32")
+        writer.add_documents(range(20), lengths)
+        writer.finish()
+    with pytest.raises(DataError, match=r"none: has only documents of one token.*data\.document_mask"):
+        loader(tmp_path / "none")
+    assert (loader(tmp_path / "none", document_mask=False).read([0]).targets != IGNORED).all()
+    assert (loader(tmp_path / "one", length=19).read([0]).targets != IGNORED).sum() == 1
 
 
 def test_unigram_entropy_is_that_of_the_counts(tmp_path):

@@ -268,6 +268,15 @@ def test_another_request_for_a_prepared_folder_is_refused(tmp_path, source, toke
         prepare([source], output=tmp_path / "out", recipe=Recipe(**change(source, wanted)), workers=1)
 
 
+def test_a_request_with_a_setting_that_this_release_does_not_know_is_refused(tmp_path, source, tokenizer):
+    prepare([source], output=tmp_path / "out", recipe=recipe(tokenizer), workers=1)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    manifest["request"]["deduplicate"] = True
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"--deduplicate: is None, but .* was begun with True"):
+        prepare([source], output=tmp_path / "out", recipe=recipe(tokenizer), workers=1)
+
+
 @pytest.mark.catalogue(59)
 def test_another_tokenizer_for_a_prepared_folder_is_refused(tmp_path, source, tokenizer):
     prepare([source], output=tmp_path / "out", recipe=recipe(tokenizer), workers=1)

@@ -80,6 +80,7 @@ def test_every_batch_of_ten_holds_a_seven_two_one_blend():
 
 def test_largest_remainders_get_the_odd_sequences():
     assert block_quotas((1.0, 1.0, 1.0)) == [3334, 3333, 3333]
+    assert block_quotas((1.0, 1.0, 5.0)) == [1429, 1428, 7143]  # sevenths of 10,000: .57, .57 and .86 are left
 
 
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0), (float("inf"), 1.0), (1e-9, 1.0)])

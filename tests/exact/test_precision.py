@@ -20,8 +20,8 @@ from ultrascale.spec.model_presets import PRESETS
 from ultrascale.spec.run import Batch, Log, Optimizer, Run
 
 TOLERANCES = {
-    "fp32": {"loss": 1e-6, "gradient norm": 2e-6, "gradient": 1e-4, "weight": 1e-4, "moment": 1e-4, "experts": 1e-6},
-    "bf16": {"loss": 1e-3, "gradient norm": 2e-2, "gradient": 0.15, "weight": 0.03, "moment": 0.15, "experts": 0.1},
+    "fp32": {"loss": 1e-6, "gradient norm": 1.5e-5, "gradient": 1e-4, "weight": 1e-4, "moment": 1e-4, "experts": 1e-6},
+    "bf16": {"loss": 1e-3, "gradient norm": 4e-2, "gradient": 0.15, "weight": 0.03, "moment": 0.25, "experts": 0.2},
 }
 """Over two steps; tensors against the norm of all tensors of their kind together. Two to ten times the largest found over three
 seeds. A unit in the last place is 6e-8 and 4e-3; AdamW makes whole updates of gradients that are next to zero. `experts`: how

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ultrascale.check.prove import cases
 from ultrascale.check.small import made_small, micro_batch_counts, provable, small_layouts
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.custom import to_csv
@@ -76,6 +77,14 @@ def test_every_model_made_small_can_be_cut_and_keeps_its_kind(preset, layout):
     assert (small.num_experts > 0, small.sliding_window is None) == (model.num_experts > 0, model.sliding_window is None)
 
 
+@pytest.mark.parametrize(("dp", "ep", "is_cut"), [(64, 1, True), (64, 8, True), (8, 1, False), (8, 4, False)])
+def test_experts_that_zero_cuts_between_rows_or_whole_ones_are_cut_so_in_the_proof(dp, ep, is_cut):
+    run = Run(PRESETS["mixtral-8x7b"], layout=Layout(dp=dp, ep=ep, zero_stage=3))
+    for case in cases(run, own_layout=True):
+        small, layout = case.run.model, case.run.layout
+        assert (small.num_experts // layout.ep % layout.expert_shard_size > 0) is is_cut, case
+
+
 def test_a_schedule_from_a_file_keeps_its_ranks_and_its_number_of_micro_batches(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text(to_csv(build_schedule("1f1b", 4, 5)))
@@ -88,3 +97,16 @@ def test_a_proof_is_in_float64_on_odd_sequences_of_the_runs_own_micro_batch():
     run = Run(PRESETS["llama-3-8b"], layout=Layout(tp=2, precision="bf16", micro_batch_size=8), batch=Batch(8192, 64))
     small = provable(run)
     assert (small.layout.precision, small.layout.micro_batch_size, small.batch.sequence_length) == ("fp64", 2, 61)
+
+
+@pytest.mark.parametrize("preset", ["tiny-mistral", "tiny-gpt-oss", "mistral-7b-v0.1"])
+@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+def test_a_window_ends_within_the_piece_that_a_rank_holds_also_in_a_model_proven_whole(preset, cp):
+    small = provable(Run(PRESETS[preset], layout=Layout(cp=cp)))
+    assert small.model.sliding_window is not None
+    assert 2 <= small.model.sliding_window <= max(2, small.batch.sequence_length // (2 * cp) - 1)
+
+
+def test_every_learned_position_has_a_token():
+    small = provable(Run(PRESETS["tiny-gpt2"], layout=Layout(dp=2)))
+    assert small.model.max_position_embeddings == small.batch.sequence_length == 61

@@ -1,7 +1,8 @@
-"""Parsers under hostile input, in a process that may take little more memory than it has, and little time.
+"""Parsers and whole commands under hostile input, in processes that may take little more memory than they have, and little
+time.
 
 A parser gives a result or an error of ours, whatever it reads: no traceback, no hang, no memory that grows with a number in the
-file.
+file. A command ends with an exit code that it documents, and what it prints is no traceback and no flood.
 """
 
 from __future__ import annotations
@@ -10,16 +11,26 @@ import json
 import multiprocessing
 import os
 import resource
+import signal
+import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+
+from ultrascale.cli.main import main
 
 EXTRA_MIB = 512
 SECONDS = 100
+COMMAND_MIB, COMMAND_SECONDS, PATIENCE, PRINTED_MIB = 2048, 30, 5, 64
+"""Memory, seconds of a processor, how many times as long by the clock (others take their share), and what is written."""
+LONGEST_REFUSAL = 50_000
+"""Letters of what a command prints that was described wrongly."""
 TIMES = int(os.environ.get("ULTRASCALE_FUZZ", "1"))
 """Multiplies the number of examples; at night 20."""
 
@@ -69,13 +80,17 @@ def read_confined(
 
 
 def _child(sending: Any, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + (EXTRA_MIB << 20), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (_taken_bytes() + (EXTRA_MIB << 20), resource.RLIM_INFINITY))
     try:
         work(*arguments)
         sending.send("")
     except BaseException as error:
         sending.send(told(error))
+
+
+def _taken_bytes() -> int:
+    """Of address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def told(error: BaseException) -> str:
@@ -98,6 +113,108 @@ def sound(parse: Callable[[], Any]) -> Any:
         raise
 
 
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    words: tuple[str, ...]
+    code: int
+    """Its exit code; of one that a signal ended, minus the signal."""
+    said: str
+    seconds: float
+    """Of a processor."""
+    extra_mib: float
+    """The most memory it had beyond that of the fork when it began."""
+
+    @property
+    def wrong(self) -> str:
+        """What is wrong with that, in a word; empty if nothing is."""
+        if self.code < 0:
+            return "hang" if -self.code in (signal.SIGALRM, signal.SIGXCPU) else f"ended by signal {-self.code}"
+        if self.code not in (0, 1, 2) or "Traceback (most recent call last)" in self.said:
+            return "traceback"
+        if self.code and not self.said.strip():
+            return "no word"
+        return "flood" if self.code == 2 and len(self.said) > LONGEST_REFUSAL else ""
+
+
+def command(words: Sequence[str], folder: Path) -> Ended:
+    """How `ultrascale WORDS` ends in `folder`, in a fork of this process: what is imported here already costs nothing."""
+    printed, begun = folder / "printed.txt", folder / "begun.txt"
+    child = os.fork()
+    if child == 0:
+        _be_the_command(words, folder, printed, begun)
+    _, status, used = os.wait4(child, 0)
+    said, extra = printed.read_text(errors="replace"), used.ru_maxrss / 1024 - float(begun.read_text())
+    return Ended((*words,), os.waitstatus_to_exitcode(status), said, used.ru_utime + used.ru_stime, extra)
+
+
+def _be_the_command(words: Sequence[str], folder: Path, printed: Path, begun: Path) -> None:
+    code = 70
+    try:
+        begun.write_text(str(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20))
+        os.chdir(folder)
+        out, null = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
+        for stream, number in ((null, 0), (out, 1), (out, 2)):
+            os.dup2(stream, number)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        resource.setrlimit(resource.RLIMIT_AS, (_taken_bytes() + (COMMAND_MIB << 20), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (PRINTED_MIB << 20, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CPU, (COMMAND_SECONDS, resource.RLIM_INFINITY))
+        signal.alarm(PATIENCE * COMMAND_SECONDS)
+        code = main([*words])
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class Figures:
+    """Counts commands and collects those that ended wrongly."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.codes: Counter[int] = Counter()
+        self.wrong: list[Ended] = []
+        self.seconds = self.extra_mib = 0.0
+
+    def run(self, *words: str) -> None:
+        """`ultrascale WORDS`; one that ends wrongly leaves its files, under their numbers, for whoever looks at it."""
+        one = command(words, self.folder)
+        self.codes[one.code] += 1
+        self.seconds, self.extra_mib = max(self.seconds, one.seconds), max(self.extra_mib, one.extra_mib)
+        if one.wrong:
+            self.wrong.append(one)
+
+    def __str__(self) -> str:
+        kinds = dict(Counter(one.wrong for one in self.wrong))
+        counts = f"{self.codes.total()} commands, exit codes {dict(sorted(self.codes.items()))}, wrong: {kinds or 'none'}"
+        return f"{counts}; longest {self.seconds:.1f} s, most memory {self.extra_mib:.0f} MiB"
+
+
+def commanded(data: st.SearchStrategy[Any], ends: Callable[[Figures, Any], None], folder: Path, count: int) -> Figures:
+    """Let `ends` run commands over `count` examples of `data` in `folder`. Fails with each kind that ended wrongly."""
+    figures = Figures(folder)
+
+    @settings(examples(count), max_examples=count, derandomize=os.environ.get("ULTRASCALE_NIGHTLY") != "1",
+              phases=[Phase.generate])  # fmt: skip
+    @given(data=data)
+    def work(data: Any) -> None:
+        before = len(figures.wrong)
+        ends(figures, data)
+        for number in range(before, len(figures.wrong)):
+            figures.wrong[number] = figures.wrong[number]._replace(said=f"{figures.wrong[number].said[-3000:]}\n{data!r:.2000}")
+
+    work()
+    first = {f"{one.wrong} {one.said.splitlines()[-2][:60]}": one for one in reversed(figures.wrong)}
+    assert not figures.wrong, "\n\n".join([str(figures), *(f"{one.wrong}: {one.words}\n{one.said}" for one in first.values())])
+    return figures
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 300) | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -109,8 +226,10 @@ HUGE = (
 )  # fmt: skip
 """Bytes that have broken somebody's parser: deep nesting, long numbers, byte-order marks, lone surrogates, keys given twice."""
 
-SPARKS = (b"\0", b"\n", b'"', b"-1", b"99999999999999999999")
-LIES = ("../../etc/passwd", "/etc/passwd", "a\0b", "x" * 5000, 2**63, -1, 10**15, 0.5, [], {})
+LIES: tuple[Any, ...] = (
+    "../../etc/passwd", "/etc/passwd", "/dev/zero", "a\0b", "\ud800", "x" * 5000, 2**63, -1, 10**15, 10**39, 10**41, 0.5,
+    5e-324, 1e-300, 1e300, -0.0, float("inf"), float("nan"), [], {}, [0] * 3000, dict.fromkeys(map(str, range(3000)), 1),
+)  # fmt: skip
 
 
 @st.composite
@@ -135,9 +254,7 @@ def changed(draw: st.DrawFn, good: Any) -> bytes:
     content = json.loads(json.dumps(good))
     for _ in range(draw(st.integers(1, 2))):
         path = draw(st.sampled_from(_paths(content)))
-        value = draw(
-            JSON | st.sampled_from(["../../etc/passwd", "/etc/passwd", "a\0b", "x" * 5000, 2**63, -1, 10**15, 0.5, [], {}])
-        )
+        value = deepcopy(draw(JSON | st.sampled_from(LIES)))
         if not path:
             return json.dumps(value).encode()
         place = content

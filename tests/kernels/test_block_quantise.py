@@ -26,6 +26,8 @@ def test_noise_is_uniform_and_a_function_of_key_and_place():
     assert share.min() >= 0 and share.max() < 1
     assert share.mean().item() == pytest.approx(0.5, abs=0.005) and share.var().item() == pytest.approx(1 / 12, rel=0.02)
     assert abs(torch.corrcoef(torch.stack((share[:, :-1].flatten(), share[:, 1:].flatten())))[0, 1]) < 0.02
+    far = noise(torch.tensor([0, 2**32]), 1000, 7)  # elements of a very large weight
+    assert not torch.equal(*far)
     other = noise(rows((64, 1000)), 1000, rounding_key(1, 3, "w", "m"))
     assert abs(torch.corrcoef(torch.stack((share.flatten(), other.double().flatten())))[0, 1]) < 0.02
 
@@ -82,6 +84,10 @@ def test_columns_of_a_row_have_the_blocks_of_the_whole_row():
         blocks = slice(first // BLOCK, first // BLOCK + num_blocks(last - first, first))
         part, own = quantise(values[:, first:last], signed=True, first=first, widest=lambda s, b=blocks: scales[:, b])
         assert torch.equal(part, codes[:, first:last]) and torch.equal(own, scales[:, blocks])
+    given: list[torch.Tensor] = []
+    quantise(values[:, 100:300], signed=True, first=100, widest=lambda own: given.append(own) or own)
+    expected = torch.stack([values[:, 100:256].abs().amax(1), values[:, 256:300].abs().amax(1)], 1)
+    assert torch.equal(given[0], expected)
 
 
 @pytest.mark.parametrize("shape", [(24, 60), (60, 24), (3, 16, 40)])

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+
+from ultrascale.demo.interrupted import worker_pids
+from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.run import Run
+
+PATIENCE = 400.0
+"""Seconds for what takes ten where nobody else computes; what must come within a time is asserted where it is."""
 
 
 @contextmanager
@@ -22,3 +34,43 @@ def ended_after(process: subprocess.Popen[Any]) -> Iterator[None]:
             for member in reversed(family):
                 member.kill()
         process.communicate()
+
+
+@contextmanager
+def launched(run: Run) -> Iterator[subprocess.Popen[str]]:
+    """`ultrascale train` of `run` in a process of its own; whatever is left of it at the end is killed."""
+    file = Path(run.folder) / f"{run.name}.toml"
+    file.write_text(to_toml(run))
+    command = [sys.executable, "-m", "ultrascale", "train", str(file)]
+    temporary(run).mkdir(exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary(run))}
+    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with ended_after(process):
+        yield process
+
+
+def temporary(run: Run) -> Path:
+    """The folder for temporary files of a command."""
+    return Path(run.folder) / "tmp"
+
+
+def left_behind(run: Run) -> list[str]:
+    """But for torch's cache of compiled kernels, which is meant to stay."""
+    return [path.name for path in temporary(run).iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def fork_server_of(process: subprocess.Popen[str]) -> psutil.Process | None:
+    children = psutil.Process(process.pid).children()
+    return next((child for child in children if any("forkserver" in word for word in child.cmdline())), None)
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str], *, seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"ended or too slow: {process.communicate()[0] if process.poll() is not None else 'running'}")
+        time.sleep(0.05)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in worker_pids(process.pid)]

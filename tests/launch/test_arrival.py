@@ -163,6 +163,15 @@ def test_a_store_that_goes_away_before_the_ranks_have_met_ends_all_of_them_at_on
     assert all("lost the store of the rendezvous" in one["text"] for one in found)
 
 
+def test_attempts_after_one_that_gave_up_are_refused_with_its_words(monkeypatch):
+    store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    monkeypatch.setattr(arrival, "_lent", None)
+    arrival._expect_wanted(store)
+    arrival.give_up("the run's folder was removed")
+    with pytest.raises(arrival.GivenUpError, match="not started again: the run's folder was removed"):
+        arrival._expect_wanted(store)
+
+
 @pytest.mark.catalogue(22)
 def test_control_ranks_that_are_blamed_for_the_store_are_seen(run, monkeypatch):
     monkeypatch.setattr(arrival, "_missed", lambda store, world, timeout: "waited for rank 1 of 2, which did not start")

@@ -6,9 +6,10 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from ultrascale.heartbeat import Heart
 from ultrascale.launch import local, orphans
 from ultrascale.launch.forked import RankFailed, run_forked
 from ultrascale.launch.local import Ending, launch_local
-from ultrascale.launch.orphans import end_with_launcher, launcher_here
+from ultrascale.launch.orphans import end_with_launcher, end_with_starter, launcher_here
 from ultrascale.parallel import arrival
 from ultrascale.parallel.mesh import process_group
 from ultrascale.spec.layout import Layout
@@ -77,8 +78,8 @@ def test_after_a_kill_ranks_meet_in_a_store_of_their_own(monkeypatch):
 @pytest.mark.catalogue(4)
 def test_control_with_one_store_for_all_attempts_new_ranks_find_the_addresses_of_dead_ones(tmp_path, monkeypatch):
     """As torch's own agent has it (pytorch#135712)."""
-    one = SimpleNamespace(TemporaryDirectory=lambda prefix: nullcontext(str(tmp_path)))
-    monkeypatch.setattr(local, "tempfile", one)
+    monkeypatch.setattr(local, "folder_with_room", lambda *asked, **place: tmp_path)
+    monkeypatch.setattr(local, "shutil", SimpleNamespace(rmtree=lambda *folder, **how: None))
     monkeypatch.setitem(globals(), "LATE_SECONDS", 60.0)
     fails(test_after_a_kill_ranks_meet_in_a_store_of_their_own, monkeypatch, told="rank")
 
@@ -215,3 +216,112 @@ def test_a_rank_that_does_not_stop_in_order_is_ended_ten_seconds_after_its_launc
     process.start()
     process.join(200)
     assert process.exitcode == 1
+
+
+RANK = """
+import os, time
+from ultrascale.launch import orphans
+orphans.end_with_starter()
+print(flush=True)
+time.sleep(1000)
+"""
+
+
+def fork_one(told: Any) -> None:
+    process = FORK.Process(target=lambda: [os.environ.update(RANK="0"), end_with_starter(), signal.pause()])
+    process.start()
+    told.send(process.pid)
+
+
+def start_below_a_shell(told: Any) -> None:
+    """As `torchrun --no-python script.sh` does: the shell has the environment of its rank."""
+    shell = start_one(["sh", "-c", '"$0" -c "$1"; :', sys.executable, RANK])
+    told.send(psutil.Process(shell.pid).children()[0].pid)
+
+
+def start_to_outlive_us(told: Any) -> None:
+    """In a session of its own, as `setsid` makes one."""
+    told.send(start_one([sys.executable, "-c", RANK], start_new_session=True).pid)
+
+
+def start_one(command: list[str], **how: Any) -> subprocess.Popen[Any]:
+    """Start it with the environment of a rank, and wait until it watches."""
+    process = subprocess.Popen(command, env=os.environ | {"RANK": "0"}, stdout=subprocess.PIPE, **how)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def outlives(start: Callable[[Any], None], seconds: float) -> bool:
+    """Whether a rank that `start` starts is there so long after the process that did is killed."""
+    receiving, sending = FORK.Pipe(duplex=False)
+    starter = FORK.Process(target=lambda: [start(sending), signal.pause()])
+    starter.start()
+    rank = psutil.Process(receiving.recv())
+    try:
+        starter.kill()
+        starter.join()
+        _, alive = psutil.wait_procs([rank], timeout=seconds)
+        return alive != []
+    finally:
+        if rank.is_running():
+            rank.kill()
+
+
+@pytest.mark.catalogue(16)
+@pytest.mark.parametrize("start", [fork_one, start_below_a_shell])
+def test_a_rank_ends_once_whatever_started_it_has_also_below_a_shell(start):
+    assert not outlives(start, 200.0)
+
+
+@pytest.mark.parametrize("nodes, in_order", [("1", True), ("2", False)])
+def test_a_rank_ends_without_a_stop_in_order_where_torchrun_has_agents_elsewhere(tmp_path, nodes, in_order):
+    """Which would take that for the end of the run, and not wait for this node."""
+
+    def stop(number: int, frame: object) -> None:
+        (tmp_path / "stopped").touch()
+        os._exit(0)
+
+    def rank() -> None:
+        os.environ.update(RANK="0", TORCHELASTIC_RUN_ID="1", GROUP_WORLD_SIZE=nodes)
+        signal.signal(signal.SIGTERM, stop)
+        end_with_starter()
+        signal.pause()
+
+    def start(told: Any) -> None:
+        process = FORK.Process(target=rank)
+        process.start()
+        told.send(process.pid)
+
+    assert not outlives(start, 200.0)
+    assert (tmp_path / "stopped").exists() == in_order
+
+
+def test_a_rank_that_is_meant_to_outlive_its_starter_does():
+    assert outlives(start_to_outlive_us, 3 * orphans.LOOK_SECONDS)
+
+
+@pytest.mark.catalogue(16)
+def test_control_a_rank_that_watches_the_shell_above_it_outlives_its_starter(monkeypatch):
+    watching = RANK.replace("orphans.end", "orphans._starter = os.getppid; orphans.end")
+    monkeypatch.setitem(globals(), "RANK", watching)
+    assert outlives(start_below_a_shell, 3 * orphans.LOOK_SECONDS)
+
+
+def wait_for_ever(rendezvous: str, told: Any) -> None:
+    told.send(os.getpid())
+    signal.pause()
+
+
+@pytest.mark.catalogue(16)
+def test_forked_ranks_end_with_the_process_that_forked_them():
+    receiving, sending = FORK.Pipe(duplex=False)
+    parent = FORK.Process(target=run_forked, args=(2, wait_for_ever, sending))
+    parent.start()
+    ranks = [psutil.Process(receiving.recv()) for _ in range(2)]
+    parent.kill()
+    parent.join()
+    _, alive = psutil.wait_procs(ranks, timeout=200)
+    for rank in alive:
+        rank.kill()
+    assert alive == []

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from launch.test_local import PATIENCE, launched, ranks_of, steps_logged, wait_until
+from planted import fails
+from tiny_disk import fill, on_a_tiny_disk
+from train.small_runs import make_corpus, small_run
 
+from ultrascale import heartbeat
 from ultrascale.heartbeat import FILE_BYTES, SUFFIX, Heart, read
+from ultrascale.launch.scratch import folder_with_room
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.run import Checkpoint
+from ultrascale.train.signs_of_life import FOLDER_VARIABLE, watched
 
 HANG_SECONDS = 50.0
 
@@ -60,3 +74,87 @@ def test_nobody_who_looks_while_a_rank_writes_sees_anything_torn(tmp_path):
         process.kill()
         process.join()
     assert all(beat.overdue < 0 and beat.pid == process.pid and beat.doing.startswith("work ") for beat in seen)
+
+
+def beat_on_a_full_disk(folder: Path, sparse: bool) -> None:
+    """As a rank whose place for signs of life fills once it has started, and as one that finds it full."""
+    if sparse:
+        heartbeat.allocate = lambda file: file.truncate(FILE_BYTES)
+    early = Heart(folder, 0, hang_seconds=HANG_SECONDS)
+    fill(folder)
+    for number in range(heartbeat.RING + 1):
+        early.note_collective("all", f"sum {number}")
+    early.beat("at work")
+    with watched(small_run(folder), Ranks(1, 2, torch.device("cpu"))), heartbeat.waits("a sum", collective=("all", "a sum")):
+        print(json.dumps([beat.doing for beat in read(folder)]))
+
+
+def fill_under_beats(folder: Path, *, sparse: bool = False) -> None:
+    call = f"from launch.test_heartbeat import *; beat_on_a_full_disk(Path({str(folder)!r}), {sparse})"
+    if (told := on_a_tiny_disk(folder, call)) is None:
+        pytest.skip("no file system may be mounted here")
+    assert json.loads(told) == ["at work"]
+
+
+@pytest.mark.catalogue(33)
+def test_a_place_for_signs_of_life_that_is_full_ends_no_rank(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    fill_under_beats(tmp_path)
+
+
+@pytest.mark.catalogue(33)
+def test_control_signs_of_life_without_room_of_their_own_end_a_rank_by_sigbus(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    fails(fill_under_beats, tmp_path, sparse=True, told="exit code -7|exit code 135")
+
+
+def meet_on_a_full_disk(folder: Path) -> None:
+    tempfile.tempdir = str(folder)
+    places = [str(folder_with_room("x-", 2)).startswith(str(folder))]
+    fill(folder)
+    places.append(str(found := folder_with_room("x-", 2)).startswith(str(folder)))
+    found.rmdir()
+    print(json.dumps([places, sorted(name[:2] for name in os.listdir(folder))]))
+
+
+@pytest.mark.catalogue(33)
+def test_ranks_meet_elsewhere_where_the_usual_temporary_folder_is_full(tmp_path):
+    call = f"from launch.test_heartbeat import *; meet_on_a_full_disk(Path({str(tmp_path)!r}))"
+    if (told := on_a_tiny_disk(tmp_path, call)) is None:
+        pytest.skip("no file system may be mounted here")
+    assert json.loads(told) == [[True, False], ["fi", "x-"]]
+
+
+def test_where_no_place_has_room_that_is_an_error_which_names_the_usual_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    monkeypatch.setattr("ultrascale.launch.scratch.MEMORY", tmp_path / "none")
+    with pytest.raises(OSError, match="gone"):
+        folder_with_room("x-", 2)
+
+
+def kill_on_a_full_disk(folder: Path) -> None:
+    """Train on two ranks whose temporary files are on this disk, fill it, and kill one of them; prints what was said."""
+    home = Path(os.environ["HOME"])
+    run = small_run(
+        home, steps=200, layout=Layout(dp=2, micro_batch_size=2), checkpoint=Checkpoint(every_steps=10, export=False)
+    )
+    with launched(run) as process:
+        wait_until(lambda: steps_logged(run) >= 12, process)
+        fill(folder)
+        ranks_of(process)[1].kill()
+        told = process.communicate(timeout=PATIENCE)[0]
+    print(json.dumps([process.returncode, told]))
+
+
+@pytest.mark.nightly
+@pytest.mark.catalogue(33)
+def test_a_command_starts_its_ranks_again_although_its_temporary_folder_is_full(tmp_path, monkeypatch):
+    (small := tmp_path / "small-disk").mkdir()
+    make_corpus(tmp_path / "tokens")
+    for name, value in (("HOME", tmp_path), ("TMPDIR", small)):
+        monkeypatch.setenv(name, str(value))
+    call = f"from launch.test_heartbeat import *; kill_on_a_full_disk(Path({str(small)!r}))"
+    if (told := on_a_tiny_disk(small, call, seconds=2 * PATIENCE)) is None:
+        pytest.skip("no file system may be mounted here")
+    code, said = json.loads(told.splitlines()[-1])
+    assert code == 0 and f"{small} cannot be written (No space left on device): the ranks meet in /dev/shm" in said, said

@@ -9,21 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from launch.families import ended_after
+from launch.families import PATIENCE, fork_server_of, launched, left_behind, ranks_of, wait_until
 from planted import fails
 from torch.distributed.elastic.multiprocessing import SignalException
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
 
 from ultrascale.checkpoint import newest_valid
-from ultrascale.demo.interrupted import worker_pids
 from ultrascale.launch import local, restarts, stopping
 from ultrascale.launch.local import Ending, launch_local
 from ultrascale.launch.restarts import account_of
@@ -37,32 +36,10 @@ KILLED = Ending("rank 1 was ended by SIGKILL")
 WRONG = Ending("rank 0 failed", exit_code=2, explained=True)
 STOPPED = Ending("stopped by SIGTERM", stopped=True)
 GOOD = Ending("")
-PATIENCE = 400.0
-"""Seconds for what takes ten where nobody else computes; what must come within a time is asserted where it is."""
 
 
 def at(ending: Ending, step: int) -> Ending:
     return replace(ending, step=step)
-
-
-@contextmanager
-def launched(run: Run) -> Iterator[subprocess.Popen[str]]:
-    """`ultrascale train` of `run` in a process of its own; whatever is left of it at the end is killed."""
-    file = Path(run.folder) / f"{run.name}.toml"
-    file.write_text(to_toml(run))
-    command = [sys.executable, "-m", "ultrascale", "train", str(file)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    with ended_after(process):
-        yield process
-
-
-def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str], *, seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(f"ended or too slow: {process.communicate()[0] if process.poll() is not None else 'running'}")
-        time.sleep(0.05)
 
 
 def steps_logged(run: Run) -> int:
@@ -79,10 +56,6 @@ def event_rows(run: Run) -> list[dict[str, Any]]:
     """But for ranks that are slower than others, which on a busy machine are any."""
     path = Path(run.folder) / run.name / "events.jsonl"
     return [row for line in path.read_text().splitlines() if (row := json.loads(line))["event"] != "straggler"]
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [psutil.Process(pid) for pid in worker_pids(process.pid)]
 
 
 @pytest.fixture
@@ -115,10 +88,30 @@ def test_a_killed_rank_is_started_again_and_a_stop_saves_and_nothing_differs_fro
     assert failure["step"] >= 12
     assert f"restart 1: rank 1, node {platform.node()}, step " in told and f"; cause: {cause}" in told and "1 restart, " in told
     assert listening <= {"127.0.0.1", "::1"}
+    assert left_behind(endless) == []
     stopped_at = len(curve(endless))
     whole = replace(endless, name="undisturbed")
     train_ranks(whole, before_step=stop_at(stopped_at))
     assert curve(endless) == curve(whole) and same(state(endless), state(whole))
+
+
+@pytest.mark.catalogue(7)
+@pytest.mark.parametrize("steps", [0, 2], ids=["while it imports", "while ranks train"])
+def test_a_killed_fork_server_is_started_again_with_its_ranks_and_named(endless, steps):
+    """The kernel may choose it where memory runs out. What its ranks can still save, they do."""
+    with launched(endless) as process:
+        wait_until(lambda: fork_server_of(process) is not None and steps_logged(endless) >= steps, process)
+        server = fork_server_of(process)
+        assert server is not None
+        server.kill()
+        before = events(endless).count("start")
+        wait_until(lambda: events(endless).count("stepped") == before + 1, process)
+        process.terminate()
+        told, code = process.communicate(timeout=PATIENCE)[0], process.returncode
+    assert code == 0 and "Traceback" not in told and "Error" not in told, told
+    failure = next(row for row in event_rows(endless) if row["event"] == "failure")
+    assert failure["cause"].startswith("the fork server, which the ranks come from, was ended by SIGKILL")
+    assert len(curve(endless)) == event_rows(endless)[-1]["step"] and left_behind(endless) == []
 
 
 @pytest.mark.catalogue(14)
@@ -206,9 +199,11 @@ def test_a_stop_whose_last_save_fails_ends_with_1_and_the_reason(endless):
 
 def test_ranks_that_a_stop_ends_before_they_saved_are_told(tmp_path):
     failure, saved = tmp_path / "failure.json", tmp_path / "saved"
-    assert local._stopped("stopped by SIGTERM", failure, saved).reason.endswith("and the ranks ended without saving")
+    for number, code in ((signal.SIGTERM, 1), (signal.SIGINT, 130)):
+        ending = local._stopped(number, failure, saved)
+        assert ending.exit_code == code and ending.reason.endswith("and the ranks ended without saving")
     saved.touch()
-    assert local._stopped("stopped by SIGTERM", failure, saved) == replace(STOPPED, saved=True)
+    assert local._stopped(signal.SIGTERM, failure, saved) == replace(STOPPED, saved=True)
 
 
 @pytest.mark.catalogue(16)

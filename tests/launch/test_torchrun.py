@@ -94,6 +94,25 @@ def test_torchrun_starts_a_killed_rank_again_and_the_next_attempt_tells_what_end
     assert curve(run) == curve(whole) and same(state(run), state(whole))
 
 
+@pytest.mark.catalogue(16)
+def test_ranks_and_watchdog_stop_in_order_when_torchruns_agent_is_killed_and_the_next_start_goes_on(tmp_path):
+    make_corpus(tmp_path / "tokens")
+    run = small_run(tmp_path, name="orphaned", steps=100_000, layout=Layout(dp=2, micro_batch_size=2))
+    rows = RunFolder.of(run).metrics
+    with torchrun(run) as process:
+        wait_until(lambda: rows.exists() and len(rows.read_text().splitlines()) >= 2, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        _, alive = psutil.wait_procs(family, timeout=MOST_SECONDS)
+        for one in alive:
+            one.kill()
+    said = (tmp_path / "said.log").read_text()
+    assert len(family) >= 3 and alive == [], family  # ranks and their watchdog, and what they may just be asking the system
+    assert f"process {process.pid}, which started this rank, has ended: stopping" in said and "Traceback" not in said, said
+    assert [row["event"] for row in events(run)] == ["start", "stepped", "stop"]
+    assert not (RunFolder.of(run).path / ATTEMPT_FILE).exists()
+
+
 @pytest.fixture
 def signs(tmp_path, monkeypatch) -> Path:
     """A folder of signs of life where such folders are."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import zipfile
@@ -58,7 +57,7 @@ def pickled(tmp_path, exported) -> Path:
 def test_a_folder_of_pickles_becomes_one_that_is_imported_to_the_same_bits(pickled, state, tmp_path, capsys):
     assert main(["convert", str(pickled), str(tmp_path / "out")]) == 0
     told = capsys.readouterr().out
-    assert f"{len(state)} tensors of 2 pickles" in told and "read without: " in told
+    assert f"{len(state)} tensors of 2 pickles" in told and "confined by: " in told
     _, found = import_folder(tmp_path / "out")
     assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
 
@@ -154,8 +153,8 @@ def test_pickles_are_refused_elsewhere_with_the_command_named(pickled, tmp_path)
 
 
 CONFINED = """
-import json, os, socket, sys
-sys.path.append({folder!r})
+import json, os, sys
+sys.path.append(FOLDER)
 import unpickle
 
 def tries(work):
@@ -165,23 +164,20 @@ def tries(work):
     except (OSError, MemoryError):
         return False
 
-left = unpickle.leave_network()
+unpickle.leave_network()
 unpickle.give_up(1000)
-print(json.dumps({{
-    "left": left, "uid": os.getuid(), "connects": tries(lambda: socket.socket().connect((b"127.0.0.1", {port}))),
-    "takes 4 GiB": tries(lambda: bytearray(4 << 30)), "forks": tries(lambda: os.fork() or os._exit(0)),
+print(json.dumps({
+    "uid": os.getuid(), "takes 4 GiB": tries(lambda: bytearray(4 << 30)), "forks": tries(lambda: os.fork() or os._exit(0)),
     "reads /etc/shadow": tries(lambda: open("/etc/shadow").close()), "is root again": tries(lambda: os.setuid(0)),
-}}))
+}))
 """
 
 
-def test_the_process_has_no_network_privileges_processes_or_memory_to_speak_of():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        script = CONFINED.format(folder=str(Path(unpickle.__file__).parent), port=server.getsockname()[1])
-        done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True)
+def test_limits_and_a_change_of_user_hold_without_any_filter():
+    script = CONFINED.replace("FOLDER", repr(str(Path(unpickle.__file__).parent)))
+    done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["takes 4 GiB"] is False
-    assert told["connects"] is not told["left"], "a process that left the network still reaches it"
     if os.getuid() == 0:
         assert told["uid"] == 65534 and not (told["is root again"] or told["reads /etc/shadow"] or told["forks"])

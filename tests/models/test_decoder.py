@@ -6,6 +6,7 @@ from models.families import EXPERT_FAMILIES, GPT2, LLAMA
 from models.families import FAMILIES as DENSE_FAMILIES
 from torch.nn import functional as F
 
+from ultrascale.models import decoder as decoder_module
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
 from ultrascale.spec.model import Model
@@ -141,3 +142,23 @@ def test_document_ids_with_a_cache_are_refused():
 
     with pytest.raises(ValueError, match="document_ids"):
         build(model)(tokens, document_ids=torch.zeros_like(tokens), cache=Full())
+
+
+@pytest.mark.parametrize(
+    "model", [LLAMA, replace(EXPERT_FAMILIES["deepseek-v3"], num_nextn_predict_layers=2)], ids=["llama", "mtp"]
+)
+def test_no_two_places_of_a_model_drop_the_same_elements(model, monkeypatch):
+    """The embedding and both halves of every block, those that predict too; a stage numbers its blocks as the whole model."""
+    sites: list[int] = []
+    monkeypatch.setattr(decoder_module, "dropout", lambda x, rate, keys, site: sites.append(site) or x)
+    model = replace(model, dropout=0.1)
+    tokens = tokens_of(model)
+    keys = torch.zeros_like(tokens)
+    build(model)(tokens, targets=tokens.roll(-1, 1), dropout_keys=keys)
+    blocks = model.num_hidden_layers + model.num_nextn_predict_layers
+    assert len(sites) == len(set(sites)) == 1 + 2 * blocks
+    whole = sites.copy()
+    sites.clear()
+    last = Decoder(model, layers=range(1, model.num_hidden_layers), is_first=False).double()
+    last(torch.zeros(*tokens.shape, model.hidden_size).double(), targets=tokens, dropout_keys=keys)
+    assert sites == whole[3:]

@@ -180,6 +180,16 @@ def test_the_bias_stays_wide_when_the_model_is_made_narrow():
         assert torch.equal(bias_of(layer.router), bias)
 
 
+def test_routers_compute_in_fp32_though_the_model_is_narrow():
+    router = Router(MIXTRAL).bfloat16()
+    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(2, 8, MIXTRAL.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    routing, _, _ = router(hidden)
+    assert routing.weights.dtype == torch.float32
+    scores = (hidden.float() @ router.weight.float().t()).softmax(-1).flatten(0, 1).gather(1, routing.experts)
+    torch.testing.assert_close(routing.weights, scores / scores.sum(1, keepdim=True), rtol=1e-5, atol=0)
+
+
 def test_a_token_visits_experts_of_so_many_groups_only():
     model = replace(DEEPSEEK_V3, num_experts=16, n_group=8, topk_group=2, num_experts_per_tok=4)
     scores = torch.rand(50, 16, generator=torch.Generator().manual_seed(0))
@@ -192,6 +202,7 @@ def test_an_expert_over_capacity_drops_its_lowest_scores_and_of_equal_ones_the_l
     weights = torch.tensor([[[0.2], [0.9], [0.5], [0.1]], [[0.3], [0.3], [0.3], [0.4]]])
     kept = drop_over_capacity(chosen, weights, 2, 1.0)  # two places in each sequence
     assert kept.squeeze(-1).tolist() == [[False, True, True, True], [True, False, False, True]]
+    assert drop_over_capacity(chosen, weights, 2, 0.75).equal(kept)  # one and a half
     assert drop_over_capacity(chosen, weights, 2, 2.0).all()
     rounded = weights + torch.tensor(
         [[[0], [0], [0], [0]], [[0], [1e-7], [2e-7], [0]]]

@@ -31,6 +31,13 @@ def test_values_follow_the_table_of_weights():
             assert (initial_value(weight, 0) == weight.init_fill).all()
 
 
+def test_no_two_tiles_and_no_two_experts_start_alike():
+    wide = initial_value(Weight("x", (128, 2048), "mlp", 0, init_std=1.0), 5)
+    tiles = [wide[rows, columns] for rows in (slice(64), slice(64, 128)) for columns in (slice(1024), slice(1024, 2048))]
+    experts = initial_value(Weight("x", (4, 64, 1024), "mlp", 0, init_std=1.0, is_expert=True), 5)
+    assert len({tuple(one.flatten()[:8].tolist()) for one in (*tiles, *experts)}) == 8
+
+
 def test_values_depend_on_seed_and_name_alone():
     found = initialised(LLAMA, torch.float32)
     for weight in reversed(list(weights(LLAMA))):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from models.families import EXPERT_FAMILIES, FAMILIES
 from ranks import run_ranks
+from torch.distributed.fsdp import FSDPModule
 
 from ultrascale.check.prove import Case, prove_all
-from ultrascale.parallel import pipeline_passes
+from ultrascale.parallel import pipeline_data, pipeline_passes
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.pipeline_weights import Waiting
@@ -115,3 +118,15 @@ def test_i_leaves_every_linear_layers_gradient_to_w(layout):
     for linear, made in run_ranks(layout.world_size, made_in_i, layout)[layout.world_size // 2 :]:
         assert len(linear) >= 7 and not linear & made
         assert any(name.endswith("layernorm.weight") for name in made)
+
+
+def test_fsdp2_hears_of_the_end_of_a_w_once_all_its_buckets_are_reduced(monkeypatch):
+    """There it waits for what is under way on a GPU's streams; on the CPU nothing is."""
+    told: list[str] = []
+    buckets = [SimpleNamespace(fsdp_params=[], post_backward=partial(told.append, name)) for name in ("last", "first")]
+    monkeypatch.setattr(pipeline_data, "fsdp_buckets", lambda stage: buckets)
+    monkeypatch.setattr(pipeline_data, "prepare_action", lambda stage, action: told.append("told"))
+    monkeypatch.setattr(pipeline_data, "end_backward", lambda stage: told.append("end"))
+    stage = cast(Any, object.__new__(FSDPModule))
+    pipeline_data.reduce_weight_gradients(stage, Action(Kind.WEIGHT_GRADIENT, 0, reduce_gradients=True))
+    assert told == ["told", "last", "first", "end"]

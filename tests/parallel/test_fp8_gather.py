@@ -22,6 +22,7 @@ from ultrascale.parallel.fp8_gather import gather_in_fp8
 from ultrascale.parallel.share import Share, local
 from ultrascale.spec.fp8_slots import weights_gathered_in_fp8
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
 from ultrascale.spec.run import Optimizer
 from ultrascale.spec.weights import weights
 from ultrascale.train.optimizer import build_optimizer, create_state
@@ -68,7 +69,8 @@ def both(rank: int, cases: Sequence[Case]) -> list[tuple[Found, Found]]:
 
 
 def of(layout: Layout, scaling: str, **changes: object) -> Case:
-    model = SMALL_EXPERTS if layout.ep * layout.expert_tp > 1 else SMALL
+    model = changes.pop("model", SMALL_EXPERTS if layout.ep * layout.expert_tp > 1 else SMALL)
+    assert isinstance(model, Model)
     given = {"precision": "fp8", "fp8_scaling": scaling, **changes}
     return Case(model, replace(layout, **given), num_micro_batches=2 * layout.pp)
 
@@ -76,7 +78,9 @@ def of(layout: Layout, scaling: str, **changes: object) -> Case:
 @pytest.mark.parametrize("cases", [
     (of(Layout(dp=2, zero_stage=3), "tensor", fp8_keep_blocks=1), of(Layout(dp=2, zero_stage=3, recompute="full"), "delayed"),
      of(Layout(cp=2, zero_stage=1, layers_per_bucket=2), "row"), of(Layout(dp=2, ep=2, zero_stage=2), "row")),
-    (of(Layout(dp=3, zero_stage=3), "row"), of(Layout(dp=3, zero_stage=2), "delayed")),  # shards that are padded
+    (of(Layout(dp=3, zero_stage=3), "row"), of(Layout(dp=3, zero_stage=2), "delayed"),  # shards that are padded
+     *(of(Layout(dp=3, zero_stage=3), scaling, model=SMALL_EXPERTS)
+       for scaling in ("row", "tensor", "delayed"))),  # of rows of several experts
     (of(Layout(dp=2, tp=2, zero_stage=3, recompute="selective"), "tensor"), of(Layout(dp=2, tp=2, zero_stage=3), "row"),
      of(Layout(dp=4, dp_shard=2, zero_stage=3), "tensor"), of(Layout(dp=2, pp=2, schedule="zb-h1", zero_stage=2), "row"),
      of(Layout(dp=2, pp=2, schedule="zb-v", virtual_stages=2, zero_stage=3), "delayed"),

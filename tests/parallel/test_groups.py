@@ -82,6 +82,18 @@ def test_every_rank_is_in_one_group_of_every_axis():
         assert sorted(rank for row in rows for rank in row) == list(range(layout.world_size))
 
 
+def ranks_of_data_grid(rank: int, layout: Layout) -> list[list[int]]:
+    grid = Mesh(TIED, layout, ranks_of(layout, rank)).data
+    assert grid is not None
+    return [dist.get_process_group_ranks(grid[name].get_group()) for name in ("dp_replicate", "dp_shard")]
+
+
+def test_neighbours_cut_a_copy_of_the_state_and_copies_lie_apart():
+    """The other way round it computes the same, and gathers over the slow links."""
+    found = run_ranks(4, ranks_of_data_grid, Layout(dp=4, dp_shard=2, zero_stage=2))
+    assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
+
+
 def test_copies_are_those_of_any_stage_and_known_to_all_ranks():
     wide = replace(FAMILIES["llama"], num_attention_heads=4, num_key_value_heads=2)
     assert copies_of(wide, Layout(tp=4)) == [2, 4]  # heads of keys, norms

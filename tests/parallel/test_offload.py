@@ -67,6 +67,22 @@ def test_gradients_are_the_bits_of_those_without_offload(model, layout: Layout) 
         assert none == 0 < sent
 
 
+def test_views_of_a_storage_that_was_away_begin_where_they_did(monkeypatch) -> None:
+    """Halves of one tensor, of which the second has an offset; that of the first block is away when it is read."""
+    monkeypatch.setattr(offload, "OFFLOAD_FROM_BYTES", 1024)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        first, second = (hidden * 3).chunk(2)
+        return torch.cat((first.sin(), second.cos()))
+
+    found, expected = (torch.linspace(0, 1, 1024, requires_grad=True) for _ in range(2))
+    travel, block = offload.Travel(), torch.nn.Identity()
+    first = travel.run(block, forward, found, is_first=True, stays=False)
+    travel.run(block, forward, first, is_first=False, stays=False).sum().backward()
+    forward(forward(expected)).sum().backward()
+    assert found.grad is not None and expected.grad is not None and torch.equal(found.grad, expected.grad)
+
+
 DEEP = replace(DEMO, num_hidden_layers=6, vocab_size=512)
 
 

@@ -21,7 +21,9 @@ from ultrascale.parallel.tensor_ops import Factor
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import stages_of_ranks
 from ultrascale.schedules.custom import to_csv
+from ultrascale.schedules.executable import wire
 from ultrascale.schedules.one_f_one_b import one_f_one_b
+from ultrascale.schedules.zb_v import zb_v
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 
@@ -167,6 +169,10 @@ def test_an_evaluation_may_have_more_micro_batches_than_a_file(tmp_path):
     path.write_text(to_csv(one_f_one_b(2, 2)))
     rows = build_evaluation(layout_of(str(path), 2), 5).schedule
     assert [[action.cell for action in row] for row in rows] == [[f"{rank}F{k}" for k in range(5)] for rank in range(2)]
+    path = tmp_path / "v.csv"  # two stages a rank, of which one needs what the other's neighbour makes
+    path.write_text(to_csv(zb_v(2, 3)))
+    rows = build_evaluation(layout_of(str(path), 2, 2), 5).schedule
+    assert [len(row) for row in rows] == [10, 10] and len(wire(rows).ranks) == 20
 
 
 def is_forward(one: Executed) -> bool:

@@ -32,7 +32,7 @@ def few_columns(num_rows: int, vocab_size: int, itemsize: int, device: str) -> i
     return 13
 
 
-def loss_and_gradient(rank: int, by_slabs: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_and_gradients(rank: int, by_slabs: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tensor_loss.chunk_rows = few_rows
     if by_slabs:
         tensor_loss.slab_columns = few_columns
@@ -43,8 +43,8 @@ def loss_and_gradient(rank: int, by_slabs: bool) -> tuple[torch.Tensor, torch.Te
     own = weight.detach()[first : first + length].requires_grad_()
     loss = vocabulary_cross_entropy(hidden, own, targets, vocab_size=VOCAB_SIZE, cut=Cut(group, sequence_parallel=False))
     loss.backward()
-    assert hidden.grad is not None
-    return loss.detach(), hidden.grad
+    assert hidden.grad is not None and own.grad is not None
+    return loss.detach(), hidden.grad, own.grad
 
 
 @pytest.mark.parametrize("by_slabs", [False, True])
@@ -53,6 +53,8 @@ def test_chunks_are_of_one_size_on_ranks_whose_parts_of_the_vocabulary_are_not(t
     hidden, weight, targets = drawn()
     expected = linear_cross_entropy(hidden, weight, targets)
     expected.backward()
-    for loss, gradient in run_ranks(tp, loss_and_gradient, by_slabs):
+    ranks = run_ranks(tp, loss_and_gradients, by_slabs)
+    for loss, gradient, _ in ranks:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0)
         torch.testing.assert_close(gradient, hidden.grad, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(torch.cat([own for *_, own in ranks]), weight.grad, rtol=1e-11, atol=1e-13)

@@ -67,6 +67,35 @@ def test_on_processes_of_this_machine_stages_and_recomputation_are_compared(caps
     assert {one["zero_stage"] for one in json.loads(capsys.readouterr().out)["compared"]} == {3}
 
 
+@pytest.mark.parametrize(
+    ("words", "length"),
+    [
+        ([], 512),
+        (["--seq-len", "128"], 128),
+        (["--batch.sequence-length", "64"], 64),
+        (["--seq-len", "2048", "--model.max-position-embeddings", "4096"], 2048),
+        (["--model.max-position-embeddings", "16384"], 8192),
+    ],
+)
+@pytest.mark.parametrize("gpus", ["8xh100", "2xcpu"])
+def test_a_model_of_few_positions_is_planned_at_the_length_that_is_asked_or_fits(capsys, gpus, words, length) -> None:
+    assert main(["plan", "--model", "tiny-gpt2", "--gpus", gpus, "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["sequence_length"] == length
+
+
+@pytest.mark.parametrize(
+    ("words", "sequences"), [(["--batch.sequences-per-batch", "64"], 64), (["--batch.tokens-per-batch", "1Mi"], 128)]
+)
+def test_a_batch_as_a_dotted_flag_is_the_batch_of_the_search(capsys, words, sequences) -> None:
+    assert main(["plan", "--model", "llama-3-8b", "--gpus", "8xh100", "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["sequences_per_batch"] == sequences
+
+
+def test_a_setting_as_a_short_and_a_dotted_flag_is_refused(capsys) -> None:
+    assert main([*ISSUE, "--batch.sequence-length", "128"]) == 2
+    assert "batch.sequence_length  (flag)\n    is given twice" in capsys.readouterr().err
+
+
 def test_parts_add_up_to_the_peak(capsys) -> None:
     memory = answer(capsys, "--runnable")["memory"]
     assert sum(memory["peak_bytes_by_category"].values()) == sum(memory["peak_bytes_by_part"].values()) == memory["peak_bytes"]

@@ -40,6 +40,8 @@ def test_a_file_for_other_numbers_is_told_its_own(tmp_path):
     path.write_text(to_csv(build_schedule("1f1b", 2, 3)))
     with pytest.raises(SpecError, match=r"(?s)has 2 ranks, not 4.*has 3 micro-batches, not 8"):
         build_schedule(str(path), 4, 8)
+    with pytest.raises(SpecError, match="has 3 micro-batches, not 2"):
+        build_schedule(str(path), 2, 2)
 
 
 def test_a_cell_that_is_no_action_is_told_with_its_line():

@@ -57,9 +57,14 @@ def tiny(kind, **changes):
     return json.loads(json.dumps(to_hf(PRESETS[name]))) | changes
 
 
+def as_read(model):
+    """A file's coefficient of a balance loss is kept and not applied."""
+    return replace(model, router_aux_loss_scope="none") if model.router_aux_loss_coef else model
+
+
 @pytest.mark.parametrize("name", EXPORTED)
 def test_export_then_import_gives_the_same_model(name):
-    assert model_from_config(json.loads(json.dumps(to_hf(PRESETS[name]))), name=name) == PRESETS[name]
+    assert model_from_config(json.loads(json.dumps(to_hf(PRESETS[name]))), name=name) == as_read(PRESETS[name])
 
 
 @pytest.mark.parametrize("name", EXPORTED)
@@ -69,7 +74,7 @@ def test_the_config_that_transformers_writes_after_reading_ours_is_the_same_mode
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text(json.dumps(to_hf(PRESETS[name])))
     transformers.AutoConfig.from_pretrained(tmp_path / name).save_pretrained(tmp_path / name)
-    assert from_hf(tmp_path / name) == PRESETS[name]
+    assert from_hf(tmp_path / name) == as_read(PRESETS[name])
 
 
 def test_a_published_config_is_the_preset():
@@ -86,9 +91,9 @@ def test_missing_keys_take_the_defaults_of_transformers(kind):
 
 
 def test_a_published_config_with_experts_is_the_preset_and_kimis_is_another_name_for_it():
-    assert model_from_config(DEEPSEEK_V3, name="deepseek-v3") == PRESETS["deepseek-v3"]
+    assert model_from_config(DEEPSEEK_V3, name="deepseek-v3") == as_read(PRESETS["deepseek-v3"])
     kimi = DEEPSEEK_V3 | {"model_type": "kimi_k2"}
-    assert model_from_config(kimi, name="deepseek-v3") == PRESETS["deepseek-v3"]
+    assert model_from_config(kimi, name="deepseek-v3") == as_read(PRESETS["deepseek-v3"])
 
 
 def test_qwens_list_of_dense_layers_becomes_a_number_of_first_ones():

@@ -108,9 +108,15 @@ def test_a_plan_takes_the_file_and_says_so(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("key", "number"), [("accelerators", f"1{'0' * 400}"), ("gbits_per_second", f"1{'0' * 400}"), ("gbits_per_second", "1e300")]
+    ("key", "number"),
+    [
+        ("accelerators", f"1{'0' * 400}"),
+        ("gbits_per_second", f"1{'0' * 400}"),
+        ("gbits_per_second", "1e300"),
+        ("gbits_per_second", "5e-324"),
+    ],
 )
-def test_numbers_that_overflow_are_refused_with_their_key(key, number, tmp_path):
+def test_numbers_that_overflow_or_vanish_are_refused_with_their_key(key, number, tmp_path):
     text = "\n".join(f"{key} = {number}" if line.startswith(f"{key} =") else line for line in DGX.splitlines())
     with pytest.raises(SpecError, match=rf"{key}.*must be a .*number"):
         parse_cluster(f"2x{_file(tmp_path, text)}")

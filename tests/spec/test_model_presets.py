@@ -91,7 +91,9 @@ def test_active_parameters_are_those_of_the_papers_but_for_the_embedding(name, a
         ("Qwen/Qwen2.5-72B-Instruct", "qwen2.5-72b"), ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b-v0.1"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"), ("allenai/OLMo-2-1124-7B", "olmo-2-7b"),
         ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"), ("google/gemma-2-9b-it", "gemma-2-9b"),
-        ("bigscience/bloom", "bloom-176b"),
+        ("bigscience/bloom", "bloom-176b"), ("moonshotai/Kimi-K2-Instruct-0711", "kimi-k2"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"), ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("allenai/OLMoE-1B-7B-0924-Instruct", "olmoe-1b-7b"), ("deepseek-ai/DeepSeek-R1-0528", "deepseek-v3"),
         ("HuggingFaceTB/SmolLM3-3B-Base", "smollm3-3b"), ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
         ("GPT-3 13B", "gpt-3-13b"), ("MT-NLG 530B", "megatron-530b"), ("gpt2", "gpt2-small"),
     ],
@@ -105,7 +107,8 @@ def test_names_of_the_hub_are_read(told, name):
     [
         ("40B", "is a size", "falcon-40b (41.3B)"), ("8030000000", "is a size", "llama-3-8b (8.03B)"),
         ("/nowhere/config.json", "there is no file or folder", "config.json"), ("llama-40b", "no model", "Did you mean llama-"),
-        ("llama-3-8b-4x", "no model", "llama-3-8b"),
+        ("llama-3-8b-4x", "no model", "llama-3-8b"), ("moonshotai/Kimi-K2-Instruct-0905", "no model", "kimi-k2"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "no model", "qwen3-30b-a3b"),  # longer positions, turned otherwise
     ],
 )  # fmt: skip
 def test_what_is_no_name_is_never_taken_for_the_nearest(told, rule, remedy):
@@ -126,6 +129,15 @@ def test_what_is_no_name_is_never_taken_for_the_nearest(told, rule, remedy):
 def test_what_no_count_can_see_is_as_published(name, norm_eps, rope_theta, positions):
     model = preset(name)
     assert (model.norm_eps, model.rope_theta, model.max_position_embeddings) == (norm_eps, rope_theta, positions)
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "theta", "window"),
+    [("v0.1", 32000, 1e4, 4096), ("v0.2", 32000, 1e6, None), ("v0.3", 32768, 1e6, None), (None, 32768, 1e6, None)],
+)
+def test_versions_of_mistral_7b_differ_and_the_name_without_one_is_the_newest(name, vocabulary, theta, window):
+    model = preset("mistral-7b" if name is None else f"mistralai/Mistral-7B-Instruct-{name}")
+    assert (model.vocab_size, model.rope_theta, model.sliding_window) == (vocabulary, theta, window)
 
 
 @pytest.mark.parametrize("name", [n for n, m in PRESETS.items() if m.model_type == "gpt2"])

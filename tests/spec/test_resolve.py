@@ -55,6 +55,40 @@ def test_a_file_over_its_base_under_flags_each_with_its_origin(tmp_path):
     assert list(origin) == list(leaves())
 
 
+def test_the_default_sequence_length_fits_the_model_and_a_given_one_must():
+    found = resolve(None, {"model.preset": "tiny-gpt2"})
+    assert found.run.batch.sequence_length == 512
+    assert found.provenance["batch.sequence_length"] == "derived from model.max_position_embeddings"
+    assert resolve(None, {"model.preset": "llama-3-8b"}).run.batch.sequence_length == 1024
+    assert list(problems(None, {"model.preset": "tiny-gpt2", "batch.sequence_length": 1024})) == ["batch.sequence_length"]
+
+
+def test_defaults_of_a_caller_stand_below_file_and_flags(tmp_path):
+    path = write(tmp_path, "run.toml", 'steps = 7\n[model]\npreset = "tiny-llama"\n')
+    got = resolve(path, ["--layout.dp", "4"], defaults={"steps": 9, "layout.dp": 2, "batch.sequences_per_batch": 8})
+    assert (got.run.steps, got.run.layout.dp, got.run.batch.sequences_per_batch) == (7, 4, 8)
+    assert got.provenance["batch.sequences_per_batch"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"[batch]\ntokens_per_batch = 1{'0' * 400}", "batch.tokens_per_batch must be a number of at most 40 digits"),
+        (f"steps = 0x{'f' * 5000}", "steps must be a number of at most 40 digits"),
+        (f"[batch]\ntokens_per_batch = 1{'0' * 30}", "must be at most 2^53 tokens"),
+        ('[batch]\ntokens_per_batch = "1e300"', "must be at most 2^53 tokens"),
+        ('extends = "\\u0000"', "must be text without NUL"),
+        ('folder = "a\\u0000b"', "must be text without NUL"),
+        ('[data]\nsources = ["a\\u0000b"]', "must be text without NUL"),
+        ("steps = " + "[" + "7, " * 100_000 + "]", "must be a whole number, is the list [7, 7,"),
+    ],
+)  # fmt: skip
+def test_what_no_float_no_path_and_no_terminal_holds_is_refused_in_a_sentence(tmp_path, text, said):
+    with pytest.raises(SpecError) as caught:
+        resolve(write(tmp_path, "run.toml", text))
+    assert said in str(caught.value) and len(str(caught.value)) < 3000
+
+
 def test_a_run_folder_stands_for_its_run_toml(tmp_path):
     write(tmp_path, "run.toml", 'steps = 7\n[model]\npreset = "tiny-llama"\n[batch]\nsequence_length = 8\n')
     assert resolve(tmp_path).run.steps == 7

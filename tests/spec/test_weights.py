@@ -89,3 +89,13 @@ def test_dense_models_may_predict_several_tokens_too():
     d = model.hidden_size
     block = sum(w.numel for w in layer_weights(model, 0))
     assert sum(w.numel for w in weights(model)) - num_parameters(model) == 2 * (block + 2 * d * d + 3 * d)
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "llama-3-8b", "gpt-oss-20b", "deepseek-v3"])
+def test_what_writes_to_the_residual_stream_starts_smaller_by_the_root_of_twice_the_blocks(name):
+    model = PRESETS[name]
+    every = [weight for weight in weights(model) if weight.init_std is not None]
+    writes = [weight for weight in every if weight.name.endswith(("o_proj.weight", "down_proj.weight"))]
+    assert {weight.layer for weight in writes} == set(range(model.num_hidden_layers + model.num_nextn_predict_layers))
+    deep = pytest.approx(model.initializer_range / (2 * model.num_hidden_layers) ** 0.5)
+    assert all(weight.init_std == (deep if weight in writes else model.initializer_range) for weight in every)

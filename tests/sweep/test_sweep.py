@@ -191,6 +191,14 @@ def test_what_is_needed_of_a_result_is_what_measure_speed_writes():
     assert set(NEEDED) <= {field.name for field in fields(Speed)}
 
 
+def test_a_result_that_is_not_understood_is_kept_when_its_cell_is_measured_anew(run, tmp_path):
+    place = _place(tmp_path, run)
+    place.prepare()
+    place.result_file.write_text('{"version": 9}')
+    place.prepare()
+    assert place.result_file.with_suffix(".not-understood.json").read_text() == '{"version": 9}'
+
+
 def test_a_cell_that_another_command_measures_is_left_to_it(run, tmp_path, monkeypatch):
     """The process that measures holds the claim: also when the command that started it was killed."""
     place = _place(tmp_path, run)

@@ -12,14 +12,7 @@ from tidy.sources import MODULES, PACKAGE, ROOT, parsed, short
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, LossScale, Optimizer, RampStage, Run, Source
 
-LONGEST_FILE = 400
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "common", "misc"}
-
-
-def test_no_file_is_longer_than_400_lines():
-    python = [*MODULES, *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
-    lengths = {short(path): path.read_text().count("\n") for path in python}
-    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
 
 
 def test_every_folder_of_the_package_is_a_package_with_a_sentence_about_it():

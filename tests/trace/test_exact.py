@@ -45,6 +45,7 @@ RUNS = {
         run_of(MODEL, Layout(dp=2, pp=2, schedule="interleaved", virtual_stages=2, zero_stage=3), num_micro_batches=4),
         run_of(SHORT_EXPERTS, Layout(dp=2, tp=2, ep=4, recompute="full")),
         run_of(SHORT, Layout(tp=2, pp=2, schedule="zb-h1", precision="fp8"), num_micro_batches=4),
+        run_of(replace(SHORT_EXPERTS, num_experts=3), Layout(dp=4, zero_stage=3, precision="bf16")),
     ],
 }
 

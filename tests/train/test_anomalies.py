@@ -10,13 +10,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models.families import EXPERT_FAMILIES as FAMILIES
 from planted import fails
-from train.small_runs import STEPS, BeforeStep, at_step, curve, rows, same, small_run, state, train_here, train_ranks
+from train.small_runs import (
+    STEPS,
+    BeforeStep,
+    at_step,
+    curve,
+    rows,
+    same,
+    small_run,
+    state,
+    stop_at,
+    train_here,
+    train_ranks,
+)
 
+from ultrascale.check.documents import RandomDocuments
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import local
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.run import Batch, Checkpoint, Faults, Optimizer, Run
+from ultrascale.spec.run import Batch, Checkpoint, Faults, Log, Optimizer, Run
 from ultrascale.train.anomalies import FEWEST, MOST_IN_A_ROW, AnomalousStepError, Norms
 from ultrascale.train.digests import digest, judge
 from ultrascale.train.trainer import Gradients, StepResult, Trainer
@@ -224,13 +238,35 @@ def test_nothing_but_nan_for_too_long_ends_a_run_that_skips(home):
         train_here(run, before_step=at_step(2, spoil_every_loss))
 
 
+def test_choices_of_experts_in_a_step_that_was_passed_over_do_not_count_in_the_next():
+    model = replace(FAMILIES["mixtral"], num_hidden_layers=2)
+    run = Run(model, device="cpu", batch=Batch(8, 3), faults=Faults(on_anomaly="skip"), log=Log(memory_steps=0))
+    loader = RandomDocuments(sequence_length=8, vocab_size=model.vocab_size, seed=1)
+    trainer = Trainer(run, Ranks(0, 1, torch.device("cpu")), loader)
+    spoil_next_loss(trainer)
+    assert trainer.train_step().gradients.anomaly
+    balance = trainer.train_step().expert_balance
+    assert balance is not None and balance.load.sum(1).tolist() == [3 * 8 * model.num_experts_per_tok] * 2
+
+
+def test_an_update_forgives_the_steps_that_were_passed_over_before_it():
+    norms = Norms(Faults(on_anomaly="skip"))
+    for step in range(3 * MOST_IN_A_ROW):
+        norms.pass_over(step, "loss nan")
+        if (step + 1) % MOST_IN_A_ROW == 0:
+            norms.accept(1.0)
+    with pytest.raises(AnomalousStepError):
+        for step in range(MOST_IN_A_ROW + 1):
+            norms.pass_over(step, "loss nan")
+
+
 @pytest.mark.catalogue(53)
 def test_a_spike_is_measured_by_the_median_of_the_norms_before_it():
     norms = Norms(Faults(spike_factor=10.0))
     for number in range(FEWEST):
         assert norms.judge(2.0, 1e9) == ""
         norms.accept(1.0 + 0.01 * number)
-    assert norms.judge(2.0, 9.0) == ""
+    assert norms.judge(2.0, 1e9) != "" and norms.judge(2.0, 9.0) == ""
     norms.accept(9.0)  # twice, by which a mean would be far above what is usual
     norms.accept(9.0)
     assert norms.judge(2.0, 108.5) == "norm of the gradient 108.5, 100 times the usual 1.085"
@@ -269,6 +305,21 @@ def test_a_spike_on_one_rank_is_told_and_decided_alike_on_all(home, policy):
     assert same(state(run), state(calm)) == (policy == "rewind")  # and copies were compared after every step
 
 
+@pytest.mark.catalogue(53)
+def test_a_spike_in_the_first_step_after_a_stop_is_measured_by_the_norms_before_it(home):
+    faults = Faults(on_anomaly="skip", spike_factor=20.0)
+    run = small_run(home, faults=faults, steps=FEWEST + 4, batch=Batch(11, 4), optimizer=Optimizer(learning_rate=5e-3))
+    train_here(run, before_step=stop_at(FEWEST + 2))
+    train_here(run, before_step=at_step(FEWEST + 2, lambda trainer: spoil_next_loss(trainer, 1e4)))
+    assert [event["step"] for event in events(run, "skip")] == [FEWEST + 3]
+
+
+@pytest.mark.catalogue(53)
+def test_control_norms_that_a_stop_forgets_are_seen(home, monkeypatch):
+    monkeypatch.setattr(Norms, "load_state", lambda norms, state: None)
+    fails(test_a_spike_in_the_first_step_after_a_stop_is_measured_by_the_norms_before_it, home)
+
+
 @pytest.mark.catalogue(51)
 def test_of_three_copies_the_two_that_agree_name_the_third(home):
     run = run_of(home, "three", Layout(dp=3, zero_stage=0, micro_batch_size=2), digest_every_steps=1)
@@ -293,6 +344,10 @@ def test_every_flipped_bit_changes_the_digest(dtype, count):
         assert digest(tensor) != before
         data[at] ^= bit
     assert digest(tensor) == before
+
+
+def test_numbers_that_change_places_change_the_digest():
+    assert digest(torch.tensor([1.0, 2.0]).double()) != digest(torch.tensor([2.0, 1.0]).double())
 
 
 def sum_of_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -323,3 +378,41 @@ def test_the_majority_is_right_and_of_two_both_are_named():
     assert found.text(3) == "after step 3: rank 2 does not hold the bits of its copies in norm.weight"
     assert judge([[(5, 1)], [(5, 2)], [(9, 4)]], {}).blamed == (0, 1)
     assert judge([[(5, 1)], [(6, 2)]], {}).num_compared == 0
+
+
+def without_targets(trainer: Trainer) -> None:
+    """Let all that is read from now on have no valid target."""
+    read = trainer.loader.read
+
+    def masked(numbers):
+        sequences = read(numbers)
+        sequences.targets[:] = -100
+        return sequences
+
+    trainer.loader.read = masked  # type: ignore[method-assign]
+
+
+@pytest.mark.catalogue(50)
+def test_a_step_without_a_single_valid_target_ends_the_run_and_says_so(home):
+    outcomes = train_ranks(small_run(home, layout=ZERO_2), before_step=at_step(2, without_targets))
+    assert {outcome.get("error") for outcome in outcomes} == {"AnomalousStepError"}
+    assert outcomes[0]["text"].startswith("step 3, sequences 8 to 11: no token is a valid target")
+
+
+@pytest.mark.catalogue(50)
+def test_a_step_without_a_single_valid_target_updates_nothing_where_such_steps_are_skipped(home):
+    log = replace(small_run(home).log, gradient_noise_scale=True)
+    run = small_run(home, layout=ZERO_2, log=log, steps=5, faults=Faults(on_anomaly="skip"))
+    stopped = small_run(home, name="stopped", layout=ZERO_2, log=log, steps=5)
+    train_ranks(stopped, before_step=stop_at(2))
+    outcomes = train_ranks(run, before_step=at_step(2, without_targets))
+    assert [outcome.get("steps_done") for outcome in outcomes] == [5] * 2
+    assert same(state(run), state(stopped))
+    lines = (home / "small" / "metrics.jsonl").read_text().splitlines()
+    assert ["train/loss" in json.loads(line) for line in lines] == [True] * 2 + [False] * 3
+
+
+@pytest.mark.catalogue(50)
+def test_control_a_loss_of_zero_without_a_target_is_seen(home, monkeypatch):
+    monkeypatch.setattr("ultrascale.train.trainer.NO_TARGET", "")
+    fails(test_a_step_without_a_single_valid_target_ends_the_run_and_says_so, home, told="AnomalousStepError")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from train.small_runs import MODEL, small_run, stop_at, train_here
+from train.small_runs import MODEL, at_step, small_run, stop_at, train_here, train_ranks
 
 from ultrascale.data.prepare import Recipe, prepare
 from ultrascale.data.tokenizer import train_tokenizer
+from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Data, Run, Source
@@ -51,6 +53,11 @@ def test_a_tokenizer_that_is_missing_or_not_the_data_s_is_refused_before_the_fir
     assert told.startswith("data.tokenizer: ") and rule in told
 
 
+def test_a_run_may_be_called_like_a_checkpoint(run, home):
+    train_here(replace(run, name="step-2-cooldown"), before_step=stop_at(4))
+    assert open_trained(home / "step-2-cooldown").steps_done == 4
+
+
 def test_a_run_folder_is_enough_to_go_on_and_to_generate_from_any_folder(run, home, monkeypatch):
     monkeypatch.chdir(home)
     run = replace(run, data=replace(run.data, sources=(Source("text"),), tokenizer="text.json"))
@@ -64,3 +71,11 @@ def test_a_run_folder_is_enough_to_go_on_and_to_generate_from_any_folder(run, ho
         gone.unlink()
     (home / "small").rename(home / "moved")
     assert open_trained(home / "moved").tokenizer == home / "moved" / "tokenizer.json"
+
+
+@pytest.mark.catalogue(58)
+def test_data_cut_short_under_a_run_ends_it_with_the_file_s_name_and_not_by_sigbus(home):
+    run = small_run(home, layout=Layout(dp=2, zero_stage=2, micro_batch_size=2))
+    first, second = train_ranks(run, before_step=at_step(5, lambda trainer: os.truncate(home / "tokens.bin", 0)))
+    assert first["error"] == second["error"] == "DataError"
+    assert f"{home / 'tokens.bin'}: is 0 bytes, and was " in first["text"]

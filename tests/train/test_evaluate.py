@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from train.small_runs import MODEL, curve, make_corpus, same, small_run, state, stop_at, train_here, train_ranks
 
 from ultrascale.data.loader import Loader
 from ultrascale.models.decoder import Decoder
+from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.share import local
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Evaluation, Run, Source
+from ultrascale.train.corpora import build_loader
+from ultrascale.train.evaluate import evaluate
+from ultrascale.train.trainer import Trainer
 
 
 @pytest.fixture
@@ -47,11 +54,55 @@ def test_the_held_out_loss_is_that_of_one_process_for_every_layout(run, layout):
     assert (found / expected - 1).abs().max() < 1e-11
 
 
+def losses_before_and_after(rank: int, run: Run) -> tuple[float, float, float]:
+    """With the weights halved in between, as loading a checkpoint writes them; and with them from the start."""
+    ranks = Ranks(rank, 2, torch.device("cpu"), dist.group.WORLD)
+    loader, found = build_loader(run, run.data.sources), []
+    for halved in (False, True):
+        trainer = Trainer(run, ranks, loader)
+        for again in range(2 - halved):
+            if halved or again:
+                with torch.no_grad():
+                    for parameter in trainer.share.parameters():
+                        local(parameter).mul_(0.5)
+            found.append(evaluate(trainer, loader, 3))
+    return found[0], found[1], found[2]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_evaluation_reads_weights_that_have_changed_since_the_last_one(run, stage):
+    cut = replace(run, layout=Layout(dp=2, zero_stage=stage))
+    for before, after, fresh in run_ranks(2, losses_before_and_after, cut):
+        assert before != after == fresh
+
+
 def validation_losses(run: Run) -> list[float]:
     lines = (Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines()
     found = {row["step"]: row["val/loss"] for row in map(json.loads, lines) if "val/loss" in row}
     assert list(found) == [3, 7, 11]
     return list(found.values())
+
+
+def test_held_out_sequences_without_a_valid_target_have_no_loss(run, monkeypatch, capsys):
+    read = Loader.read
+
+    def masked(loader: Loader, numbers):
+        sequences = read(loader, numbers)
+        if loader.sources == run.data.validation:
+            sequences.targets[:] = -100
+        return sequences
+
+    monkeypatch.setattr(Loader, "read", masked)
+    train_here(run)
+    assert "val/loss" not in (Path(run.folder) / run.name / "metrics.jsonl").read_text()
+    assert capsys.readouterr().out.count("val unknown (no valid target)") == 3
+
+
+def test_a_run_is_evaluated_at_its_end_whatever_the_interval(run):
+    run = replace(run, evaluation=replace(run.evaluation, every_steps=5))
+    train_here(run)
+    lines = (Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines()
+    assert [row["step"] for row in map(json.loads, lines) if "val/loss" in row] == [4, 9, 11]
 
 
 def test_the_held_out_loss_is_the_sum_over_its_first_sequences_by_their_valid_targets(run):

@@ -61,7 +61,8 @@ def experts(home: Path) -> list[Run]:
 
 
 def trained(home: Path, model: Model, layouts: dict[str, Layout]) -> list[Run]:
-    """The run of one process and then those of two, all done; they evaluate 7 packed sequences, which nothing divides."""
+    """The run of one process and then those of two, all done; they evaluate 11 packed sequences, which nothing divides
+    and which are more than a pipeline runs at once."""
     whole, *cut = [run_of(home, model, layout, name) for name, layout in {model.model_type: Layout(), **layouts}.items()]
     train_here(whole)
     outcomes = train_in_turn([(run, None) for run in cut])
@@ -77,7 +78,7 @@ def run_of(home: Path, model: Model, layout: Layout, name: str) -> Run:
         batch=Batch(sequence_length=LENGTH, sequences_per_batch=SEQUENCES),
         optimizer=Optimizer(learning_rate=5e-3, warmup_steps=1),
         data=replace(base.data, validation=(Source(str(home / "held-out")),)),
-        evaluation=Evaluation(every_steps=STEPS, sequences=7),
+        evaluation=Evaluation(every_steps=STEPS, sequences=11),
     )
 
 

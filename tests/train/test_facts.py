@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train.small_runs import at_step, make_corpus, small_run, train_here
+from checkpoint.test_versions import contents, rewrite
+from train.small_runs import at_step, make_corpus, small_run, stop_at, train_here, train_ranks
 
 from ultrascale.checkpoint import CheckpointError, load_full
 from ultrascale.checkpoint.manifest import MANIFEST_NAME
+from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.run import Checkpoint, Log
 from ultrascale.train.resume import changes_since, restore
@@ -22,7 +24,16 @@ from ultrascale.train.trainer import Trainer
 
 OTHERS: list[Any] = [None, True, -1, 1.5, "", "[", [], {}, ["x"], {"x": 1}]
 Saved = tuple[Trainer, Path, dict[str, Any]]
-OPTIONAL = {"fp8_amax_history", "noise_scale", "optimizer", "skipped_steps", "norms", "loss_scale", "saved_at"}
+OPTIONAL = {
+    "fp8_amax_history",
+    "noise_scale",
+    "optimizer",
+    "skipped_steps",
+    "norms",
+    "loss_scale",
+    "saved_at",
+    "imported_dtype",
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +119,65 @@ def test_every_key_with_something_else_in_its_place_gives_a_clear_error_or_a_rig
             told(saved, changed(content, place, lambda holder, key, value=value: holder.__setitem__(key, value)))
 
 
+@pytest.mark.parametrize("where", [(), ("loss_scale",)])
+def test_a_key_that_this_release_does_not_know_is_refused(saved, where):
+    """It may decide how to train on."""
+    _, _, content = saved
+    metadata = content["metadata"] | {"loss_scale": {"value": 1.0, "steps_since_change": 0}}
+    holder = metadata
+    for key in where:
+        holder = holder[key]
+    holder["ema_decay"] = 0.999
+    assert f"metadata key '{'.'.join([*where, 'ema_decay'])}' is not known to this release." in told(
+        saved, content | {"metadata": metadata}
+    )
+
+
+@pytest.mark.catalogue(31)
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("skipped_steps", -5, "is -5, expected 0 to 12"),
+        ("skipped_steps", 13, "is 13, expected 0 to 12"),
+        ("skipped_steps", 10**400, "is 10000000000"),
+        ("steps_done", 10**400, "is 10000000000"),
+        ("norms", [1.0, -1.0], "holds something else than norms"),
+        ("norms", [10**400], "holds something else than norms"),
+        ("noise_scale", {"signal": 10**400, "noise": 1.0}, "is 10000000000"),
+        ("loss_scale", {"value": 0.0, "steps_since_change": 0}, "is 0.0, expected 5.96046e-08 to"),
+        ("loss_scale", {"value": 1.0, "steps_since_change": -1}, "is -1, expected 0 to 12"),
+        ("fp8_amax_history", {"updates": 13, "length": 16, "layers": [0, 1]}, "is 13, expected 0 to 12"),
+        ("fp8_amax_history", {"updates": 1, "length": 10**9, "layers": [0, 1]}, "is 1000000000, expected 1 to"),
+        ("fp8_amax_history", {"updates": 1, "length": 16, "layers": [0, 10**9]}, "expected the first and the last block"),
+    ],
+    ids=lambda value: f"{value!r:.20}",
+)
+def test_a_counter_that_no_run_can_have_is_refused_in_one_sentence(saved, key, value, expected):
+    _, folder, content = saved
+    content = {one: value for one, value in content.items() if one != "checksum"}
+    said = told(saved, content | {"metadata": content["metadata"] | {key: value}})
+    assert said.startswith(f"{folder / MANIFEST_NAME}: metadata key '{key}") and expected in said
+
+
 def test_a_checkpoint_that_no_run_has_saved_is_told(saved):
     _, folder, content = saved
     said = told(saved, content | {"metadata": {}})
     assert f"{folder / MANIFEST_NAME}: metadata key 'steps_done' is missing. It was not saved by a training run" in said
     assert load_full(folder)[1]["steps_done"] == 12
+
+
+@pytest.mark.catalogue(28)
+def test_a_newer_checkpoint_of_another_release_ends_the_start_and_stays_as_it_is(tmp_path):
+    make_corpus(tmp_path / "tokens")
+    run = small_run(
+        tmp_path,
+        layout=Layout(dp=2, zero_stage=2, micro_batch_size=2),
+        checkpoint=Checkpoint(every_steps=4, keep=1, export=False),
+    )
+    train_ranks(run, before_step=stop_at(8))
+    (newest,) = (tmp_path / run.name / "checkpoints").iterdir()
+    before = contents(rewrite(newest, version=2))
+    first, second = train_ranks(run)
+    assert first == second and first["error"] == "UnknownVersionError"
+    assert f"{newest / MANIFEST_NAME}: format is 'ultrascale-checkpoint' version 2, expected" in first["text"]
+    assert contents(newest) == before and [*newest.parent.iterdir()] == [newest]

@@ -14,7 +14,7 @@ from train.small_runs import same, small_run, state, stop_at, train_in_turn
 
 from ultrascale.checkpoint import newest_valid
 from ultrascale.kernels.fp8 import FORWARD
-from ultrascale.kernels.fp8_delayed import round_by
+from ultrascale.kernels.fp8_delayed import noted, round_by
 from ultrascale.parallel.fp8_history import AmaxHistory
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.spec.fp8_slots import block_slots, num_block_slots
@@ -65,6 +65,13 @@ def test_the_largest_of_all_micro_batches_is_what_the_whole_batch_has() -> None:
         inputs = [slots.input for slots in block_slots(trainer.run.model, 0).values()]
         noted.append(history.largest[inputs[:1]].clone())  # what comes later depends on scales of this first step
     assert torch.equal(*noted) and float(noted[0]) > 0
+
+
+def test_a_slot_keeps_the_largest_magnitude_that_was_noted_in_it() -> None:
+    largest = torch.zeros(4)
+    for found in (2.0, 3.0, 1.0):
+        noted([torch.ones(1, 1)], largest, [torch.tensor([found, found / 2])], [1])
+    assert largest.tolist() == [0.0, 3.0, 1.5, 0.0]
 
 
 def test_evaluations_and_steps_that_are_passed_over_leave_history_and_scales() -> None:

@@ -11,14 +11,16 @@ from torch.utils.hooks import RemovableHandle
 from train.small_runs import MODEL, at_step, rows, same, small_run, state, stop_at, train_here, train_in_turn, train_ranks
 from train.test_resume_layouts import EXPERTS
 
+from ultrascale.check.documents import RandomDocuments
 from ultrascale.check.prove import Case, prove_all
 from ultrascale.check.small import provable
+from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import Share, local, local_gradient
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.rules import run_notes, run_problems
-from ultrascale.spec.run import Batch, LossScale, Optimizer, Run
+from ultrascale.spec.run import Batch, Log, LossScale, Optimizer, Run
 from ultrascale.train.loss_scale import DynamicScale
 from ultrascale.train.trainer import Trainer
 
@@ -29,11 +31,12 @@ MODEL4 = replace(MODEL, num_hidden_layers=4, num_key_value_heads=2)
 def test_the_scale_falls_at_once_and_rises_after_so_many_updates():
     scale = DynamicScale(LossScale(initial=8.0, growth_steps=3, growth_factor=4.0, backoff_factor=0.25, lowest=2.0))
     seen = []
-    for overflowed in (False, False, True, False, False, False, False):
+    for overflowed in (False, False, True, False, False, False, False, False, False):
         scale.after_step(overflowed=overflowed)
         seen.append(scale.value)
-    assert seen == [8, 8, 2, 2, 2, 8, 8]
-    assert not scale.is_lowest
+    assert seen == [8, 8, 2, 2, 2, 8, 8, 8, 32]
+    scale.after_step(overflowed=True)
+    assert scale.value == 8 and not scale.is_lowest
     scale.after_step(overflowed=True)
     assert scale.value == 2 and scale.is_lowest
 
@@ -171,6 +174,27 @@ def test_gradients_that_overflow_at_the_lowest_scale_end_the_run(home):
     (outcome,) = train_ranks(run, before_step=at_step(2, explode))
     assert outcome["error"] == "NonFiniteError" and "loss scale 1" in outcome["text"] and "bf16" in outcome["text"]
     assert rows(run, "train/skipped_steps")[-1] == (1,)
+
+
+def test_a_step_that_was_passed_over_for_a_spike_counts_as_no_update_of_the_scale():
+    run = Run(MODEL, device="cpu", layout=FP16, batch=Batch(8, 2), loss_scale=LossScale(initial=4.0), log=Log(memory_steps=0))
+    loader = RandomDocuments(sequence_length=8, vocab_size=MODEL.vocab_size, seed=1)
+    trainer = Trainer(run, Ranks(0, 1, torch.device("cpu")), loader)
+    trainer.train_step()
+    assert trainer.loss_scale is not None and trainer.loss_scale.state() == {"value": 4.0, "steps_since_change": 1}
+    trainer.apply(replace(trainer.compute_gradients(), anomaly="as the test says"))
+    assert trainer.loss_scale.state() == {"value": 4.0, "steps_since_change": 1}
+
+
+def test_a_loss_that_is_no_number_is_no_overflow_and_ends_the_run(home):
+    """No scale would mend it; to lower it and go on would be to skip bad data in silence."""
+
+    def spoil(trainer: Trainer) -> None:
+        forward = trainer.passes.forward
+        trainer.passes.forward = lambda *arguments, **at: forward(*arguments, **at) + torch.nan  # pyright: ignore
+
+    (outcome,) = train_ranks(small_run(home, layout=FP16), before_step=at_step(2, spoil))
+    assert outcome["error"] == "NonFiniteError" and "loss nan" in outcome["text"]
 
 
 def test_the_noise_scale_is_that_of_gradients_without_the_loss_scale(home):

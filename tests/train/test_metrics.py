@@ -12,8 +12,9 @@ from types import ModuleType
 import pytest
 from train.small_runs import STEPS, rows, small_run, stop_at, train_here
 
+from ultrascale.measure.machine import Peak
 from ultrascale.spec.run import Checkpoint, Log
-from ultrascale.train import metrics
+from ultrascale.train import metrics, performance
 from ultrascale.train.metrics import Metrics, Tracker, console_line, duration
 from ultrascale.train.run_folder import RunFolder
 
@@ -48,6 +49,16 @@ def test_speeds_agree_with_each_other(home):
             tokens == row["perf/tokens_per_s_per_gpu"] == pytest.approx(row["progress/tokens_per_batch"] / row["perf/step_s"])
         )
         assert 0 < mfu <= hfu < 1.1 * mfu  # nothing is recomputed but inside attention
+
+
+def test_a_peak_that_a_step_exceeds_is_told_once_and_gives_no_mfu(home, monkeypatch):
+    monkeypatch.setattr(performance, "stored_or_measured_peak", lambda *asked: Peak(1.0, "a slow product"))
+    run = small_run(home)
+    train_here(run)
+    assert all(row.keys() == ALWAYS | SPEED - {"perf/mfu", "perf/hfu"} for row in read_rows(run)[1:])
+    log = (home / "small" / "log.txt").read_text()
+    assert log.count("warning: the peak of 1e-12 TFLOP/s (a slow product) is too low") == 1
+    assert log.count("mfu >100%") == STEPS - 1
 
 
 def test_the_first_step_after_a_start_or_resume_has_no_speed(home):
@@ -167,6 +178,7 @@ def test_only_the_first_rank_writes(home, capsys):
 
 def test_a_row_torn_by_a_crash_and_rows_to_be_done_again_are_dropped(home):
     folder = RunFolder(home / "torn")
+    folder.path.mkdir()
     for step in range(3):
         folder.append("metrics.jsonl", json.dumps({"step": step}))
     with open(folder.metrics, "ab") as file:

@@ -47,6 +47,7 @@ LAYOUTS: dict[str, tuple[Model, dict[str, Layout]]] = {
         {
             "one": Layout(),
             "ep 4": Layout(dp=4, ep=4),
+            "dp 3, ZeRO 3: rows of experts": Layout(dp=3, zero_stage=3),
             "cp, ep in it": Layout(cp=2, ep=2),
             "cp x dp, ep, ZeRO 3": Layout(cp=2, dp=2, ep=2, zero_stage=3),
             "expert_tp": Layout(tp=2, expert_tp=2),

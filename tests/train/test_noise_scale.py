@@ -8,11 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train.small_runs import rows, small_run, train_here, train_ranks
+import torch
+from train.small_runs import MODEL, rows, small_run, train_here, train_ranks
 
+from ultrascale.check.documents import RandomDocuments
+from ultrascale.check.reference import Reference
+from ultrascale.parallel.mesh import Ranks
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Batch, Log, Run
 from ultrascale.train.noise_scale import NoiseScale
+from ultrascale.train.trainer import Trainer
 
 
 @pytest.mark.parametrize("sizes", [[16] * 8, [1, 2, 3, 5, 8, 13, 40, 56]], ids=["equal", "unequal"])
@@ -60,6 +65,30 @@ def test_two_ranks_estimate_what_one_does_and_a_resumed_run_goes_on_with_it(home
     constant = {step: value for step, value in expected.items() if step < 6}
     assert {step: value for step, value in found.items() if step < 6} == pytest.approx(constant, rel=1e-9)
     assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_step_gives_it_the_mean_square_of_micro_batches_and_the_harmonic_mean_of_their_targets(monkeypatch):
+    """Micro-batches of very uneven numbers of targets, each by itself in another decoder."""
+    given: dict[str, float] = {}
+    monkeypatch.setattr(NoiseScale, "update", lambda scale, **numbers: given.update(numbers))
+    log = Log(memory_steps=0, gradient_noise_scale=True)
+    run = Run(MODEL, device="cpu", layout=Layout(precision="fp64"), batch=Batch(11, 5), log=log)
+    loader = RandomDocuments(sequence_length=11, vocab_size=MODEL.vocab_size, seed=1)
+    trainer = Trainer(run, Ranks(0, 1, torch.device("cpu")), loader)
+    trainer.compute_gradients()
+    parts = [trainer.to_device(loader.read([number])) for number in range(5)]
+    squares, gradients, counts = [], [], [part.num_targets for part in parts]
+    for part in parts:
+        decoder = Reference(run, loader).decoder
+        decoder(part.tokens, targets=part.targets, positions=part.positions, document_ids=part.document_ids).backward()
+        gradient = torch.cat([parameter.grad.flatten() for parameter in decoder.parameters() if parameter.grad is not None])
+        squares.append(float((gradient / part.num_targets).square().sum()))
+        gradients.append(gradient)
+    assert min(counts) * 2 < max(counts)
+    assert given == pytest.approx({
+        "small_square": np.mean(squares), "small_tokens": 1 / np.mean(1 / np.array(counts)),
+        "big_square": float((torch.stack(gradients).sum(0) / sum(counts)).square().sum()), "big_tokens": sum(counts),
+    }, rel=1e-9)  # fmt: skip
 
 
 def known(run: Run) -> dict[int, float]:

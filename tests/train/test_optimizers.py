@@ -37,6 +37,8 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "pp zb-v": (LLAMA, {"pp": 2, "schedule": "zb-v", "virtual_stages": 2}),
     "ep, expert_tp, zero 1": (MIXTRAL, {"dp": 4, "ep": 2, "expert_tp": 2, "zero_stage": 1}),
     "ep, zero 3": (MIXTRAL, {"dp": 4, "ep": 2, "zero_stage": 3}),
+    "rows of experts": (MIXTRAL, {"dp": 3, "zero_stage": 3}),
+    "rows of experts, expert_tp": (MIXTRAL, {"dp": 3, "tp": 2, "expert_tp": 2, "zero_stage": 1}),
 }
 
 
@@ -52,8 +54,8 @@ def cases(name: Name, layouts=LAYOUTS) -> list[Case]:
 
 PROVEN: dict[Name, tuple[str, ...]] = {
     "muon": tuple(LAYOUTS),
-    "adamw-bf16": ("zero 3 of 3, uneven", "pp zb-v"),
-    "adamw-8bit": ("zero 3 of 3, uneven", "tp", "ep, expert_tp, zero 1"),
+    "adamw-bf16": ("zero 3 of 3, uneven", "pp zb-v", "rows of experts"),
+    "adamw-8bit": ("zero 3 of 3, uneven", "tp", "ep, expert_tp, zero 1", "rows of experts", "rows of experts, expert_tp"),
 }
 
 

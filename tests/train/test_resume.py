@@ -27,9 +27,11 @@ from train.small_runs import (
 
 from ultrascale.data.loader import Loader
 from ultrascale.launch.forked import RankFailed
+from ultrascale.parallel.share import Share
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.progress import StepSpan, sequences_after, step_span
 from ultrascale.spec.run import Batch, Run
+from ultrascale.train.corpora import build_loader
 
 LAYOUTS = {
     "one process": Layout(micro_batch_size=2),
@@ -46,6 +48,13 @@ def test_the_small_run_ramps_and_reads_its_corpus_more_than_once(home):
     train_here(run)
     tokens = [row[0] for row in rows(run, "progress/tokens_per_batch")]
     assert tokens == [4 * 11] * 4 + [8 * 11] * 8
+
+
+def test_the_seed_of_a_run_decides_the_order_of_its_sequences(home):
+    first, again, other = (
+        build_loader(run, run.data.sources).read(range(8)).tokens for run in (small_run(home, seed=seed) for seed in (3, 3, 4))
+    )
+    assert (first == again).all() and (first != other).any()
 
 
 @pytest.mark.catalogue(40)
@@ -179,6 +188,18 @@ def test_a_run_with_more_steps_done_than_asked_for_is_left_as_it_is(home):
     assert train_here(replace(run, steps=7, checkpoint=replace(run.checkpoint, export=True))).steps_done == STEPS
     assert "already has 12 steps, steps = 7: nothing to do" in (home / "small" / "log.txt").read_text()
     assert (home / "small" / "run.toml").read_text() == described and not (home / "small" / "export").exists()
+
+
+def test_what_is_known_of_weights_is_forgotten_when_others_are_loaded(home, monkeypatch):
+    """Scales of weights that are gathered in fp8: after going back to a checkpoint they would be those of the lost steps."""
+    forgotten: list[Share] = []
+    monkeypatch.setattr(Share, "expect_other_weights", lambda share: forgotten.append(share))
+    run = small_run(home)
+    train_here(run, before_step=stop_at(5))
+    forgotten.clear()
+    counts: list[int] = []
+    train_here(run, before_step=lambda trainer: counts.append(len(forgotten)))
+    assert counts[0] == 1
 
 
 def test_the_count_of_updates_is_restored(home):

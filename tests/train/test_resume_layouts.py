@@ -98,6 +98,7 @@ SAME = {
     "pp, both ends on one rank": (TIED_MODEL, Layout(pp=2, schedule="zb-v", virtual_stages=2, precision="bf16")),
     "cp": (TIED_MODEL, Layout(cp=2, zero_stage=3, precision="bf16")),
     "ep": (EXPERTS, Layout(dp=2, ep=2, zero_stage=1)),
+    "rows of experts": (replace(EXPERTS, num_experts=6), Layout(dp=4, zero_stage=3, precision="bf16")),
 }
 
 
@@ -165,12 +166,12 @@ def moment_of_the_other_half(held, tensor):
     )
     is_weight = tensor.untyped_storage().data_ptr() == held.parameter.untyped_storage().data_ptr()
     even = all(2 * size == whole or size == whole for size, whole in zip(held.place.shape, held.weight.shape, strict=True))
-    return Slice(tensor, held.weight.shape, held.place.offsets if is_weight or not even else other)
+    return [Slice(tensor, held.weight.shape, held.place.offsets if is_weight or not even else other)]
 
 
 def everything_first(held, tensor):
     """All ranks say that theirs is the first part."""
-    return Slice(tensor, held.weight.shape, (0,) * len(held.weight.shape))
+    return [Slice(tensor, held.weight.shape, (0,) * len(held.weight.shape))]
 
 
 @pytest.mark.catalogue(46)
@@ -178,7 +179,7 @@ def test_control_moments_saved_at_another_place_than_their_weights_are_seen_afte
     whole = run_of(home, MODEL, ONE, "whole", steps=3)
     train_here(whole)
     run = run_of(home, MODEL, replace(ONE, tp=2), "moved", steps=3)
-    monkeypatch.setattr(resume, "_slice", moment_of_the_other_half)
+    monkeypatch.setattr(resume, "_slices", moment_of_the_other_half)
     train_ranks(run, before_step=stop_at(2))
     monkeypatch.undo()
     train_ranks(replace(run, layout=ONE))
@@ -188,6 +189,6 @@ def test_control_moments_saved_at_another_place_than_their_weights_are_seen_afte
 def test_parts_that_all_claim_to_be_the_first_are_not_saved(home, monkeypatch):
     run = run_of(home, MODEL, replace(ONE, tp=2), "first", steps=1)
     run = replace(run, faults=replace(run.faults, digest_every_steps=None))  # which would see it before
-    monkeypatch.setattr(resume, "_slice", everything_first)
+    monkeypatch.setattr(resume, "_slices", everything_first)
     for outcome in train_ranks(run):
         assert outcome["error"] == "CheckpointError" and "do not fit together" in outcome["text"]

@@ -25,13 +25,15 @@ class Difference:
     step: int
     quantity: str
     """`loss`, `gradient norm`, `gradient`, `weight`, `moment` or `experts` (how often each was chosen, losses and biases for
-    balance); or `copies`: what ranks hold in common is not the same bits."""
+    balance); `copies`: what ranks hold in common is not the same bits; or `messages`: not waited for, or overwritten."""
     name: str
-    """The parameter; empty for loss and norm."""
+    """The parameter; empty for loss and norm; of messages what is wrong."""
     error: float
     """|difference| / |reference|, 2-norms for tensors; see `SMALLEST_SHARE`."""
 
     def __str__(self) -> str:
+        if self.quantity == "messages":
+            return f"step {self.step}: {self.name}"
         of = f" of {self.name}" if self.name else ""
         return f"step {self.step}: {self.quantity}{of} differs by {self.error:.1e}"
 
@@ -81,6 +83,8 @@ def differences(step: int, found: StepFacts, expected: StepFacts) -> Iterator[Di
         yield Difference(step, "experts", name, relative_error(found.experts[name], expected_one))
     for name in found.differing:
         yield Difference(step, "copies", name, float("inf"))
+    for name in found.messages:
+        yield Difference(step, "messages", name, float("inf"))
 
 
 def judge(case: str, found: list[StepFacts], expected: list[StepFacts], tolerance: float) -> Verdict:

@@ -28,7 +28,7 @@ def _balances(run: Run) -> bool:
 
 
 def _has_balance_loss(run: Run) -> bool:
-    return run.layout.tp * run.layout.cp > 1 and with_experts(run) and run.model.router_aux_loss_coef > 0
+    return run.layout.tp * run.layout.cp > 1 and with_experts(run) and run.model.balance_loss_coef > 0
 
 
 def _travels(run: Run) -> bool:

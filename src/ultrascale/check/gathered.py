@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ultrascale.models.experts import moe_layers
-from ultrascale.models.initialise import own_rows
-from ultrascale.parallel.share import Share
+from ultrascale.models.initialise import own_boxes
+from ultrascale.parallel.lost import waiting
+from ultrascale.parallel.share import Held, Share, local
 from ultrascale.spec.run import Optimizer as Settings
 from ultrascale.train.optimizer import moment_of, moments_of
 
@@ -38,15 +39,16 @@ Box = tuple[str, tuple[int, ...], Part]
 
 def parts(share: Share, value_of: Callable[[nn.Parameter], Tensor]) -> list[Box]:
     """What `value_of` gives for each parameter of this rank (its shape and cut are the parameter's)."""
-    return [(one.name, one.weight.shape, _part(one.place.offsets, value_of(one.parameter))) for one in share.held]
+    return [box for one in share.held for box in _boxes(one, local(value_of(one.parameter)))]
 
 
 def moment_parts(share: Share, optimizer: Optimizer, settings: Settings, moment: str) -> list[Box]:
     """A moment of every weight that has it, float64."""
     return [
-        (one.name, one.weight.shape, _part(one.place.offsets, moment_of(optimizer, one, moment).double()))
+        box
         for one in share.held
         if moment in moments_of(one.weight, settings)
+        for box in _boxes(one, moment_of(optimizer, one, moment).double())
     ]
 
 
@@ -69,7 +71,8 @@ def gather(share: Share, kinds: dict[str, list[Box]]) -> dict[str, Gathered]:
         return {kind: _joined([boxes]) for kind, boxes in kinds.items()}
     packed = [(kind, name, shape, part.offsets, *_packed(part.values)) for kind in kinds for name, shape, part in kinds[kind]]
     found: list[Any] | None = [None] * share.layout.world_size if dist.get_rank() == 0 else None
-    dist.gather_object(packed, found)
+    with waiting("the proof's gather of what all ranks hold"):
+        dist.gather_object(packed, found)
     everything: dict[str, list[list[Box]]] = {kind: [] for kind in kinds}
     for rank in found or []:
         for boxes in everything.values():
@@ -98,10 +101,9 @@ def _joined(everything: list[list[Box]]) -> Gathered:
     return Gathered(whole, [name for name in held if _differ(held[name])])
 
 
-def _part(offsets: tuple[int, ...], tensor: Tensor) -> Part:
-    """This rank's own part of what is cut at `offsets`: data parallelism may have cut it once more, by rows."""
-    own, first = own_rows(tensor)
-    return Part((offsets[0] + first, *offsets[1:]), own.detach())
+def _boxes(one: Held, own: Tensor) -> list[Box]:
+    """Of this rank's part of a tensor that is cut as its parameter is."""
+    return [(one.name, one.weight.shape, Part(*box)) for box in own_boxes(one.parameter, one.place, own.detach())]
 
 
 def _assembled(name: str, shape: tuple[int, ...], parts: Iterable[Part]) -> Tensor:

@@ -22,7 +22,7 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import PRESETS
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.recomputed import KINDS, mode_name
-from ultrascale.spec.run import Batch, Data, Optimizer, Run
+from ultrascale.spec.run import Data, Optimizer, Run
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 
 LENGTH = 23
@@ -152,8 +152,8 @@ def _context() -> Iterator[Cell]:
     for method, layout in METHODS.items():
         yield _cell("Context parallelism", method, "documents", DENSE, layout)
         yield _cell("Context parallelism", method, "one stream", DENSE, layout, documents=False)
-        yield _cell("Context parallelism", method, "window", "tiny-mistral", layout, model={"sliding_window": 7})
-        yield _cell("Context parallelism", method, "sinks", "tiny-gpt-oss", layout, model={"sliding_window": 7})
+        yield _cell("Context parallelism", method, "window", "tiny-mistral", layout)
+        yield _cell("Context parallelism", method, "sinks", "tiny-gpt-oss", layout)
         yield _cell("Context parallelism", method, "latent attention", "tiny-deepseek-v3", layout)
         if Layout(**layout).cp < 3:
             yield _cell("Context parallelism", method, "tp", DENSE, layout | {"tp": 2})
@@ -257,9 +257,10 @@ def _cell(
     asked = Layout(precision="fp64", micro_batch_size=micro_batch_size, **layout)
     small = replace(made_small(PRESETS[preset], asked), **(model or {}))
     optimizer = Optimizer(learning_rate=1e-2, clip_grad_norm=0.5, warmup_steps=1)
-    run = provable(Run(small, steps=10, layout=asked, optimizer=optimizer, data=Data(document_mask=documents)))
+    run = Run(small, steps=10, layout=asked, optimizer=optimizer, data=Data(document_mask=documents))
+    run = provable(run, longest=LENGTH)
     sequences = 4 * micro_batch_size if 4 % asked.dp == 0 else 2 * asked.dp * micro_batch_size
-    run = replace(run, batch=Batch(sequence_length=LENGTH, sequences_per_batch=sequences))
+    run = replace(run, batch=replace(run.batch, sequences_per_batch=sequences))
     return Cell(table, row, column, run, _refusal(small, asked, sequences // (asked.dp * micro_batch_size)))
 
 

@@ -7,7 +7,6 @@ once more alone, since the other ranks may have been ahead of rank 0 when one of
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch.distributed.fsdp
 
 from ultrascale.check.compare import Verdict
 from ultrascale.launch.forked import RankFailed, run_forked
+from ultrascale.launch.scratch import scratch_folder
 from ultrascale.parallel.mesh import Ranks, process_group
 
 TIMEOUT_SECONDS = 300
@@ -49,7 +49,7 @@ class Pool:
             if failure is None:
                 alone = False
             elif not self.go_on:
-                raise failure
+                raise RankFailed(f"{rest[len(found)].name}: {failure}") from failure
             elif alone:
                 done.append(self._failed(todo[len(done)], failure))
                 alone = False
@@ -60,8 +60,8 @@ class Pool:
     def _start(self, todo: Sequence[Any]) -> tuple[list[Verdict], RankFailed | None]:
         """The verdicts on the first cases of `todo`, and what ended them early."""
         failure = None
-        with tempfile.TemporaryDirectory(prefix="ultrascale-proof-") as folder:
-            told = Path(folder) / "verdicts"
+        with scratch_folder("proof") as folder:
+            told = folder / "verdicts"
             try:
                 run_forked(self.world, self._rank_main, list(todo), told)
             except RankFailed as error:

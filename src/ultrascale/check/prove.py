@@ -7,28 +7,43 @@ small), axes, schedule, recomputation and optimizer, over several steps, with do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor
 
 from ultrascale.check.case import Case
 from ultrascale.check.compare import Verdict, judge
 from ultrascale.check.documents import RandomDocuments
 from ultrascale.check.faults import planted
 from ultrascale.check.gathered import bias_parts, gather, moment_parts, parts
+from ultrascale.check.messages import Watch
 from ultrascale.check.pool import Pool
-from ultrascale.check.reference import Reference, StepFacts
+from ultrascale.check.reference import Reference, StepFacts, rows_together
 from ultrascale.check.small import made_small, micro_batch_counts, provable, small_layouts
+from ultrascale.models.initialise import own_boxes
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.places import Place
 from ultrascale.spec.run import Run
-from ultrascale.train.optimizer import MOMENTS
+from ultrascale.train.optimizer import MOMENTS, set_steps_done
 from ultrascale.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from ultrascale.check.transformers_loop import TransformersLoop
 
 __all__ = ["TOLERANCE", "Case", "cases", "made_small", "prove", "prove_all"]
 
 TOLERANCE = 1e-11
+CLIP_SHARES = (0.8, 1.25)
+"""Of the norm of a step's gradient, in turn, where clipping begins: the first step is clipped and the second is not. A run's
+own limit may lie far above the norms of a small model, or far below."""
+
+STEP_SECONDS, SECONDS_A_RANK = 30.0, 4.0
+"""How long a rank waits for another one within a step of a small model: ranks that share few cores take turns."""
 
 
 def cases(run: Run, *, own_layout: bool = False, processes: int | None = None) -> Iterator[Case]:
@@ -38,7 +53,7 @@ def cases(run: Run, *, own_layout: bool = False, processes: int | None = None) -
     `processes`: how many; None: the run's own number, or what a laptop can start.
     """
     for layout in small_layouts(run.layout, processes):
-        base = provable(replace(run, layout=layout))
+        base = provable(replace(run, layout=layout), run.layout)
         own = base.model.tie_word_embeddings
         for tied in (own,) if own_layout else (own, not own):
             model = replace(base.model, tie_word_embeddings=tied)
@@ -54,17 +69,24 @@ def prove(case: Case, *, steps: int = 3) -> Verdict:
 
 
 def prove_all(
-    todo: list[Case], *, steps: int = 3, go_on: bool = False, on_verdict: Callable[[Verdict], None] | None = None
+    todo: list[Case],
+    *,
+    steps: int = 3,
+    go_on: bool = False,
+    on_verdict: Callable[[Verdict], None] | None = None,
+    against: Literal["transformers"] | None = None,
+    tolerance: float | None = None,
 ) -> list[Verdict]:
     """Prove cases, those of one number of processes together, so that these start once. Verdicts are in the order of `todo`.
 
     `on_verdict` is told each as it is known, in the process of rank 0. Raises RankFailed if a rank does, unless it shall
-    `go_on` with the next case; then the verdict tells.
+    `go_on` with the next case; then the verdict tells. `against`: compare with `check.transformers_loop`, not the reference.
     """
     found: dict[int, Verdict] = {}
+    tolerance = TOLERANCE if tolerance is None else tolerance
     for world in sorted({case.run.layout.world_size for case in todo}):
         places = [place for place, case in enumerate(todo) if case.run.layout.world_size == world]
-        pool = Pool(world, _Proving(steps), on_verdict, go_on=go_on, tolerance=TOLERANCE)
+        pool = Pool(world, _Proving(steps, tolerance, against), on_verdict, go_on=go_on, tolerance=tolerance)
         found |= dict(zip(places, pool.prove([todo[place] for place in places]), strict=True))
     return [found[place] for place in range(len(todo))]
 
@@ -74,23 +96,74 @@ class _Proving:
     """What each rank does with case after case. Rank 0 remembers what the reference computed."""
 
     steps: int
+    tolerance: float
+    against: Literal["transformers"] | None
 
     def __post_init__(self) -> None:
         self.expected: dict[str, list[StepFacts]] = {}
 
     def __call__(self, case: Case, ranks: Ranks) -> Verdict | None:
         """The verdict on rank 0; other ranks only take part."""
-        loader, steps = _documents(case.run), self.steps
+        loader = _documents(case.run)
+        expected = self._expected(case.run, loader) if ranks.is_first else []
         trainer = Trainer(case.run, ranks, loader)
-        with planted(case.fault, trainer):
-            found = [trainer_step(trainer) for _ in range(steps)]
-        if not ranks.is_first:
-            return None
-        reference = Reference(case.run, loader)
-        key = _decided_by(reference)
+        if self.against is None:  # transformers may choose the other of two that are equal
+            _tie_experts(trainer.share.named())
+            set_steps_done(trainer.optimizer, 0)
+        told = torch.tensor([facts.norm for facts in expected] or [0.0] * self.steps, dtype=torch.float64)
+        norms = ranks.sum(told).tolist()  # waits for the reference
+        found, watch = [], Watch()
+        with planted(case.fault, trainer), watch.on(), _limited(trainer, ranks):
+            for step, norm in enumerate(norms):
+                facts = trainer_step(_clipped(trainer, step, norm))
+                messages = "\n".join(ranks.gather_text("\n".join(watch.settle()))).split("\n")
+                found.append(replace(facts, messages=tuple(filter(None, messages))))
+        return judge(case.name, found, expected, self.tolerance) if ranks.is_first else None
+
+    def _expected(self, run: Run, loader: RandomDocuments) -> list[StepFacts]:
+        """What the reference computes of `run`."""
+        key = _decided_by(run, loader)
         if key not in self.expected:
-            self.expected = {key: [reference.train_step() for _ in range(steps)]}  # one at a time: it may be large
-        return judge(case.name, found, self.expected[key], TOLERANCE)
+            reference = self._reference(run, loader)
+            shares = [None if run.optimizer.clip_grad_norm is None else CLIP_SHARES[step % 2] for step in range(self.steps)]
+            self.expected = {key: list(map(reference.train_step, shares))}  # one at a time: it may be large
+        return self.expected[key]
+
+    def _reference(self, run: Run, loader: RandomDocuments) -> Reference | TransformersLoop:
+        if self.against is None:
+            reference = Reference(run, loader)
+            _tie_experts(reference.named_weights().items())
+            return reference
+        from ultrascale.check.transformers_loop import TransformersLoop
+
+        return TransformersLoop(run, loader)
+
+
+@contextmanager
+def _limited(trainer: Trainer, ranks: Ranks) -> Iterator[None]:
+    """While inside, a rank that waits for another one gives up after a part of what it may take to start."""
+    if ranks.timeout is not None:
+        trainer.share.mesh.limit_waits(ranks, STEP_SECONDS + SECONDS_A_RANK * ranks.world)
+    yield
+    if ranks.timeout is not None:
+        trainer.share.mesh.limit_waits(ranks, ranks.timeout.total_seconds())
+
+
+def _clipped(trainer: Trainer, step: int, norm: float) -> Trainer:
+    """`trainer`, which clips at its next step by a share of the reference's `norm`, if the run clips at all."""
+    optimizer = trainer.run.optimizer
+    if optimizer.clip_grad_norm is not None:
+        trainer.run = replace(trainer.run, optimizer=replace(optimizer, clip_grad_norm=CLIP_SHARES[step % 2] * norm))
+    return trainer
+
+
+@torch.no_grad()
+def _tie_experts(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Give the first two experts of each layer the same score, 0, for every token, until the first update: exact ties."""
+    for name, parameter in named:
+        if name.endswith("router.weight"):
+            for (first, _), rows in own_boxes(parameter, Place((0, 0), tuple(parameter.shape))):
+                rows[: max(0, 2 - first)] = 0
 
 
 def trainer_step(trainer: Trainer) -> StepFacts:
@@ -116,14 +189,13 @@ def trainer_step(trainer: Trainer) -> StepFacts:
 def _documents(run: Run) -> RandomDocuments:
     return RandomDocuments(
         sequence_length=run.batch.sequence_length, vocab_size=run.model.vocab_size, seed=run.seed,
-        document_mask=run.data.document_mask,
+        document_mask=run.data.document_mask, vocab_parts=run.layout.tp,
     )  # fmt: skip
 
 
-def _decided_by(reference: Reference) -> str:
+def _decided_by(run: Run, loader: RandomDocuments) -> str:
     """All that decides what the reference computes: of the layout only how many sequences a loss for balance is over."""
-    run = replace(reference.run, layout=Layout(), name="")
-    return f"{run} {reference.rows_together()}"
+    return f"{replace(run, layout=Layout(), name='')} {rows_together(run)} {loader.fingerprint()}"
 
 
 def _case_name(layout: Layout, accumulation: int, *, tied: bool) -> str:

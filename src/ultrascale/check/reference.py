@@ -45,6 +45,17 @@ class StepFacts:
     that keep the load even, per valid target)."""
     differing: tuple[str, ...] = ()
     """What several ranks hold and should be the same bits on all of them, and is not."""
+    messages: tuple[str, ...] = ()
+    """What ranks did wrong with messages that were under way (`check.messages`), in words."""
+
+
+def rows_together(run: Run) -> int:
+    """Sequences in one forward pass of the reference: one, unless a loss for balance is defined over several."""
+    model, layout = run.model, run.layout
+    if not model.balance_loss_coef:
+        return 1
+    together = {"sequence": 1, "micro-batch": layout.micro_batch_size, "global": layout.dp * layout.micro_batch_size}
+    return together[model.router_aux_loss_scope]
 
 
 @dataclass
@@ -73,11 +84,11 @@ class Reference:
         """The weights themselves, by name."""
         return {name: parameter.detach() for name, parameter in self.decoder.named_parameters()}
 
-    def train_step(self) -> StepFacts:
-        """Do the next step."""
+    def train_step(self, clip_share: float | None = None) -> StepFacts:
+        """Do the next step, and clip by the run's own limit or, if given, by that share of the gradient's norm."""
         loss, gradients, num_targets = self._gradients()
         norm = sqrt(sum(float((g * g).sum()) for g in gradients.values()))
-        limit = self.run.optimizer.clip_grad_norm
+        limit = self.run.optimizer.clip_grad_norm if clip_share is None else clip_share * norm
         scale = limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
         self._update({name: g * scale for name, g in gradients.items()})
         experts = self._balance(num_targets)
@@ -86,21 +97,13 @@ class Reference:
         moments = {name: m.clone() for name, m in self.moments.items()}
         return StepFacts(loss, norm, gradients, copies, moments, experts)
 
-    def rows_together(self) -> int:
-        """Sequences in one forward pass: one, unless a loss for balance is defined over several."""
-        model, layout = self.run.model, self.run.layout
-        if not model.router_aux_loss_coef:
-            return 1
-        together = {"sequence": 1, "micro-batch": layout.micro_batch_size, "global": layout.dp * layout.micro_batch_size}
-        return together[model.router_aux_loss_scope]
-
     def _gradients(self) -> tuple[float, dict[str, torch.Tensor], int]:
         """The mean loss, its gradients, and the number of valid targets. Losses for balance join on the way back."""
         batch = self.loader.read(step_span(self.run.batch, self.steps_done).numbers)
         num_targets = max(1, int((batch.targets >= 0).sum()))
         self.decoder.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64)
-        size, packed = self.rows_together(), self.run.data.document_mask
+        size, packed = rows_together(self.run), self.run.data.document_mask
         keys = token_keys(batch.numbers, batch.tokens.shape[1], self.run.seed)
         for first in range(0, len(batch.tokens), size):
             rows = slice(first, first + size)

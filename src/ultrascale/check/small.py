@@ -14,6 +14,7 @@ from ultrascale.schedules.custom import read_schedule
 from ultrascale.schedules.executable import shape_of
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
+from ultrascale.spec.places import zero_shape
 from ultrascale.spec.recomputed import KINDS, blocks_text, mode_name, modes_of
 from ultrascale.spec.run import Batch, Log, Run
 from ultrascale.spec.weights import num_parameters
@@ -47,17 +48,33 @@ def small_layouts(own: Layout, processes: int | None = None) -> list[Layout]:
     return [_smaller(own, best | {"dp": best.get("dp", 1) * (processes // prod(best.values()))})]
 
 
-def provable(run: Run) -> Run:
-    """`run` in float64 and small enough: the same kind of model, layout and optimizer. Its layout is left as it is."""
+def provable(run: Run, told: Layout | None = None, *, longest: int = LONGEST) -> Run:
+    """`run` in float64 and small enough: the same kind of model, layout and optimizer. Its layout is left as it is.
+
+    `told`: the layout that it stands for, if that is another one. A sequence has at most `longest` tokens. Windows and learned
+    positions are cut to act in it, of a model proven whole too.
+    """
     own, whole = run.layout, num_parameters(run.model) <= LARGEST_PARAMETERS
-    model = run.model if whole else made_small(run.model, own)
+    model = run.model if whole else made_small(run.model, own, cuts_rows=_cuts_rows(run.model, told or own))
+    length = min(run.batch.sequence_length, longest, model.max_position_embeddings)
+    model = replace(model, **_that_act(model, own, length))
     layout = replace(own, precision="fp64", reduce_dtype=None, micro_batch_size=min(2, own.micro_batch_size))
     if own.layers_per_stage is not None and sum(own.layers_per_stage) != model.num_hidden_layers:
         layout = replace(layout, layers_per_stage=None)
     layout = replace(layout, **_every_way(own, model.num_hidden_layers))
-    length = min(run.batch.sequence_length, LONGEST, model.max_position_embeddings)
     batch = Batch(sequence_length=length, sequences_per_batch=layout.dp * layout.micro_batch_size)
     return replace(run, model=model, layout=layout, device="cpu", compile=False, log=Log(memory_steps=0), batch=batch)
+
+
+def _that_act(model: Model, cut: Layout, length: int) -> dict[str, Any]:
+    """A window shorter than the pieces that context parallelism cuts a document of `length` into, so that it ends within what
+    one rank sees of another, at each of their borders; and no learned position that no token has."""
+    found: dict[str, Any] = {}
+    if model.sliding_window is not None:
+        found["sliding_window"] = min(model.sliding_window, max(2, length // (2 * cut.cp_grid[0]) - 1))
+    if model.position_embedding == "learned":
+        found["max_position_embeddings"] = length
+    return found
 
 
 def _every_way(own: Layout, num_layers: int) -> dict[str, Any]:
@@ -76,9 +93,10 @@ def micro_batch_counts(layout: Layout) -> tuple[int, ...]:
     return (1, 3)
 
 
-def made_small(model: Model, layout: Layout | None = None) -> Model:
+def made_small(model: Model, layout: Layout | None = None, *, cuts_rows: bool | None = None) -> Model:
     """The same kind of model (heads per group, norms, biases, positions, windows, experts, tying), with sizes that are odd but
-    for what `layout` must divide, so that shards are uneven."""
+    for what `layout` must divide, so that shards are uneven. `cuts_rows`: whether ZeRO shall cut rows of experts, or whole
+    experts; None: either."""
     cut = layout or Layout()
     groups = 2 if model.num_key_value_heads > 1 else 1
     heads = groups * min(3, model.num_attention_heads // model.num_key_value_heads)
@@ -94,7 +112,7 @@ def made_small(model: Model, layout: Layout | None = None) -> Model:
         num_nextn_predict_layers=min(1, model.num_nextn_predict_layers),
     )  # fmt: skip
     small = _small_latent(small) if model.latent_attention else small
-    return _small_experts(small, cut) if model.num_experts else small
+    return _small_experts(small, cut, cuts_rows=cuts_rows) if model.num_experts else small
 
 
 def left_out(own: Layout, layouts: list[Layout]) -> list[str]:
@@ -116,16 +134,26 @@ def _small_latent(model: Model) -> Model:
     )  # fmt: skip
 
 
-def _small_experts(model: Model, cut: Layout) -> Model:
+def _cuts_rows(model: Model, layout: Layout) -> bool:
+    """Whether ZeRO does not leave experts whole."""
+    shape = (model.num_experts // layout.ep, 1, 1)
+    return zero_shape(shape, layout.expert_shard_size) != shape
+
+
+def _small_experts(model: Model, cut: Layout, *, cuts_rows: bool | None) -> Model:
     groups, choices = min(4, model.n_group), min(3, model.num_experts_per_tok)
     chosen = min(model.topk_group, max(1, groups // 2))
     count = lcm(max(2 * groups, 4), cut.ep)
     while chosen * count // groups < choices or count < 2 * choices:
         count += lcm(groups, cut.ep)
-    shared = bool(model.shared_expert_intermediate_size) * 5 * lcm(2, cut.tp)
+    counts = [count + more * lcm(groups, cut.ep) for more in range(cut.expert_shard_size)]
+    fitting = [n for n in counts if cuts_rows in (None, _cuts_rows(replace(model, num_experts=n), cut))]
+    count = min(fitting, default=count)
+    width = 7 * lcm(2, cut.expert_tp)
+    shared = bool(model.shared_expert_intermediate_size) * lcm(2 * width, cut.tp)  # Hugging Face counts it in experts
     return replace(
         model, num_experts=count, num_experts_per_tok=choices, n_group=groups, topk_group=chosen,
-        moe_intermediate_size=7 * lcm(2, cut.expert_tp), shared_expert_intermediate_size=shared,
+        moe_intermediate_size=width, shared_expert_intermediate_size=shared,
         first_k_dense_replace=min(1, model.first_k_dense_replace),
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Training state to disk and back, any layout to any layout; see `saving`, `loading`, `files` and `folders` for how."""
 
-from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError
+from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError, UnknownVersionError
 from ultrascale.checkpoint.folders import check_writable
 from ultrascale.checkpoint.loading import (
     Rejected,
@@ -26,6 +26,7 @@ __all__ = [
     "Search",
     "Slice",
     "Tensors",
+    "UnknownVersionError",
     "check_writable",
     "damaged_after",
     "load",

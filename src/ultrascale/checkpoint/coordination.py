@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ultrascale.checkpoint.errors import CheckpointError, LostContactError
+from ultrascale.checkpoint.errors import CheckpointError, LostContactError, UnknownVersionError
 from ultrascale.contact import names, why
 
 T = TypeVar("T")
@@ -44,7 +44,9 @@ class Coordinator:
             failure = error
         failures = self.failures(None if failure is None else _describe(failure))
         if failures:
-            raise CheckpointError(_tell(doing, failures, self.world)) from failure
+            is_unknown = any(UnknownVersionError.WORDS in text for text in failures.values())
+            kind = UnknownVersionError if is_unknown else CheckpointError
+            raise kind(_tell(doing, failures, self.world)) from failure
         return result  # type: ignore[return-value]
 
     def failures(self, mine: str | None) -> dict[int, str]:

@@ -12,5 +12,13 @@ class SaveFailedError(CheckpointError):
     """The disk did not take a checkpoint. What was there before is whole, and a later save may succeed."""
 
 
+class UnknownVersionError(CheckpointError):
+    """A checkpoint is of a format that this release does not know. It may well be whole: it is neither passed over for an older
+    one, nor removed."""
+
+    WORDS = "another release wrote it"
+    """In every message: ranks tell each other of failures in words alone."""
+
+
 class LostContactError(CheckpointError):
     """Another rank ended, or did not answer, while checkpoints were saved or read. Says nothing of the checkpoint."""

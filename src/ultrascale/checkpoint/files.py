@@ -24,6 +24,7 @@ from ultrascale.checkpoint.checksum import checksum_text, crc32
 from ultrascale.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.manifest import (
+    HEAD,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     Chunk,
@@ -143,6 +144,16 @@ def opened(folder: Path, file: str) -> Iterator[int]:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint, checked in full. Raises CheckpointError."""
     return decode(patiently(lambda: _manifest_bytes(folder)), str(folder / MANIFEST_NAME))
+
+
+def is_understood(folder: Path) -> bool:
+    """Whether the folder has a manifest that begins as those of this format do, damaged further on or not: what has none may be
+    anybody's, and must not be removed."""
+    try:
+        with opened(folder, MANIFEST_NAME) as fd:
+            return HEAD.match(os.pread(fd, 4096, 0)) is not None
+    except CheckpointError:
+        return False
 
 
 def _manifest_bytes(folder: Path) -> bytes:

@@ -17,8 +17,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrascale.checkpoint.errors import CheckpointError
-from ultrascale.checkpoint.files import sync_folder, write_file
+from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
+from ultrascale.checkpoint.files import is_understood, read_manifest, sync_folder, write_file
 from ultrascale.checkpoint.patience import rename
 from ultrascale.failpoints import failpoint
 
@@ -66,12 +66,16 @@ def publish(temporary: Path, final: Path) -> None:
     failpoint("publish.renamed")
     sync_folder(final.parent)
     failpoint("publish.synced")
-    for aside in final.parent.glob(f".{final.name}.old-*"):
-        discard(aside)
+    for aside in candidates(final.parent):
+        if aside.path.name.startswith(f".{final.name}.old-"):
+            discard(aside.path)
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint: it loses its name first, so that half of one is never found."""
+    """Remove a checkpoint: it loses its name first, so that half of one is never found. What is no checkpoint of this format
+    stays: another release, or somebody else, may need it."""
+    if not is_understood(folder):
+        return
     step_name = folder.name.lstrip(".").split(".")[0]
     doomed = folder.parent / f".{step_name}.del-{uuid.uuid4().hex[:8]}"
     failpoint("discard.before")
@@ -87,9 +91,18 @@ def sweep(root: Path) -> list[str]:
     Only for the one job that saves into `root`, at its start: another job's save in progress looks the same.
     """
     leftovers = [name for name in os.listdir(root) if _LEFTOVER.fullmatch(name)] if root.is_dir() else []
+    leftovers = [name for name in leftovers if not _is_of_another_release(root / name)]
     for name in leftovers:
         _remove(root / name)
     return sorted(leftovers)
+
+
+def _is_of_another_release(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except CheckpointError as error:
+        return isinstance(error, UnknownVersionError)
+    return False
 
 
 def make_folder(folder: Path) -> None:

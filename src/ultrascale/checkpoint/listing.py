@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,12 @@ def summarize(folder: Path, *, read_all: bool) -> Iterator[Summary]:
     """One summary after the other. `read_all` reads and verifies every byte; otherwise the manifest and the shards' sizes."""
     for candidate in find_checkpoints(folder):
         yield _summary(candidate, read_all)
+
+
+def newest_listed(root: Path, *, without: Collection[str] = ()) -> Path | None:
+    """The newest checkpoint in `root`, but for those of these names, whose manifest and sizes are right. Reads no shard."""
+    found = (one for one in candidates(root) if one.path.name not in without)
+    return next((one.path for one in found if _summary(one, read_all=False).problem is None), None)
 
 
 def _summary(candidate: Candidate, read_all: bool) -> Summary:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ultrascale.checkpoint.boxes import Offer, fit_together, offer_of
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.dtypes import DTYPE_NAMES, DTYPES
-from ultrascale.checkpoint.errors import CheckpointError, LostContactError
+from ultrascale.checkpoint.errors import CheckpointError, LostContactError, UnknownVersionError
 from ultrascale.checkpoint.files import Piece, opened, read_box, read_manifest, verify_shard
 from ultrascale.checkpoint.folders import Candidate, candidates, step_folder
 from ultrascale.checkpoint.manifest import Chunk, Entry, Manifest
@@ -111,6 +111,7 @@ def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Sea
     """The newest checkpoint of which every byte verifies, and why newer ones were passed over; the same on every rank.
 
     Collective over `process_group` (all ranks by default); shards are shared out between ranks. Changes nothing on disk.
+    Raises UnknownVersionError for a newer one of a format that is not known here.
     """
     root = Path(root)
     with coordinating(process_group) as ranks:
@@ -119,7 +120,7 @@ def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Sea
         for step, name in found:
             try:
                 verify(root / name, ranks=ranks)
-            except LostContactError:
+            except (LostContactError, UnknownVersionError):
                 raise
             except CheckpointError as error:
                 rejected.append(Rejected(root / name, step, str(error)))

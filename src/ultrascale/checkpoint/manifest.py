@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 
 from ultrascale.checkpoint.checksum import checksum_text, crc32
 from ultrascale.checkpoint.dtypes import DTYPES
-from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
 
 FORMAT, VERSION = "ultrascale-checkpoint", 1
 MANIFEST_NAME = "manifest.json"
@@ -30,6 +31,8 @@ MAX_DIMS = 64
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
+HEAD = re.compile(rb'\{"checksum":"crc32:[0-9a-f]{8}",\n"format":"%s","version":%d,' % (FORMAT.encode(), VERSION))
+"""How a manifest of this format begins, damaged further on or not."""
 _FIRST_LINE = re.compile(rb'\{"checksum":"(crc32:[0-9a-f]{8})",')
 
 
@@ -112,10 +115,13 @@ def metadata_text(metadata: dict[str, Any]) -> str:
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """The manifest in `data`, checked in full; `where` names the file in errors. Raises CheckpointError."""
+    """The manifest in `data`, checked in full; `where` names the file in errors. Raises CheckpointError; UnknownVersionError
+    for one of another format, whatever else differs in it."""
     first, _, rest = data.partition(b"\n")
     line = _FIRST_LINE.fullmatch(first)
     if line is None:
+        with suppress(ValueError, RecursionError):
+            _expect_known_format(json.loads(data), where)
         raise CheckpointError(
             f"{where}: does not start with a checksum; it is damaged or not a manifest. Use another checkpoint."
         )
@@ -128,7 +134,19 @@ def decode(data: bytes, where: str) -> Manifest:
         content = json.loads(b"{" + rest, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not JSON that we wrote ({error}). Use another checkpoint.") from error
+    _expect_known_format(content, where)
     return _Check(where).manifest(content)
+
+
+def _expect_known_format(content: Any, where: str) -> None:
+    """Raises UnknownVersionError if `content` says that it is of another format than is read here. What says nothing passes."""
+    kind, version = (content.get("format"), content.get("version")) if isinstance(content, dict) else (None, None)
+    if isinstance(kind, str) and (kind != FORMAT or type(version) is not int or version != VERSION):
+        found = (
+            f"format is {kind!r:.80} version {version!r:.20}, expected {FORMAT!r} version {VERSION}, which this release reads"
+        )
+        remedy = "Go on with that release, or move the checkpoint away to go on from an older one"
+        raise UnknownVersionError(f"{where}: {found}: {UnknownVersionError.WORDS}. {remedy}.")
 
 
 class _Check:
@@ -165,8 +183,8 @@ class _Check:
     def manifest(self, content: Any) -> Manifest:
         keys = ("format", "version", "save_id", "step", "shards", "tensors", "metadata")
         kind, version, save_id, step, shards, tensors, metadata = self.fields(content, "manifest", *keys)
-        if kind != FORMAT or type(version) is not int or version != VERSION:
-            self.refuse("format", f"{kind!r} version {version!r}", f"{FORMAT!r} version {VERSION}, which this release reads")
+        if kind != FORMAT or version != VERSION:
+            self.refuse("format", f"{kind!r} version {version!r}", f"{FORMAT!r} version {VERSION}")
         for what, value in (("shards", shards), ("tensors", tensors), ("metadata", metadata)):
             if not isinstance(value, dict):
                 self.refuse(what, value, "an object")

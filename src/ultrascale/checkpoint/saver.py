@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,8 +15,9 @@ from ultrascale.checkpoint.coordination import coordinating
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError
 from ultrascale.checkpoint.folders import candidates, check_writable, discard, step_folder, sweep
 from ultrascale.checkpoint.loading import verify
-from ultrascale.checkpoint.saving import Plan, copy_to_host, plan_save, write_and_publish
+from ultrascale.checkpoint.saving import Plan, copy_to_host, expect_held, plan_save, write_and_publish
 from ultrascale.checkpoint.slices import Tensors
+from ultrascale.held_folder import HeldFolder
 
 
 class Saver:
@@ -24,7 +26,8 @@ class Saver:
     Nothing is removed for a checkpoint that has not been read back in full: each one is, once, before it first counts.
 
     All methods are collective over `process_group` (all ranks by default). At its start it proves that every rank can write,
-    and sweeps away what a killed run has left, so one job at a time may own `root`.
+    and sweeps away what a killed run has left, so one job at a time may own `root`. Rank 0 holds that folder open: once the
+    path leads to it no more, nothing is written or removed there, and each save fails until `use` names a place.
 
     With `asynchronous`, `save` returns once the numbers are copied to host memory (each rank copies only what it will write)
     and a thread does the rest through a gloo group of its own. One save is pending at most: the next one waits for it. What
@@ -54,6 +57,32 @@ class Saver:
         self._ranks.agree("before the first save", lambda: check_writable(self.root))
         self.swept: list[str] = self._ranks.on_rank_0("removing leftovers", lambda: sweep(self.root))
         """Names of unfinished saves and deletions of earlier runs that were removed."""
+        self._held: HeldFolder | None = None
+        self._resources.callback(self._let_go)
+        self.use(self.root)
+
+    def use(self, root: Path) -> None:
+        """Save into `root` from now on, which is made if the folder above it is there. Raises CheckpointError, also for the
+        pending save."""
+        self.wait()
+        self._verified.clear()
+        self.root = Path(root)
+        self._ranks.agree(f"opening {self.root}", self._hold)
+
+    def fate(self) -> str:
+        """On rank 0: what became of `root`, as in `was removed`; empty while the path leads to the folder it did at first."""
+        return "" if self._held is None else self._held.fate()
+
+    def _hold(self) -> None:
+        self._let_go()
+        if self._ranks.rank == 0:
+            self.root.mkdir(exist_ok=True)
+            self._held = HeldFolder(self.root)
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def save(self, step: int, tensors: Tensors, metadata: dict[str, Any], *, finite: bool = False) -> Path:
         """Save as `checkpoint.save` does; where the checkpoint is, or will be once `wait` returns.
@@ -64,6 +93,7 @@ class Saver:
         """
         self.wait()
         plan = plan_save(self.root, step, tensors, metadata, ranks=self._ranks, finite=finite)
+        plan = replace(plan, held=self._held)
         if self._thread is None:
             return self._write(plan)
         copied = self._ranks.agree(f"copying step {step} to host memory", lambda: copy_to_host(plan))
@@ -118,7 +148,12 @@ class Saver:
             elif not (self.keep_every_steps and number % self.keep_every_steps == 0):
                 doomed.append(name)
         if doomed:
-            self._ranks.on_rank_0("removing old checkpoints", lambda: [discard(self.root / name) for name in doomed])
+            self._ranks.on_rank_0("removing old checkpoints", lambda: self._discard(doomed))
+
+    def _discard(self, names: list[str]) -> None:
+        for name in names:
+            expect_held(self._held)
+            discard(self.root / name)
 
     def _listed(self, *, up_to: int) -> list[tuple[int, str]]:
         return [(one.step, one.path.name) for one in candidates(self.root) if one.step <= up_to]

@@ -37,6 +37,7 @@ from ultrascale.checkpoint.manifest import (
 from ultrascale.checkpoint.patience import patiently
 from ultrascale.checkpoint.slices import Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
+from ultrascale.held_folder import HeldFolder
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Plan:
     tensors: dict[str, tuple[str, list[int]]]
     """On rank 0: dtype and global shape of every tensor of any rank."""
     metadata: dict[str, Any]
+    held: HeldFolder | None = None
+    """On rank 0: the folder that must still be at `root`. None: any, made if it is missing."""
 
     @property
     def temporary(self) -> Path:
@@ -137,9 +140,17 @@ def _share_out(gathered: list[list[list[Any]]]) -> dict[str, Any]:
 
 def _make_temporary(plan: Plan) -> None:
     failpoint("save.start")
-    make_folder(plan.root)
+    if plan.held is None:
+        make_folder(plan.root)
+    expect_held(plan.held)
     patiently(plan.temporary.mkdir)
     failpoint("save.folder")
+
+
+def expect_held(held: HeldFolder | None) -> None:
+    """Raises CheckpointError if the path of `held` leads elsewhere now."""
+    if held is not None and (fate := held.fate()):
+        raise CheckpointError(f"{held.path} {fate} since checkpoints were first saved there.")
 
 
 def _write_pieces(plan: Plan, rank: int) -> dict[str, Any] | None:
@@ -173,6 +184,7 @@ def _finish(plan: Plan, written: list[dict[str, Any] | None], final: Path) -> No
     failpoint("save.shards")
     write_file(where, data)
     failpoint("save.manifest")
+    expect_held(plan.held)
     publish(plan.temporary, final)
 
 

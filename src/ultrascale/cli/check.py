@@ -6,12 +6,13 @@ import json as json_module
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from ultrascale.cli.parse import parse_with_overrides
+from ultrascale.spec.huggingface import to_hf
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve
@@ -26,6 +27,16 @@ if TYPE_CHECKING:  # imports torch
 QUANTITIES = ("loss", "gradient norm", "gradient", "weight", "moment", "experts")
 LARGEST_PROCESSES = 64
 """More on one machine is a slip of the finger."""
+NOT_SEEN: dict[str | None, list[str]] = {
+    None: [
+        "what the reference shares with the trainer: the decoder's formulas, the table of weight decay, the learning rate "
+        "(for these three: --against transformers) and the initial values",
+        "anything below float64 (bf16, fp8)", "the reading of data",
+    ],
+    "transformers": ["the initial values", "the names and shapes of export and import", "anything below float64 (bf16, fp8)",
+                     "the reading of data", "dropout and losses that balance experts"],
+}  # fmt: skip
+"""By the reference (None: the program's own) what a proof is blind to by construction."""
 MANY_PROCESSES = 8
 """Of more, a proof takes minutes on a small machine, and says how long."""
 
@@ -40,6 +51,7 @@ class Asked:
     plant: str | None
     matrix: bool
     markdown: str | None
+    against: Literal["transformers"] | None
     steps: int
     json: bool
 
@@ -52,6 +64,7 @@ def check(
     plant: str | None = None,
     matrix: bool = False,
     markdown: str | None = None,
+    against: Literal["transformers"] | None = None,
     steps: int = 3,
     json: bool = False,
 ) -> Asked:
@@ -76,10 +89,13 @@ def check(
             that each was seen. Without a run each is planted where it can be seen best.
         matrix: Prove the combinations of axes, schedules, methods, families and experts that `docs/support.md` lists.
         markdown: With --matrix: write the tables into this file.
+        against: Compare with a plain training loop around transformers' model instead: loss, gradient norm and weights. It
+            shares only the initial weights, so it sees what the program's own reference cannot: a wrong formula, decay or
+            learning rate.
         steps: Optimizer steps that are compared.
         json: Print the verdicts as JSON.
     """
-    return Asked(run, processes, own_layout, plant, matrix, markdown, steps, json)
+    return Asked(run, processes, own_layout, plant, matrix, markdown, against, steps, json)
 
 
 def command(arguments: list[str]) -> int:
@@ -99,18 +115,30 @@ def command(arguments: list[str]) -> int:
     from ultrascale.check.faults import with_faults
     from ultrascale.check.prove import cases, prove_all
 
-    todo = list(cases(described, own_layout=asked.own_layout, processes=asked.processes))
+    changes, proven, tolerance = [], described, None
+    if asked.against is not None:
+        from ultrascale.check.transformers_loop import comparable, tolerance_of
+
+        proven, changes = comparable(described, asked.steps)
+        tolerance = tolerance_of(proven)
+    todo = list(cases(proven, own_layout=asked.own_layout, processes=asked.processes))
+    if asked.against is not None:
+        for model in {case.run.model for case in todo}:
+            to_hf(model)  # raises SpecError here, where it is told, and not on a rank
     steps = asked.steps
     if asked.plant is not None:
         todo, steps = with_faults(todo, asked.plant), max(2, asked.steps)  # some show only in what the first step left
-    for note in _notes(described, [case.run.layout for case in todo], asked.processes):
+    notes = _notes(described, [case.run.layout for case in todo], asked.processes)
+    for note in [*notes, *changes, *_changed_model(todo[0].run, described)]:
         print(note, file=sys.stderr if asked.json else sys.stdout, flush=True)
-    verdicts = prove_all(todo, steps=steps, go_on=asked.plant is not None, on_verdict=_progress(todo))
+    options: dict[str, Any] = {} if asked.against is None else {"against": asked.against, "tolerance": tolerance}
+    verdicts = prove_all(todo, steps=steps, go_on=asked.plant is not None, on_verdict=_progress(todo), **options)
     good = [verdict.holds == (asked.plant is None) for verdict in verdicts]
     if asked.json:
-        print(json_module.dumps([verdict.to_json() for verdict in verdicts], indent=1))
+        not_seen = NOT_SEEN[asked.against]
+        print(json_module.dumps([verdict.to_json() | {"not_seen": not_seen} for verdict in verdicts], indent=1))
     else:
-        print_verdicts(verdicts, planted=asked.plant is not None, made_small=_made_small(todo[0].run, described))
+        print_verdicts(verdicts, planted=asked.plant is not None, against=asked.against)
     return 0 if all(good) else 1
 
 
@@ -143,6 +171,10 @@ def _expect_numbers(asked: Asked, rest: list[str]) -> None:
         problems.append(Problem("--matrix", f"proves runs of its own, but {odd} is given", "Keep one of the two."))
     elif asked.run is None and rest:
         problems.append(Problem(rest[0], "is a setting of a run, but no run is named", "Name one."))
+    if asked.against is not None and (asked.run is None or asked.plant is not None):
+        odd = ", which is not named" if asked.run is None else " without planted faults, but --plant is given"
+        remedy = "Name one." if asked.run is None else "Keep one of the two."
+        problems.append(Problem("--against", f"compares a run{odd}", remedy))
     if asked.markdown is not None and not asked.matrix:
         problems.append(Problem("--markdown", "writes the tables of --matrix, which is not given", "Add --matrix."))
     if problems:
@@ -170,25 +202,27 @@ def _notes(described: Run, layouts: list[Layout], processes: int | None) -> list
     return notes
 
 
-def _made_small(proven: Run, asked: Run) -> str:
-    if replace(proven.model, tie_word_embeddings=asked.model.tie_word_embeddings) == asked.model:
-        return ""
-    small = f"{proven.model.num_hidden_layers} layers, hidden {proven.model.hidden_size}"
-    return f"{asked.model.name or 'the model'} is proven on the same kind of model made small: {small}.\n"
+def _changed_model(proven: Run, asked: Run) -> list[str]:
+    """What stands for the run's model, if that is too large or would leave something out."""
+    name, length = asked.model.name or "the model", proven.batch.sequence_length
+    notes = []
+    if proven.model.hidden_size != asked.model.hidden_size or proven.model.vocab_size != asked.model.vocab_size:
+        small = f"{proven.model.num_hidden_layers} layers, hidden {proven.model.hidden_size}"
+        notes.append(f"{name} is proven on the same kind of model made small: {small}.")
+    if proven.model.sliding_window != asked.model.sliding_window:
+        windows = f"{asked.model.sliding_window} tokens are proven as windows of {proven.model.sliding_window}"
+        notes.append(f"Its windows of {windows}, which act in sequences of {length}.")
+    return notes
 
 
-def print_verdicts(verdicts: list[Verdict], *, planted: bool, made_small: str = "") -> None:
-    """The table of verdicts, what differs, and the sum."""
+def print_verdicts(verdicts: list[Verdict], *, planted: bool, against: str | None = None) -> None:
+    """The table of verdicts, what differs, the sum, and what such a proof does not see."""
     from rich.console import Console
     from rich.table import Table
 
-    from ultrascale.check.prove import TOLERANCE
-
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    if made_small:
-        console.print(made_small)
     quantities = [q for q in QUANTITIES if any(q in verdict.worst for verdict in verdicts)]
-    table = Table(title=f"float64, tolerance {TOLERANCE:.0e}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=f"float64, tolerance {verdicts[0].tolerance:.0e}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("case")
     for quantity in quantities:
         table.add_column(quantity, justify="right")
@@ -206,13 +240,15 @@ def print_verdicts(verdicts: list[Verdict], *, planted: bool, made_small: str = 
         console.print(f"\n{len(verdicts) - held} of {len(verdicts)} planted faults were seen.")
     else:
         compute = "computes" if len(verdicts) == 1 else "compute"
-        console.print(f"\n{held} of {count_of(len(verdicts), 'case')} {compute} what one process computes.")
+        what = "one process" if against is None else f"a plain loop of {against}"
+        console.print(f"\n{held} of {count_of(len(verdicts), 'case')} {compute} what {what} computes.")
+        console.print(f"Not seen: {'; '.join(NOT_SEEN[against])}.", soft_wrap=True)
 
 
 def _told(verdict: Verdict) -> list[str]:
     if verdict.failure:
         return [verdict.failure.splitlines()[-1]]
-    # A wrong gradient explains the weights and moments that follow from it.
-    first = [d for d in verdict.beyond if d.quantity == "gradient"] or list(verdict.beyond)
+    # A message not waited for explains a wrong gradient, and that the weights and moments that follow from it.
+    first = [d for kind in ("messages", "gradient") for d in verdict.beyond if d.quantity == kind] or list(verdict.beyond)
     rest = len(verdict.beyond) - min(3, len(first))
     return [str(difference) for difference in first[:3]] + ([f"and {rest} more"] if rest > 0 else [])

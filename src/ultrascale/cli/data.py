@@ -30,7 +30,7 @@ Each has --help with an example.
 
 
 def command(arguments: list[str]) -> int:
-    """Runs `ultrascale data ...`; 0 good, 1 bad data or disk, 2 bad usage."""
+    """Runs `ultrascale data ...`; 0 good, 1 bad data or disk, 2 bad usage, 130 stopped by Ctrl-C."""
     verbs: dict[str, Callable[..., int]] = {"prepare": prepare, "inspect": inspect}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_VERBS, end="")
@@ -48,7 +48,7 @@ def command(arguments: list[str]) -> int:
         return 2 if error.where.startswith("--") else 1
     except KeyboardInterrupt:
         print("Stopped. Finished shards are kept; the same command goes on.", file=sys.stderr)
-        return 1
+        return 130
 
 
 def prepare(

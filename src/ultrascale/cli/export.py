@@ -29,7 +29,7 @@ def export(
     Args:
         checkpoint: A run folder (its newest whole checkpoint), one checkpoint, or another Hugging Face folder.
         out: The folder to make. It appears whole or not at all.
-        precision: Dtype of the weights written; as-is: that of the checkpoint.
+        precision: Dtype of the weights written; as-is: that of the folder the run was imported from, else of the checkpoint.
         max_shard_gb: Weights are split into files of at most this many GB (10^9 bytes).
         tokenizer: A tokenizer.json to go along, if the one of the run's data is elsewhere.
         overwrite: Replace OUT if it is an earlier export; nothing else is ever replaced.
@@ -44,22 +44,26 @@ def export(
     if not 0 < max_shard_gb < float("inf"):
         raise SpecError([Problem("max_shard_gb", f"must be a number above 0, is {max_shard_gb}", "5 is usual.")])
     trained = open_and_tell(checkpoint)
+    dtype = trained.dtype if precision == "as-is" else TORCH_DTYPE[precision]
     folder = export_folder(
         trained.weights,
         trained.model,
         out,
         tokenizer=tokenizer or trained.tokenizer,
-        dtype=None if precision == "as-is" else TORCH_DTYPE[precision],
+        dtype=dtype,
         max_shard_bytes=int(max_shard_gb * 10**9),
         overwrite=overwrite,
         source=checkpoint,
     )
+    written = str(dtype or next(iter(trained.weights.values())).dtype).removeprefix("torch.")
     parameters, has_tokenizer = num_parameters(trained.model), (tokenizer or trained.tokenizer) is not None
     if json:
         print(jsonlib.dumps({"source": str(trained.source), "folder": str(folder), "num_parameters": parameters,
-                             "tokenizer": has_tokenizer}))  # fmt: skip
+                             "dtype": written, "tokenizer": has_tokenizer}))  # fmt: skip
     else:
-        print(f"{trained.source} -> {folder}: {parameters:,} parameters, {trained.model.model_type}")
+        print(f"{trained.source} -> {folder}: {parameters:,} parameters, {trained.model.model_type}, {written}")
+        if precision == "as-is" and trained.dtype is not None:
+            print(f"{written} is what the run was imported from; --precision fp32 writes what it was trained in")
         if not has_tokenizer:
             print("no tokenizer went along: none was found with the run's data; --tokenizer names one")
     return 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.cli.parse import parse
+from ultrascale.launch.scratch import scratch_folder
 from ultrascale.plan.nccl import KINDS
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.problems import Problem, SpecError
@@ -70,8 +70,8 @@ def command(arguments: list[str]) -> int:
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise SpecError([Problem("--out", f"{out} is no file that can be written", "Name a file in a folder that is there.")])
     expect_rank_environment(os.environ)
-    with tempfile.TemporaryDirectory(prefix="ultrascale-network-") as folder:
-        asked["out"] = str((out or Path(folder) / "network.json").absolute())
+    with scratch_folder("network") as folder:
+        asked["out"] = str((out or folder / "network.json").absolute())
         code = _measured(asked, processes)
         if code == 0 and told_rank(os.environ) == 0:
             text = Path(asked["out"]).read_text()

@@ -14,7 +14,7 @@ from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import told_rank
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
-from ultrascale.spec.units import format_bytes
+from ultrascale.spec.units import format_bytes, format_share
 from ultrascale.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def lines(found: Speed) -> list[tuple[str, str]]:
             "speed",
             f"{rate * found.ranks:,.0f} tokens/s, {rate:,.0f} a rank",
         ),
-        ("MFU", f"{found.mfu:.1%} of {found.peak_flops / 1e12:.3g} TFLOP/s, {found.peak_origin}"),
+        ("MFU", f"{format_share(found.mfu)} of {found.peak_flops / 1e12:.3g} TFLOP/s, {found.peak_origin}"),
     ]
     if found.measured_peak_bytes is None:
         return [*told, ("memory", f"{format_bytes(found.planned_peak_bytes)} planned; not counted: blocks are compiled")]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LONGEST_DEFAULT = 8192
+"""Tokens of a sequence where nobody says how many: fewer if the model has fewer positions."""
 
 
 def plan(
@@ -191,8 +192,8 @@ def _compared(parsed: dict[str, Any], rest: list[str], arguments: list[str]) -> 
     """Compare ZeRO stages and ways to recompute on devices whose speed nobody has listed."""
     if parsed["dp_shard"] is not None and parsed["zero_stage"] is None:
         parsed["zero_stage"] = 1  # the others are compared below; stage 0 cuts nothing
-    words = run_words(parsed, dp=parse_cluster(parsed["gpus"]).num_accelerators)
-    run = resolve(None, [*_overrides(parsed, words), *rest]).run
+    defaults = run_defaults(parsed, dp=parse_cluster(parsed["gpus"]).num_accelerators)
+    run = resolve(None, [*_overrides(parsed, {"cluster": parsed["gpus"]}), *rest], defaults=defaults).run
     any_stage, any_way = not says(arguments, "zero-stage"), not says(arguments, "recompute")
     plans = alternatives(run, cluster_of(run), any_stage=any_stage, any_way=any_way)
     chosen = first_that_fits(plans) or min(plans, key=lambda candidate: candidate.peak_bytes)
@@ -221,21 +222,17 @@ def _unknown(words: list[str]) -> list[Problem]:
     ]
 
 
-def run_words(parsed: dict[str, Any], *, dp: int) -> dict[str, Any]:
+def run_defaults(parsed: dict[str, Any], *, dp: int) -> dict[str, Any]:
     """What a run without a file takes where nothing is said; `dp` data-parallel ranks."""
-    source = _source(parsed["model"])
-    positions = resolve(None, source).run.model.max_position_embeddings
-    on_cpu = "cpu" in parsed["gpus"]
-    return source | {
-        "cluster": parsed["gpus"],
-        "layout.dp": dp,
-        "batch.sequence_length": min(positions, LONGEST_DEFAULT),
+    return {
+        "batch.sequence_length": LONGEST_DEFAULT,
         "batch.sequences_per_batch": dp * (parsed["micro_batch_size"] or 1),
-        "layout.precision": "fp32" if on_cpu else "bf16",
+        "layout.dp": dp,
+        "layout.precision": "fp32" if "cpu" in parsed["gpus"] else "bf16",
     }
 
 
-def _source(model: str) -> dict[str, Any]:
+def source_of(model: str) -> dict[str, Any]:
     """A folder, its config.json, or a preset's name."""
     path = Path(model).expanduser()
     return {"model.path": str(path)} if path.is_dir() or path.is_file() else {"model.preset": model}
@@ -252,12 +249,9 @@ SHORT = {
 
 def _overrides(parsed: dict[str, Any], words: dict[str, Any]) -> list[str]:
     """The short flags as dotted ones, over `words`."""
-    if parsed["run"] is not None and parsed["model"] is not None:
-        words |= _source(parsed["model"])
-    for flag, key in SHORT.items():
-        if parsed[flag] is not None:
-            words[key] = parsed[flag]
-            words.pop("batch.sequences_per_batch" if flag == "tokens_per_batch" else "", None)
+    if parsed["model"] is not None:
+        words |= source_of(parsed["model"])
+    words |= {key: parsed[flag] for flag, key in SHORT.items() if parsed[flag] is not None}
     return as_flags(words)
 
 

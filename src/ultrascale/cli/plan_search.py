@@ -16,12 +16,12 @@ from ultrascale.plan.flags import not_searched
 from ultrascale.plan.price import Prediction
 from ultrascale.plan.report import RunPlan, not_trainable, plan_run, prediction_json, workload_of
 from ultrascale.plan.scaling import Scaled, elsewhere, scaling, smallest_that_fits
-from ultrascale.plan.search import TIE, SearchResult, search
-from ultrascale.plan.search_view import distinct, layout_words, no_layout_fits, show_explanation, show_ranking
-from ultrascale.plan.space import divisors
+from ultrascale.plan.search import TIE, SearchResult, distinct, search
+from ultrascale.plan.search_view import layout_words, no_layout_fits, show_explanation, show_ranking
 from ultrascale.plan.view import show_plan
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Cluster
+from ultrascale.spec.layers import read_flags
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
@@ -30,7 +30,7 @@ from ultrascale.spec.run import Run
 from ultrascale.spec.schema import BAD, At, convert, leaves
 from ultrascale.spec.stack import Stack
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
-from ultrascale.spec.units import UnitError, count_of, parse_tokens
+from ultrascale.spec.units import UnitError, count_of, divisors, parse_tokens
 
 SEARCHED = (
     "dp", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "pp", "virtual_stages", "schedule", "zero_stage",
@@ -138,19 +138,17 @@ def _described(
     parsed: dict[str, Any], others: list[str], asked: dict[str, tuple[Any, ...]], base: Layout, cluster: Cluster
 ) -> Run:
     """The run without its layout: `dp` stands in for it so that a batch such as 4M becomes one that many ranks can share."""
-    length = parsed["seq_len"] or verb.run_words(parsed, dp=1)["batch.sequence_length"]
-    micro, dp = _shares(parsed, asked, cluster.num_accelerators, length)
-    words = verb.run_words(parsed, dp=dp) | {"layout.micro_batch_size": micro, "layout.precision": base.precision}
-    if parsed["tokens_per_batch"] is None:
-        default = cluster.num_accelerators * asked.get("micro_batch_size", (1,))[0]
-        sequences = default if parsed["sequences_per_batch"] is None else parsed["sequences_per_batch"]
-        words |= {"batch.sequences_per_batch": sequences, "layout.dp": 1, "layout.micro_batch_size": 1}
+    batch = {key: parsed[flag] for flag, key in verb.SHORT.items() if key.startswith("batch.") and parsed[flag] is not None}
+    words = [*verb.as_flags(verb.source_of(parsed["model"]) | {"cluster": parsed["gpus"]} | batch), *others]
+    defaults = verb.run_defaults(parsed, dp=1) | {"layout.precision": base.precision}
+    length = resolve(None, words, defaults=defaults).run.batch.sequence_length
+    if "batch.tokens_per_batch" in (said := read_flags(words, []).entries):
+        parsed["tokens_per_batch"] = said["batch.tokens_per_batch"].value
+        micro, dp = _shares(parsed, asked, cluster.num_accelerators, length)
+        defaults |= {"layout.micro_batch_size": micro, "layout.dp": dp}
     else:
-        del words["batch.sequences_per_batch"]
-        words["batch.tokens_per_batch"] = parsed["tokens_per_batch"]
-    if parsed["seq_len"] is not None:
-        words["batch.sequence_length"] = parsed["seq_len"]
-    return resolve(None, [*verb.as_flags(words), *others]).run
+        defaults["batch.sequences_per_batch"] = cluster.num_accelerators * asked.get("micro_batch_size", (1,))[0]
+    return resolve(None, words, defaults=defaults).run
 
 
 def _shares(parsed: dict[str, Any], asked: dict[str, tuple[Any, ...]], num_gpus: int, length: int) -> tuple[int, int]:

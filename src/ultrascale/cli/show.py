@@ -117,7 +117,7 @@ def run_rows(resolved: Resolved, *, every: bool) -> list[tuple[str, str, str]]:
 
 def models_catalogue(*, as_json: bool) -> None:
     """Print every preset: its shape and its number of parameters."""
-    from ultrascale.spec.model_presets import PRESETS
+    from ultrascale.spec.model_presets import ALIASES, PRESETS
     from ultrascale.spec.trainable import untrainable_model
     from ultrascale.spec.weights import num_active_parameters, num_parameters
 
@@ -140,6 +140,7 @@ def models_catalogue(*, as_json: bool) -> None:
     console.print(table)
     planned = "* is planned, not trained so far. " if any(map(untrainable_model, PRESETS.values())) else ""
     console.print(f"\n{planned}active: what one token meets; ffn: of one expert. --json says more.")
+    console.print(f"other names: {', '.join(f'{alias} is {name}' for alias, name in ALIASES.items())}")
 
 
 def _counts(model: Any) -> dict[str, int | bool]:

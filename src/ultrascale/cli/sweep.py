@@ -20,7 +20,7 @@ from ultrascale.cli.measure_speed import TIMED, WARM
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import told_world
-from ultrascale.spec.units import format_bytes, format_seconds
+from ultrascale.spec.units import format_bytes, format_seconds, format_share
 from ultrascale.sweep.cells import Place, place_of
 from ultrascale.sweep.grid import Axis, Cell, cells, names_of, split_axes
 from ultrascale.sweep.held import Held, Measured, fastest_first, hold
@@ -224,8 +224,9 @@ def _table(axes: Sequence[Axis], measured: Sequence[Measured]):
         memory = "" if one.measured_peak_bytes is None else format_bytes(one.measured_peak_bytes)
         time = [] if not planned_time else [format_seconds(one.planned_step_seconds) if one.planned_step_seconds else ""]
         table.add_row(
-            str(number), format_seconds(one.step_seconds), *time, f"{one.tokens_per_second_per_rank:,.0f}", f"{one.mfu:.1%}",
-            memory, format_bytes(one.planned_peak_bytes), *(one.place.cell.values[axis.key] for axis in axes),
+            str(number), format_seconds(one.step_seconds), *time, f"{one.tokens_per_second_per_rank:,.0f}",
+            format_share(one.mfu), memory, format_bytes(one.planned_peak_bytes),
+            *(one.place.cell.values[axis.key] for axis in axes),
             style="bold" if number == 1 else "",
         )  # fmt: skip
     return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -127,28 +127,34 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: boo
     from ultrascale.launch.local import launch_local
     from ultrascale.launch.restarts import read_account, summary
 
-    folder = RunFolder.of(run)
-    with folder.commanded():
+    with RunFolder.of(run).commanded() as folder:
         ending = launch_local(
             to_toml(run),
             run.layout.world_size,
             worker_arguments=("--allow-changes",) * allow_changes + ("--ignore-memory",) * ignore_memory,
             max_restarts=max_restarts,
             say=say,
-            progress=lambda: max((path.name for path in folder.checkpoints.glob("step-*")), default="none"),
-            record=lambda event: folder.append("events.jsonl", json_module.dumps(event)),
+            progress=folder.progress,
+            record=lambda event: _append(folder, "events.jsonl", json_module.dumps(event)),
             keep=folder.path,
             grace=grace_seconds(run),
         )
         for line in [] if ending.refused else summary(read_account(folder.path / "events.jsonl")):
             console.put(line)
-            folder.append("log.txt", line)
+            _append(folder, "log.txt", line)
     if not ending.reason or ending.saved:
         return 0
     if not ending.explained:
+        from ultrascale.checkpoint.listing import newest_listed
+
         saved = f"What is saved is in {folder.checkpoints}."
-        say(f"{ending.reason}. {saved if any(folder.checkpoints.glob('step-*')) else 'Nothing is saved yet.'}")
+        say(f"{ending.reason}. {saved if newest_listed(folder.checkpoints) is not None else 'Nothing is saved yet.'}")
     return ending.exit_code
+
+
+def _append(folder: RunFolder, name: str, line: str) -> None:
+    with suppress(OSError):  # a full disk, or no folder any more: the ranks have told
+        folder.append(name, line)
 
 
 def _summary(run: Run, code: int) -> dict[str, object]:

@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ultrascale.data.errors import DataError
-from ultrascale.data.indexed import Shard, prefix_paths, read_header
+from ultrascale.data.indexed import Header, Shard, prefix_paths, read_header
 from ultrascale.data.manifest import Manifest, TokenizerFacts, load_manifest
+from ultrascale.data.verify import sample_of
 
 OPEN_SHARDS = 128  # each holds two file descriptors, and 1,024 is a usual limit
+FOREIGN_BLOCKS = 256
 _ENDS = 1 << 20
 
 
@@ -42,11 +44,20 @@ class Corpus:
         if self.manifest is None:
             self.shard(0).verify_index()
             counts = [self.shard(0).num_tokens]
+            self._foreign_fingerprint = f"{self._ends()}+{sample_of(self.prefixes[0], FOREIGN_BLOCKS)}"
         self.offsets = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))  # [shards + 1]
 
     @property
     def num_tokens(self) -> int:
         return int(self.offsets[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all `.bin` and `.idx`."""
+        headers = [self.shard(0).header] if self.manifest is None else [
+            Header(self.manifest.dtype, shard.documents, shard.documents + 1) for shard in self.manifest.shards
+        ]  # fmt: skip
+        return sum(header.index_bytes for header in headers) + self.num_tokens * np.dtype(headers[0].dtype).itemsize
 
     @property
     def num_documents(self) -> int:
@@ -78,6 +89,7 @@ class Corpus:
         at = 0
         for index, first, last in self.pieces(start, len(tokens)):
             shard = self.shard(index)
+            shard.expect_whole()
             tokens[at : at + last - first] = shard.tokens[first:last]
             starts[shard.document_starts(first, last) + (at - first)] = True
             at += last - first
@@ -93,13 +105,14 @@ class Corpus:
         raise IndexError(f"{self.path} has documents 0 to {first - 1}, not {number}")
 
     def fingerprint(self) -> str:
-        """Changes when ids or document boundaries do; the same wherever the files lie.
+        """What ids and document boundaries are said to be; the same wherever the files lie. Whether they are: `data.verify`.
 
-        A prepared folder has checksums of all it holds; of a foreign prefix the sizes, the header and the first and last MiB of
-        both files are taken.
+        A prepared folder has checksums of all it holds. Of a foreign prefix the sizes, the first and last MiB and, after a plus
+        sign, which older releases did not write, 256 blocks of 4 KiB of both files are taken, as they were when it was opened.
         """
-        if self.manifest:
-            return self.manifest.content
+        return self.manifest.content if self.manifest else self._foreign_fingerprint
+
+    def _ends(self) -> str:
         digest = hashlib.sha256()
         for path in prefix_paths(self.prefixes[0]):
             size = path.stat().st_size

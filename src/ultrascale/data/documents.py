@@ -96,7 +96,7 @@ class PartReader:
         file, start = self.part.file, self.part.start
         with open_bytes(file.path, file.compression) as (stream, raw):
             position = self._first_line(stream) if start else 0
-            number = _count_lines(file.path, position) if start and self.line_numbers else 0
+            number = _count_lines(file.path, position) if self.line_numbers and 0 < position < self.part.end else 0
             named = not start or self.line_numbers
             while file.compression or position < self.part.end:
                 line = stream.readline(LONGEST_LINE)

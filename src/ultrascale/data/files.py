@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,10 +74,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def sha256_of(path: Path) -> str:
-    """Checksum of a file, in hex."""
+def sha256_of(path: Path, after_block: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """Checksum of a file, in hex. `after_block`: told the bytes of each block read."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
+            after_block(len(block))
     return digest.hexdigest()

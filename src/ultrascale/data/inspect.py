@@ -10,8 +10,8 @@ import numpy as np
 
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.errors import DataError
-from ultrascale.data.files import sha256_of
 from ultrascale.data.indexed import prefix_paths, read_header
+from ultrascale.data.verify import expect_whole
 
 
 def folder_facts(path: str | Path) -> dict[str, Any]:
@@ -47,11 +47,7 @@ def verify_folder(path: str | Path) -> None:
         corpus.shard(index).verify_index()
         if corpus.manifest is None:
             continue
-        record = corpus.manifest.shards[index]
-        for file, expected in zip(prefix_paths(prefix), (record.bin_sha256, record.idx_sha256), strict=True):
-            if sha256_of(file) != expected:
-                remedy = "Run the same `ultrascale data prepare` again: it makes damaged shards anew."
-                raise DataError(str(file), "has another checksum than the manifest says", remedy)
+        expect_whole(prefix, corpus.manifest.shards[index])
         corpus.shard(index).verify_ids(corpus.manifest.tokenizer.vocab_size)
 
 

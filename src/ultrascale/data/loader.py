@@ -24,6 +24,7 @@ from ultrascale.data.order import Blend, shuffled, source_key
 from ultrascale.failpoints import failpoint
 from ultrascale.spec.run import Source
 
+BLOCK_TOKENS = 1 << 20
 IGNORED = -100
 """Target of a position that predicts nothing; torch's `ignore_index`."""
 Integers = npt.NDArray[np.int64]
@@ -48,7 +49,7 @@ class Loader:
     """Reads sequences by their global numbers.
 
     Raises DataError at once if there is no source, one is missing, damaged or shorter than one sequence, was made with another
-    tokenizer than the first one, or has more ids than `vocab_size`.
+    tokenizer than the first one, has more ids than `vocab_size`, or with `document_mask` no token that is ever predicted.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class Loader:
         failpoint("data.opened")
         _expect_one_tokenizer(self.corpora, vocab_size)
         self.sequences_per_epoch = tuple(_count_sequences(corpus, sequence_length) for corpus in self.corpora)
+        for corpus in self.corpora if document_mask else ():
+            _expect_a_target(corpus)
         try:
             self._blend = Blend(tuple(source.weight for source in sources))
         except ValueError as error:
@@ -106,9 +109,15 @@ class Loader:
         return _sequences(tokens, starts, numbers, self.document_mask)
 
     def fingerprint(self) -> str:
-        """Of the sources' content and weights, so that a resumed run on other data can be refused. Paths do not enter."""
-        parts = [f"{corpus.fingerprint()}:{source.weight!r}" for corpus, source in zip(self.corpora, self.sources, strict=True)]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        """Of the sources' content and weights, so that a resumed run on other data can be refused. Paths do not enter.
+
+        With foreign prefixes a second digest follows after a plus sign, of samples; older releases wrote the first alone.
+        """
+        prints = [corpus.fingerprint().partition("+") for corpus in self.corpora]
+        parts = [f"{first}:{source.weight!r}" for (first, _, _), source in zip(prints, self.sources, strict=True)]
+        samples = "".join(sample for _, _, sample in prints)
+        found = [hashlib.sha256(text.encode()).hexdigest() for text in ("\n".join(parts), samples) if text]
+        return "+".join(found)
 
     def _check_ids(self, tokens: Integers, source: Integers, inside: Integers) -> None:
         if tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < self.vocab_size):
@@ -140,6 +149,20 @@ def _count_sequences(corpus: Corpus, sequence_length: int) -> int:
         problem = f"holds {corpus.num_tokens} tokens, a sequence needs {sequence_length + 1}"
         raise DataError(str(corpus.path), problem, "Prepare more text, or lower batch.sequence_length.")
     return count
+
+
+def _expect_a_target(corpus: Corpus) -> None:
+    """Raises DataError if every token begins a document: none is predicted from the one before."""
+    if corpus.num_documents < corpus.num_tokens:
+        return
+    for first in range(1, corpus.num_tokens, BLOCK_TOKENS):
+        tokens = np.empty(min(BLOCK_TOKENS, corpus.num_tokens - first), np.int64)
+        starts = np.zeros(tokens.shape, np.bool_)
+        corpus.read_into(tokens, starts, first)
+        if not starts.all():
+            return
+    problem = "has only documents of one token, so that with data.document_mask no token is ever predicted"
+    raise DataError(str(corpus.path), problem, "Prepare longer documents, or set data.document_mask = false.")
 
 
 def _expect_one_tokenizer(corpora: tuple[Corpus, ...], vocab_size: int) -> None:

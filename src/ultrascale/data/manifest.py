@@ -28,6 +28,8 @@ class ShardRecord:
     tokens: int
     bin_sha256: str
     idx_sha256: str
+    sample_sha256: str = ""
+    """Of some blocks of both files (`data.verify`); empty if an older release prepared it."""
     sources: tuple[Mapping[str, Any], ...] = ()
     """The files it was made from, with the range of bytes (row groups for Parquet), size and modification time."""
     skipped: Mapping[str, int] = field(default_factory=dict)
@@ -120,8 +122,8 @@ def record_from(value: Mapping[str, Any]) -> ShardRecord:
     record = ShardRecord(**{**value, "sources": tuple(_is(value["sources"], list))})
     if not _SHARD_NAME.fullmatch(_is(record.name, str)):
         raise TypeError(f"{record.name!r:.80} is no name of a shard")
-    kinds = {"documents": int, "tokens": int, "bin_sha256": str, "idx_sha256": str, "skipped": dict, "inexact_cuts": int}
-    return _typed(record, **kinds)
+    kinds = {"documents": int, "tokens": int, "skipped": dict, "inexact_cuts": int}
+    return _typed(record, **kinds, bin_sha256=str, idx_sha256=str, sample_sha256=str)
 
 
 def _typed(item: Any, **kinds: type) -> Any:

@@ -217,10 +217,10 @@ def _earlier_request(folder: Path) -> dict[str, Any] | None:
 def _expect_same(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """The same request as before; in a folder that is not complete, files may have been repaired since."""
     remedy = f"Choose another --output, or remove {folder} to begin anew."
-    for key in sorted(set(now) - {"inputs", "tokenizer"}):
-        if before.get(key) != now[key]:
+    for key in sorted((set(now) | set(before)) - {"inputs", "tokenizer"}):  # another release may have asked for more
+        if before.get(key) != now.get(key):
             option = "--" + key.replace("_", "-")
-            raise DataError(option, f"is {now[key]!r}, but {folder} was begun with {before.get(key)!r}", remedy)
+            raise DataError(option, f"is {now.get(key)!r}, but {folder} was begun with {before.get(key)!r}", remedy)
     complete = (folder / NAME).exists()
     then = {file["file"]: file for file in before.get("inputs", [])}
     for file in now["inputs"]:

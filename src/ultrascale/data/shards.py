@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from ultrascale.data.indexed import ShardWriter, best_dtype, prefix_paths
 from ultrascale.data.inputs import Part
 from ultrascale.data.manifest import ShardRecord, TokenizerFacts, record_from
 from ultrascale.data.tokenizer import LONG_TEXT, LongEncoder, encode_all, load_tokenizer
+from ultrascale.data.verify import sample_of
 from ultrascale.failpoints import failpoint
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def _write_long(
 ) -> None:
     writer = writers[int(is_held_out(document.key, task.validation_fraction))]
     encoder, tokens = LongEncoder(tokenizer), 0
-    pieces = document.pieces if document.pieces is not None else iter([document.text or ""])
+    pieces = document.pieces if document.pieces is not None else _cut(document.text or "")
     try:
         for ids in encoder.encode(pieces):
             writer.append(ids)
@@ -172,6 +173,11 @@ def _write_long(
     writer.end_document()
     tally.tokens += tokens + 1
     tally.inexact_cuts += encoder.inexact_cuts
+
+
+def _cut(text: str) -> Iterator[str]:
+    """`text` in pieces: of all at once the encoder would copy the rest for every window."""
+    return (text[first : first + LONG_TEXT] for first in range(0, len(text), LONG_TEXT))
 
 
 def _skip(task: ShardTask, error: DataError, tally: _Tally) -> None:
@@ -195,6 +201,7 @@ def _record(task: ShardTask, place: int, writer: ShardWriter, tally: _Tally) -> 
         tokens=written.tokens,
         bin_sha256=written.bin_sha256,
         idx_sha256=written.idx_sha256,
+        sample_sha256=sample_of(task.folders[place] / task.name),
         sources=tuple(part.facts() for part in task.parts),
         skipped=dict(sorted(tally.skipped.items())) if first else {},
         skipped_first=dict(sorted(tally.skipped_first.items())) if first else {},
@@ -213,6 +220,7 @@ def _kept_record(task: ShardTask, place: int) -> ShardRecord | None:
             return None
         bin_path, idx_path = prefix_paths(folder / record.name)
         same = sha256_of(bin_path) == record.bin_sha256 and sha256_of(idx_path) == record.idx_sha256
+        record = replace(record, sample_sha256=sample_of(folder / record.name))  # an older release wrote none
     except (OSError, DataError, KeyError, TypeError):  # not there, or cut short: it is made again
         return None
     return record if same else None

@@ -19,6 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
 from ultrascale.data.errors import DataError
+from ultrascale.heap import map_large_blocks
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -110,8 +111,9 @@ def _death(process: ForkServerProcess) -> DataError:
 def _serve(connection: Connection, work: Work[Any, Any], threads: int) -> None:
     """The life of a worker: task in, result or error out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     os.environ.update(_thread_variables(threads))
+    map_large_blocks()
     while True:
         place, task = connection.recv()
         last = 0.0
@@ -128,7 +130,12 @@ def _serve(connection: Connection, work: Work[Any, Any], threads: int) -> None:
             connection.send(("error", place, error))
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """End this process, which multiprocessing has started, once its parent is gone."""
+    threading.Thread(target=_leave_after_parent, daemon=True).start()
+
+
+def _leave_after_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -145,6 +152,7 @@ def _threads(threads: int) -> Iterator[None]:
     """The same for work done in this process, whose environment is put back."""
     before = {name: os.environ.get(name) for name in _thread_variables(threads)}
     os.environ.update(_thread_variables(threads))
+    map_large_blocks()
     try:
         yield
     finally:

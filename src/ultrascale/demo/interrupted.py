@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.demo.claims import DemoError
+from ultrascale.launch.orphans import terminate_with_parent
 from ultrascale.measure.plots import read_metrics
 
 POLL_SECONDS = 0.2
@@ -98,7 +99,9 @@ def _training(run_file: Path, processes: int, log: Path) -> Iterator[subprocess.
     """The command, ended in order (it saves and leaves) if we must leave before it."""
     words = [sys.executable, "-m", "ultrascale", "train", str(run_file), "--processes", str(processes)]
     with open(log, "w") as out:
-        training = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        training = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, preexec_fn=terminate_with_parent
+        )
     try:
         yield training
     finally:

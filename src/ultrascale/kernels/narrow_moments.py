@@ -85,10 +85,12 @@ def _update_rows(weights: Tensor, gradients: Tensor, store: Moments, part: slice
 class Moments:
     """Both moments of one parameter's part on this rank, as rows: all dimensions but the last together."""
 
-    def __init__(self, state: dict[str, Tensor], box: Box, widest: Widest = itself):
-        self.state, self.box, self.widest = state, box, widest
-        self.columns = box.shape[-1]
-        self.rows = positions(box.shape, box.offsets, box.whole, state[FIRST].device)
+    def __init__(self, state: dict[str, Tensor], *boxes: Box, widest: Widest = itself):
+        """`boxes`: one below the other they are the part; all of one width."""
+        self.state, self.box, self.widest = state, boxes[0], widest
+        self.columns = self.box.shape[-1]
+        rows = [positions(box.shape, box.offsets, box.whole, state[FIRST].device) for box in boxes]
+        self.rows = rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def is_fusable(self, weights: Tensor, gradients: Tensor) -> bool:
         """Whether the fused form runs: where it was chosen, and nothing is asked of other ranks between its parts."""

@@ -5,4 +5,5 @@ watchdog           a process of its own that sees when ranks show no more signs 
 restarts           how often is started again, and what that cost
 stopping, orphans  signals to a launcher; ranks whose launcher is gone
 forked, warm       ranks that start in tenths of a second
+scratch            temporary folders, swept away if whoever made them was killed
 """

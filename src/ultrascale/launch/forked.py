@@ -10,12 +10,14 @@ import json
 import multiprocessing
 import os
 import signal
-import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from ultrascale.launch.scratch import scratch_folder
 
 
 class RankFailed(RuntimeError):
@@ -29,9 +31,9 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
     Raises RankFailed with the traceback of the first rank that failed.
     """
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="ultrascale-ranks-") as folder:
+    with scratch_folder("ranks") as folder:
         processes = [
-            context.Process(target=_rank_main, args=(Path(folder), rank, world, function, arguments), daemon=True)
+            context.Process(target=_rank_main, args=(folder, rank, world, function, arguments), daemon=True)
             for rank in range(world)
         ]
         for process in processes:
@@ -41,12 +43,12 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
             while waiting:
                 for sentinel in wait(list(waiting)):
                     rank = waiting.pop(sentinel)  # pyright: ignore[reportArgumentType, reportCallIssue]
-                    _expect_success(Path(folder), rank, processes[rank])
+                    _expect_success(folder, rank, processes[rank])
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 def _expect_success(folder: Path, rank: int, process: Any) -> None:
@@ -64,6 +66,8 @@ def _ending(exit_code: int) -> str:
 
 
 def _rank_main(folder: Path, rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told as well, and ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     faulthandler.enable(open(folder / f"{rank}.crash", "w"))  # noqa: SIM115  (open as long as the process lives)
@@ -75,3 +79,11 @@ def _rank_main(folder: Path, rank: int, world: int, function: Callable[..., Any]
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
         raise SystemExit(1) from None
+
+
+def _end_with_parent() -> None:
+    """Wait until whoever called `run_forked` is gone. (The last rank sees it first: the others' pipes are open in it too.)"""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

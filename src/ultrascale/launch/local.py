@@ -13,10 +13,10 @@ import json
 import logging
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -28,8 +28,16 @@ from ultrascale.heartbeat import Beat, read
 from ultrascale.launch.events import stamp
 from ultrascale.launch.orphans import launcher_here
 from ultrascale.launch.restarts import Budget
+from ultrascale.launch.scratch import folder_with_room, launcher_scratch
 from ultrascale.launch.stopping import Wishes, stop_signals_kept, stop_signals_raise
-from ultrascale.launch.warm import entry, prepare
+from ultrascale.launch.warm import (
+    LOST_EXIT_CODE,
+    LostForkServer,
+    entry,
+    fork_server_ending,
+    fork_server_watched,
+    prepare,
+)
 from ultrascale.launch.watchdog import HANG_FILE, disagreement, keep_hang, meanwhile
 from ultrascale.spec.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
 from ultrascale.spec.units import count_of
@@ -39,6 +47,7 @@ QUIET = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.ap
 """Loggers of torch. The second has a level of its own, which the first one's does not reach."""
 LEFT_TO_TORCH = "SIGQUIT"
 """The signal that its agent handles; the others are ours (`stopping`)."""
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Ending:
     reason: str
     """Empty when all of them ended well."""
     exit_code: int = 1
-    """For the command: 1 failed, 2 the description is wrong."""
+    """For the command: 1 failed, 2 the description is wrong, 130 stopped by Ctrl-C before it could save."""
     stopped: bool = False
     """This process was asked to stop, and passed that on."""
     saved: bool = False
@@ -126,29 +135,42 @@ def _again_and_again(
 
 
 def _tried(attempt: Attempt, wishes: Wishes) -> Ending:
-    with tempfile.TemporaryDirectory(prefix="ultrascale-launch-") as folder:
-        ending = _launch_once(attempt, Path(folder), wishes)
-        if attempt.keep is not None and (Path(folder) / HANG_FILE).exists():
-            keep_hang(Path(folder), attempt.keep)
+    import torch.distributed.launcher.api  # noqa: F401  (takes seconds, in which Ctrl-C leaves at once: no folder yet)
+
+    folder = folder_with_room("attempt-", attempt.num_processes, attempt.keep, first=launcher_scratch())
+    try:
+        ending = _launch_once(attempt, folder, wishes)
+        if attempt.keep is not None and (folder / HANG_FILE).exists():
+            keep_hang(folder, attempt.keep)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return ending
 
 
 def _between(number: signal.Signals, before: Ending) -> Ending:
     """Stopped while no rank was there to save: they had just failed."""
-    return Ending(f"stopped by {number.name} before the ranks were started again", stopped=True, step=before.step)
+    reason = f"stopped by {number.name} before the ranks were started again"
+    return Ending(reason, _exit_code(number), stopped=True, step=before.step)
+
+
+def _exit_code(number: int) -> int:
+    return INTERRUPTED if number == signal.SIGINT else 1
 
 
 def _launch_once(attempt: Attempt, folder: Path, wishes: Wishes) -> Ending:
     """`folder` is empty and for this attempt alone."""
     import torch
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     num_processes, worker = attempt.num_processes, attempt.worker
     _prepare_environment(num_processes, attempt.grace)
     warm = not torch.cuda.is_available()
-    prepare(worker, warm=warm)
+    try:
+        prepare(worker, warm=warm)
+    except LostForkServer as error:
+        return Ending(str(error))
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # we tell the same in one line
     # Older releases take no choice and handle SIGTERM and Ctrl-C themselves, in nearly the same way.
@@ -159,34 +181,38 @@ def _launch_once(attempt: Attempt, folder: Path, wishes: Wishes) -> Ending:
         min_nodes=1, max_nodes=1, nproc_per_node=num_processes, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1,
         start_method="forkserver",
         rdzv_backend="c10d", rdzv_endpoint=str(folder / "agent-store"), rdzv_configs={"store_type": "file"},
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),  # its own choice is a folder that nobody removes
         **ours,
     )  # fmt: skip
     run_file, failure, saved = folder / "run.toml", folder / "failure.json", folder / "saved"
     run_file.write_text(attempt.run_toml)
     arguments = ("--rendezvous", f"file://{folder}/store", "--failure", str(failure), "--saved", str(saved))
     arguments = (str(run_file), *arguments, "--launcher", str(os.getpid()), *attempt.worker_arguments)
-    start, words = entry(worker, arguments, {"ULTRASCALE_SIGNS_OF_LIFE": str(folder)}, warm=warm)
+    start, words = entry(worker, arguments, folder, warm=warm)
     watchdog = subprocess.Popen(
         [sys.executable, "-m", "ultrascale.launch.watchdog", str(folder), "--parent", str(os.getpid())],
         stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        with stop_signals_raise(wishes), launcher_here(folder):
+        with stop_signals_raise(wishes), launcher_here(folder), fork_server_watched():
             elastic_launch(config, start)(*words)
+    except LostForkServer as error:
+        return Ending(str(error), step=_steps_done(read(folder)))
     except ChildFailedError as error:
+        if wishes.passed_on is not None:  # it has come to the ranks, but not through torch's agent to here
+            return _stopped(wishes.passed_on, failure, saved)
         return _failed(error, failure, folder)
     except SignalException as error:
-        return _stopped(f"stopped by {signal.Signals(error.sigval).name}", failure, saved)
-    except KeyboardInterrupt:
-        return _stopped("stopped by SIGINT", failure, saved)
+        return _stopped(signal.Signals(error.sigval), failure, saved)
     finally:
         watchdog.terminate()
         watchdog.wait()
     return Ending("")
 
 
-def _stopped(reason: str, failure: Path, saved: Path) -> Ending:
+def _stopped(number: signal.Signals, failure: Path, saved: Path) -> Ending:
     """The ending after a signal to this process. Torch does not tell how the ranks took it; what they wrote does."""
+    reason = f"stopped by {number.name}"
     step = _steps_done(read(failure.parent))
     if failure.exists():
         told = json.loads(failure.read_text())
@@ -196,7 +222,7 @@ def _stopped(reason: str, failure: Path, saved: Path) -> Ending:
         return Ending(reason, stopped=True, saved=True)
     hang = failure.parent / HANG_FILE
     why = f" (hang: {json.loads(hang.read_text())['reason']})" if hang.exists() else ""
-    return Ending(f"{reason}, and the ranks ended without saving{why}", stopped=True, step=step)
+    return Ending(f"{reason}, and the ranks ended without saving{why}", _exit_code(number), stopped=True, step=step)
 
 
 def _steps_done(beats: Iterable[Beat]) -> int | None:
@@ -217,6 +243,8 @@ def _failed(error: object, failure: Path, folder: Path) -> Ending:
     if (folder / HANG_FILE).exists():
         hang = json.loads((folder / HANG_FILE).read_text())
         return Ending(f"hang: {hang['reason']}", rank=min(hang["culprits"], default=None), step=step)
+    if any(one.exitcode == LOST_EXIT_CODE for one in getattr(error, "failures").values()) and (how := fork_server_ending()):  # noqa: B009
+        return Ending(how, step=step)
     causes = [json.loads(path.read_text()) for path in folder.glob("*.cause")]
     ranks = sorted(getattr(error, "failures").items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))  # noqa: B009
     rank, first = ranks[0]

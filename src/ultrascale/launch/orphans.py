@@ -1,55 +1,131 @@
-"""Ranks that do not outlive their launcher.
+"""Processes that do not outlive whoever started them.
 
-If the launcher is killed outright, nobody is left to end its ranks: they would train on, and meet the same command started
-again. The launcher therefore holds a lock on a file for as long as it lives, which the system lets go of however it ends, and
-each rank looks every second whether it could have it. (Its parent tells nothing: that is the fork server, which outlives the
-launcher while it has children. A process number may be somebody else's by now.)
+If a launcher is killed outright, nobody is left to end its ranks: they would train on, and meet the same command started again.
+So each rank has a thread that waits for the end of its launcher, stops the rank as SIGTERM does, and soon after at any price:
+
+ours          holds a lock on a file for as long as it lives, which the system lets go of however it ends. (The parent of a rank
+              tells nothing: that is the fork server, which outlives the launcher while it has children.)
+another's     torchrun, srun, mpirun, a script: the nearest ancestor whose environment does not name this rank, so that a shell
+              in between counts as little as it does.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-LOCK_FILE = "launcher.lock"
+from ultrascale import console
+
+LOCK_FILE, RANKS_FILE = "launcher.lock", "ranks.lock"
 LOOK_SECONDS = 1.0
+"""Between two looks at a process that is no child, whose end the system lets nobody wait for."""
 GRACE_SECONDS = 6.0
 """Time to stop in order, saving included. What a save leaves unfinished is swept away at the next start."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_held: list[IO[str]] = []
+"""Locked until this process ends."""
 
 
 @contextmanager
 def launcher_here(folder: Path) -> Iterator[None]:
-    """While inside, this process is the launcher of the ranks that were given `folder`."""
-    with open(folder / LOCK_FILE, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """While inside, this process is the launcher of the ranks that were given `folder`. At the end none of them is left: those
+    that whoever forked them has lost sight of stop by themselves, and are waited for."""
+    try:
+        with open(folder / LOCK_FILE, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    finally:
+        until = time.monotonic() + GRACE_SECONDS + 1
+        with open(folder / RANKS_FILE, "w") as file:
+            while not _has_lock(file) and time.monotonic() < until:
+                time.sleep(0.05)
 
 
 def end_with_launcher(folder: Path) -> None:
     """From now on, stop as at SIGTERM once nobody is the launcher of `folder` any more, and soon after at any price."""
-    threading.Thread(target=_watch, args=(folder / LOCK_FILE,), daemon=True, name="launcher-watch").start()
+    with suppress(OSError):  # the launcher has taken its folder away
+        _held.append(open(folder / RANKS_FILE, "w"))  # noqa: SIM115  (as long as the process lives)
+        fcntl.flock(_held[-1], fcntl.LOCK_SH)
+    _watch(lambda: _wait_for_lock(folder / LOCK_FILE))
 
 
-def _watch(path: Path) -> None:
-    while _is_held(path):
-        time.sleep(LOOK_SECONDS)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE_SECONDS)
-    os._exit(1)
+def end_with_starter() -> None:
+    """The same for a rank that something else has started, which the environment calls one of several.
+
+    A rank that torchrun has not started may outlive its parent if it is meant to: under `nohup`, or in a session of its own.
+    Where there are agents of torchrun on other nodes this node ends like one that dies, without a stop in order, which agents
+    elsewhere would take for the end of the run: they start their ranks again and wait for this node.
+    """
+    is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or os.getsid(0) == os.getpid()
+    if "RANK" not in os.environ or (is_detached and TORCHRUN not in os.environ):
+        return
+    pid = _starter()
+    if pid > 1:  # in a container that has it as its first process, nothing outlives it
+        _watch(lambda: _wait_for_process(pid), starter=pid, in_order=os.environ.get("GROUP_WORLD_SIZE", "1") == "1")
 
 
-def _is_held(path: Path) -> bool:
+def terminate_with_parent() -> None:
+    """Let SIGTERM come to this process when the thread that started it has ended: for `preexec_fn`. On Linux alone."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _watch(wait: Callable[[], None], *, starter: int | None = None, in_order: bool = True) -> None:
+    def watch() -> None:
+        wait()
+        if starter is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            console.put(f"ultrascale: process {starter}, which started this rank, has ended: stopping", "stderr")
+        if in_order:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(GRACE_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="launcher-watch").start()
+
+
+def _wait_for_lock(path: Path) -> None:
+    with suppress(OSError), open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def _has_lock(file: IO[str]) -> bool:
     try:
-        with open(path) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
-    except OSError:  # the launcher has taken its folder away
+    except BlockingIOError:
         return False
+
+
+def _wait_for_process(pid: int) -> None:
+    began = _stat(pid)[19:20]
+    while os.getppid() == pid or (began and _stat(pid)[19:20] == began):
+        time.sleep(LOOK_SECONDS)
+
+
+def _starter() -> int:
+    """The process that started this rank; at most 1 where it is not to be seen, or gone."""
+    own = {f"{name}={os.environ[name]}".encode() for name in ("RANK", TORCHRUN) if name in os.environ}
+    pid = os.getppid()
+    with suppress(OSError, IndexError):  # another user's, or no /proc: it is the one that was looked at
+        while pid > 1 and own <= {*Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}:
+            pid = int(_stat(pid)[1])
+    return pid
+
+
+def _stat(pid: int) -> list[str]:
+    """Of a process in /proc: its state, its parent, and so on; empty if it has ended, or without /proc."""
+    with suppress(OSError):
+        found = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return found if found[0] not in ("Z", "X") else []
+    return []

@@ -7,6 +7,7 @@ one within seconds is the same, and only a later one ends the ranks without a sa
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import threading
 import time
@@ -20,6 +21,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal is gone. SIGUSR1: what Slurm is mostly asked to send some time before the end of a job."""
 SAME_WISH_SECONDS = 10.0
 """Counted from handler to handler: where a machine is busy, or a rank writes to its disk, one runs seconds after its signal."""
+STARTING, PUT_OFF_SECONDS = "_start_workers", 0.1
+"""What torch's agents call the function in which they start ranks; how much later a signal that comes meanwhile comes again."""
 
 
 def is_ignored(number: signal.Signals) -> bool:
@@ -52,6 +55,12 @@ def _ignore_if(holds: Callable[[], bool], handler: Callable[[int, FrameType | No
             signal.signal(number, signal.SIG_IGN)
 
 
+def _is_starting_ranks(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != STARTING:
+        frame = frame.f_back
+    return frame is not None
+
+
 @dataclass
 class Wishes:
     """To stop, that came while no ranks were there to be asked."""
@@ -61,6 +70,8 @@ class Wishes:
     """Until then a signal does what it did before: nothing has been trained that could be lost."""
     heard_at: float | None = None
     """When the ranks were last asked, or the first was kept, by `time.monotonic`."""
+    passed_on: signal.Signals | None = None
+    """What the ranks were last asked by."""
 
     @property
     def heard_just_now(self) -> bool:
@@ -98,7 +109,8 @@ def stop_signals_kept() -> Iterator[Wishes]:
 @contextmanager
 def stop_signals_raise(wishes: Wishes) -> Iterator[None]:
     """While inside, a stop signal raises torch's SignalException, which its agent passes on to the ranks; once in some seconds.
-    At once, if one has been kept before.
+    At once, if one has been kept before. While ranks are being started a signal is put off, for tenths of a second: the agent
+    would not know of those that it has.
 
     Only a main thread may handle signals; elsewhere this does nothing.
     """
@@ -109,8 +121,10 @@ def stop_signals_raise(wishes: Wishes) -> Iterator[None]:
         return
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if not wishes.heard_just_now:
-            wishes.heard_at = time.monotonic()
+        if _is_starting_ranks(frame):
+            threading.Timer(PUT_OFF_SECONDS, os.kill, (os.getpid(), number)).start()
+        elif not wishes.heard_just_now:
+            wishes.heard_at, wishes.passed_on = time.monotonic(), signal.Signals(number)
             name = signal.Signals(number)
             raise SignalException(name.name, sigval=name)
 

@@ -3,6 +3,12 @@
 Importing torch and the trainer takes a rank four seconds of processor time, at every restart. A fork server does it once, and
 a rank then starts in tenths of a second. It has no threads and has not touched a device. Where there is CUDA ranks start cold
 all the same: a driver that something imported has woken does not survive a fork.
+
+    python -m ultrascale.launch.warm WORKER ARGUMENT...        one rank that starts cold
+
+A terminal that is closed or a Ctrl-C in it signals all its processes, and so do services and batch systems. Ranks save and
+leave; the fork server and Python's resource tracker must outlive them, and run with these signals blocked. A new rank takes
+them as the system does until training handles them: it ends at once and without a word, also while it imports.
 """
 
 from __future__ import annotations
@@ -11,57 +17,120 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from multiprocessing import resource_tracker, synchronize
+from multiprocessing import forkserver, resource_tracker, synchronize
+from pathlib import Path
+
+from ultrascale.launch.orphans import end_with_launcher
+from ultrascale.launch.stopping import STOP_SIGNALS
 
 LEAVING_SECONDS = 0.5
-FORK_SERVER = "ultrascale.launch.fork_server"
+FOLDER_VARIABLE = "ULTRASCALE_SIGNS_OF_LIFE"
+"""Where a rank finds the folder that its launcher has made for the attempt."""
+LOST_EXIT_CODE = 255
+"""What multiprocessing tells of a process whose fork server is gone."""
+LOST_SECONDS = 5.0
+"""Between the end of a process's pipes and that of the process, on a busy machine."""
+
+
+class LostForkServer(RuntimeError):
+    """The process that the ranks are forked from has ended."""
 
 
 def prepare(worker: str, *, warm: bool) -> None:
-    """Let the fork server, which starts with the first rank, import `worker`."""
-    _start_tracker()
-    if warm:
-        multiprocessing.set_forkserver_preload([FORK_SERVER, worker, "torch._dynamo", "torch.distributed.fsdp"])
-
-
-def _start_tracker() -> None:
-    """Python's process that counts semaphores: started so that it outlives what is sent to a whole group of processes (SIGINT
-    and SIGTERM it ignores by itself)."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGUSR1)}
-    try:
+    """Start what ranks need; if `warm`, wait until the fork server has imported `worker`. Raises LostForkServer."""
+    with _blocked():
         resource_tracker.ensure_running()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def entry(worker: str, arguments: tuple[str, ...], environment: dict[str, str], *, warm: bool) -> tuple:
-    """What torchrun's agent is to start, and with what arguments. `environment` is set in each rank as well."""
     if warm:
-        return run_worker, (worker, arguments, tuple(environment.items()))
-    os.environ |= environment
-    return sys.executable, ("-m", worker, *arguments)
+        multiprocessing.set_forkserver_preload([worker, "torch._dynamo", "torch.distributed.fsdp"])
+        with _blocked():
+            forkserver.ensure_running()
+        first = multiprocessing.get_context("forkserver").Process(target=_nothing, daemon=True)
+        with fork_server_watched():
+            try:
+                first.start()
+                first.join()
+            except KeyboardInterrupt:  # it would import to the end before it saw that we are gone
+                os.kill(_fork_server(), signal.SIGKILL)
+                raise
 
 
-def run_worker(worker: str, arguments: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> None:
-    """`python -m worker arguments...`, in this process."""
-    import_module(FORK_SERVER).as_before()
-    os.environ.update(environment)
-    sys.argv = [worker, *arguments]
+@contextmanager
+def fork_server_watched() -> Iterator[None]:
+    """While inside, an error of its pipes is a LostForkServer if it has ended."""
     try:
-        code = import_module(worker).main()
+        yield
+    except (EOFError, OSError):
+        if not (how := fork_server_ending()):
+            raise
+        raise LostForkServer(how) from None
+
+
+def fork_server_ending() -> str:
+    """How the fork server ended, a moment ago perhaps, in words; empty if it lives or was never started."""
+    if (pid := _fork_server()) == 0 or not hasattr(os, "waitid"):
+        return ""
+    until = time.monotonic() + LOST_SECONDS
+    while (found := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:  # it is reaped at the next start
+        if time.monotonic() > until:
+            return ""
+        time.sleep(0.02)
+    killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+    how = f"was ended by {signal.Signals(found.si_status).name}" if killed else f"ended with exit code {found.si_status}"
+    hint = ", as the kernel does where memory runs out" if killed and found.si_status == signal.SIGKILL else ""
+    return f"the fork server, which the ranks come from, {how}{hint}"
+
+
+def _fork_server() -> int:
+    """Its process, of which multiprocessing tells nobody; 0 if there is none."""
+    return getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None) or 0
+
+
+def entry(worker: str, arguments: tuple[str, ...], folder: Path, *, warm: bool) -> tuple:
+    """What torchrun's agent is to start, and with what arguments. `folder`: the attempt's."""
+    if warm:
+        return run_worker, (worker, arguments, str(folder))
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    return sys.executable, ("-m", "ultrascale.launch.warm", worker, *arguments)
+
+
+def run_worker(worker: str, arguments: tuple[str, ...], folder: str) -> None:
+    """`python -m worker arguments...`, in this process."""
+    os.environ[FOLDER_VARIABLE] = folder
+    try:
+        code = _run(worker, arguments)
     except Exception:
         traceback.print_exc()  # torch would put it into a file
         code = 1
     if code:
         sys.exit(code)
     leave_soon()
+
+
+def _run(worker: str, arguments: tuple[str, ...]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    end_with_launcher(Path(os.environ[FOLDER_VARIABLE]))
+    sys.argv = [worker, *arguments]
+    return import_module(worker).main()
+
+
+def _nothing() -> None:
+    pass
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """While inside, what this thread starts has the stop signals blocked; here those that come are met at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def leave_soon() -> None:
@@ -82,3 +151,7 @@ def _wait_a_little(read: synchronize.Event, timeout: float | None = None) -> boo
             os._exit(0)
         time.sleep(0.01)
     return True
+
+
+if __name__ == "__main__":
+    sys.exit(_run(sys.argv[1], tuple(sys.argv[2:])))

@@ -179,10 +179,11 @@ def judge(beats: list[Beat], stopped: list[int], lines: dict[int, str]) -> Hang:
 def keep_hang(folder: Path, keep: Path) -> None:
     """Copy stacks, flight recorders and the verdict: the folder they are in goes with the attempt."""
     target = keep / f"hang-{time.strftime('%Y%m%d-%H%M%S')}"
-    target.mkdir(parents=True, exist_ok=True)
-    for pattern in (HANG_FILE, "*.stack", "*.trace.json"):
-        for file in folder.glob(pattern):
-            shutil.copy(file, target)
+    with suppress(OSError):  # a full disk, or a run's folder that was removed meanwhile
+        target.mkdir(exist_ok=True)
+        for pattern in (HANG_FILE, "*.stack", "*.trace.json"):
+            for file in folder.glob(pattern):
+                shutil.copy(file, target)
 
 
 def _first_waiting(beats: list[Beat], stopped: list[int]) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from ultrascale.models import unpickle
 from ultrascale.models.folders import fill_folder
-from ultrascale.models.huggingface import INDEX_FILE, WEIGHTS_FILE, is_exported
+from ultrascale.models.huggingface import INDEX_FILE, WEIGHTS_FILE, indexed_shards, is_exported
 from ultrascale.models.tokenizer_files import TOKENIZER_FILES
 from ultrascale.spec.huggingface import PICKLES
 from ultrascale.spec.parsing import parse_json
@@ -28,7 +27,6 @@ from ultrascale.spec.problems import Problem, SpecError
 
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 _BESIDE = ("config.json", "generation_config.json", *TOKENIZER_FILES)
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 SECONDS = 7200
 _TRUST = "Take the model from somebody you trust, or in safetensors."
 
@@ -42,15 +40,16 @@ class Converted:
     tensors: int
     left_out: tuple[str, ...]
     """Entries that are no tensors."""
-    given_up: tuple[str, ...]
-    """What the processes that read the pickles could not use: `network`, `root`, ..."""
+    confined_by: tuple[str, ...]
+    """What held the processes that read the pickles; with `unconfined` "seccomp filter" may be missing."""
     has_config: bool
 
 
-def convert(source: Path, folder: Path, *, overwrite: bool = False) -> Converted:
+def convert(source: Path, folder: Path, *, overwrite: bool = False, unconfined: bool = False) -> Converted:
     """Make `folder`, of safetensors, from the pickles in `source` (a folder, or one file), with config and tokenizer.
 
-    Raises SpecError if there are none, one is refused, or `folder` must not be replaced; FolderError as the disk does.
+    Raises SpecError if there are none, one is refused, `folder` must not be replaced, or the kernel takes no seccomp filter and
+    `unconfined` does not allow that; FolderError as the disk does.
     """
     files = _pickles(source)
     beside = source if source.is_dir() else source.parent
@@ -58,7 +57,7 @@ def convert(source: Path, folder: Path, *, overwrite: bool = False) -> Converted
         names, told = {}, []
         for number, file in enumerate(files, 1):
             name = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            told.append(_unpickled(file, out / name))
+            told.append(_unpickled(file, out / name, unconfined=unconfined))
             names |= _names(out / name, file, names)
         if len(files) > 1:
             (out / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": names}, indent=1), encoding="utf-8")
@@ -67,21 +66,14 @@ def convert(source: Path, folder: Path, *, overwrite: bool = False) -> Converted
                 shutil.copyfile(beside / name, out / name)
         has_config = (out / "config.json").is_file()
     left_out = tuple(name for one in told for name in one["left_out"])
-    return Converted(folder, len(files), len(names), left_out, tuple(told[0]["given_up"]), has_config)
+    return Converted(folder, len(files), len(names), left_out, tuple(told[0]["confined_by"]), has_config)
 
 
 def _pickles(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     if (source / PICKLE_INDEX).is_file():
-        try:
-            shards = sorted(set(parse_json((source / PICKLE_INDEX).read_bytes())["weight_map"].values()))
-            if not shards or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in shards):
-                raise ValueError("names what is no file beside it")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = Problem(str(source / PICKLE_INDEX), f"is no index of shards: {error!r:.200}", "Copy it again.")
-            raise SpecError([problem]) from None
-        return [source / name for name in shards]
+        return indexed_shards(source / PICKLE_INDEX)
     found = sorted(path for path in source.glob("*") if path.suffix in PICKLES and path.is_file()) if source.is_dir() else []
     whole = [path for path in found if path.name == "pytorch_model.bin"] or found
     if len(whole) != 1:
@@ -90,14 +82,14 @@ def _pickles(source: Path) -> list[Path]:
     return whole
 
 
-def _unpickled(file: Path, target: Path) -> dict[str, list[str]]:
+def _unpickled(file: Path, target: Path, *, unconfined: bool) -> dict[str, list[str]]:
     """Have a confined process write the tensors of `file` to `target`; what it says."""
     try:
         source = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise SpecError([Problem(str(file), f"cannot be read: {error.strerror}", "Copy the whole folder.")]) from None
     written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    words = [sys.executable, "-I", unpickle.__file__, str(source), str(written)]
+    words = [sys.executable, "-I", unpickle.__file__, str(source), str(written), *(["unconfined"] if unconfined else [])]
     try:
         with tempfile.TemporaryFile() as said:
             done = subprocess.run(
@@ -117,8 +109,8 @@ def _unpickled(file: Path, target: Path) -> dict[str, list[str]]:
 def _told(file: Path, code: int, text: bytes) -> dict[str, list[str]]:
     try:
         told = parse_json(text.splitlines()[-1])
-        if code == 0 and all(isinstance(told[key], list) for key in ("left_out", "given_up")):
-            return {key: [_shown(str(one)) for one in told[key]] for key in ("left_out", "given_up")}
+        if code == 0 and all(isinstance(told[key], list) for key in ("left_out", "confined_by")):
+            return {key: [_shown(str(one)) for one in told[key]] for key in ("left_out", "confined_by")}
         reason = _shown(str(told["error"]))
     except (ValueError, KeyError, TypeError, IndexError):
         reason = f"the process that read it ended with {code}"

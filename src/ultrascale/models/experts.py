@@ -88,13 +88,26 @@ class GroupedLinear(nn.Module):
     def __init__(self, num_experts: int, columns: int, rows: int, *, bias: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, rows, columns))
+        self.matrix_rows: int | None = None
+        """F, where `weight` is all experts' rows [X F, D] (`parallel.data`)."""
         self.bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
         self.adds_bias = True
         """Whether this rank does, where several make parts of one sum."""
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[M, D] in the order of experts to [M, F]; counts [X] int64."""
-        return grouped_linear(rows, self.weight, counts, self.own_bias)
+        return grouped_linear(rows, self.matrices, counts, self.own_bias)
+
+    @property
+    def matrices(self) -> Tensor:
+        """The weight as [X, F, D]."""
+        return self.weight if self.matrix_rows is None else self.weight.view(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(X, F, D) of the weight."""
+        shape, rows = tuple(self.weight.shape), self.matrix_rows
+        return shape if rows is None else (shape[0] // rows, rows, shape[1])
 
     @property
     def own_bias(self) -> Tensor | None:

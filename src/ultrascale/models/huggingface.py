@@ -23,12 +23,13 @@ from ultrascale.models.stored import Stored, stored_weights, weight_shapes
 from ultrascale.models.tokenizer_files import TOKENIZER_FILES, copy_tokenizer
 from ultrascale.spec.huggingface import CONVERT, PICKLES, from_hf, to_hf
 from ultrascale.spec.model import Model
-from ultrascale.spec.parsing import parse_json
+from ultrascale.spec.parsing import MOST_JSON, parse_json, read_bounded
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.trainable import expect_trainable
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 # Tables that old files carry and that follow from config.json.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -172,18 +173,24 @@ def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX_FILE).exists():
-        try:
-            index = parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
-            return [folder / Path(name).name for name in sorted(set(index.values()))]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            rule = f"is no index of safetensors shards: {error!r}"
-            raise SpecError([Problem(str(folder / INDEX_FILE), rule, "Copy it again.")]) from None
+        return indexed_shards(folder / INDEX_FILE)
     if (folder / WEIGHTS_FILE).exists():
         return [folder / WEIGHTS_FILE]
     remedy = f"A folder with {WEIGHTS_FILE}, or with shards and {INDEX_FILE}, is needed."
     if any(path.suffix in PICKLES for path in folder.glob("*")):
         remedy += f" {CONVERT}"
     raise SpecError([Problem(str(folder), "holds no safetensors weights", remedy)])
+
+
+def indexed_shards(index: Path) -> list[Path]:
+    """The files beside `index` that its `weight_map` names. Raises SpecError if it is none, or names a file elsewhere."""
+    try:
+        names = sorted(set(parse_json(read_bounded(index, 4 * MOST_JSON))["weight_map"].values()))
+        if not names or not all(_PLAIN_NAME.fullmatch(name) for name in names):
+            raise ValueError("names what is no file beside it")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise SpecError([Problem(str(index), f"is no index of shards: {error!r:.200}", "Copy it again.")]) from None
+    return [index.parent / name for name in names]
 
 
 def _match_names(found: Any, table: Mapping[str, Stored], model: Model) -> dict[str, str]:

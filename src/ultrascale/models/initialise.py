@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ultrascale.spec.model import Model
-from ultrascale.spec.places import Place
+from ultrascale.spec.places import Place, boxes
 from ultrascale.spec.weights import Weight, weights
 
 TILE, TILE_COLUMNS = 1 << 16, 1024
@@ -52,11 +52,13 @@ def initialise(
         raise ValueError(f"the decoder's parameters are not those of its description; these differ: {odd}")
     for name, parameter in parameters.items():
         part = _all_of(table[name]) if places is None else places[name]
-        if tuple(parameter.shape) != part.shape:
-            raise ValueError(f"{name} has shape {tuple(parameter.shape)}, its description says {part.shape}")
-        own, first_row = own_rows(parameter)
-        offsets = (part.offsets[0] + first_row, *part.offsets[1:])
-        _fill(own, table[name], offsets, seed, parameter.device if draw_on_device else torch.device("cpu"))
+        device = parameter.device if draw_on_device else torch.device("cpu")
+        try:
+            own = own_boxes(parameter, part)
+        except ValueError as error:
+            raise ValueError(f"{name} has shape {tuple(parameter.shape)}, its description says {part.shape}") from error
+        for offsets, box in own:
+            _fill(box, table[name], offsets, seed, device)
     for bias in decoder.buffers():  # those that balance experts' load
         bias.zero_()
 
@@ -79,8 +81,23 @@ def _all_of(weight: Weight) -> Place:
     return Place((0,) * len(weight.shape), weight.shape)
 
 
-def own_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of a parameter that data parallelism has cut by rows or not at all, and its first row."""
+def own_boxes(parameter: Tensor, part: Place, values: Tensor | None = None) -> list[tuple[tuple[int, ...], Tensor]]:
+    """What this rank holds, after data parallelism, of `part` of a weight: boxes, each with its offsets in the whole weight.
+
+    `parameter`: of the shape of `part`, or of the one in which that is cut (`spec.places.zero_shape`). `values`: as long as
+    this rank's part of it, such as a moment; None: the parameter's own. Boxes are views of them. Raises ValueError for a
+    parameter of another shape.
+    """
+    own, first = _own_rows(parameter)
+    values = own if values is None else values
+    return [
+        (tuple(a + b for a, b in zip(part.offsets, box.offsets, strict=True)), values[rows].view(box.shape))
+        for rows, box in boxes(part.shape, tuple(parameter.shape), first, len(own))
+    ]
+
+
+def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """This rank's part of a parameter that data parallelism has cut along dim 0 or not at all, and its first row."""
     if not isinstance(parameter, DTensor):
         return parameter, 0
     first, count = 0, len(parameter)

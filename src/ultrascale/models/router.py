@@ -16,7 +16,8 @@ Three things keep the load even, all of them sums over tokens like the loss itse
     z-loss         c sum_t logsumexp(logits(t))^2          (Zoph et al. 2022)
     bias           b_i += rate * sign(mean(n) - n_i)       after a step, by counts of the global batch (Wang et al. 2024)
 
-transformers' own balance loss is k times ours and pools all layers, which hides a layer's imbalance behind another's.
+transformers' own balance loss is k times ours and pools all layers, which hides a layer's imbalance behind another's; it is not
+offered, and a coefficient that is meant for it is not applied (`router_aux_loss_scope = "none"`).
 """
 
 from __future__ import annotations
@@ -104,12 +105,12 @@ class Router(nn.Module):
 
     def _auxiliary(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor | None:
         spec, total = self.spec, None
-        if spec.router_aux_loss_coef:
+        if spec.balance_loss_coef:
             shares = scores / _total(scores) if spec.scoring_func == "sigmoid" else scores
             counts = counts if spec.router_aux_loss_scope == "sequence" else counts.sum(0, keepdim=True)
             counts = self.sum_counts(counts).to(scores.dtype)
             load = counts / counts.sum(1, keepdim=True)  # [1 or B, X]
-            total = spec.router_aux_loss_coef * spec.num_experts * (shares.sum(1) * load).sum()
+            total = spec.balance_loss_coef * spec.num_experts * (shares.sum(1) * load).sum()
         if spec.router_z_loss_coef:
             z_loss = spec.router_z_loss_coef * logits.logsumexp(-1).square().sum()
             total = z_loss if total is None else total + z_loss

@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ultrascale.spec.parsing import parse_json
+from ultrascale.spec.parsing import MIB, parse_json, read_bounded
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.special_tokens import BEGINS, ENDS
 
 TOKENIZER_FILE = "tokenizer.json"
+MOST_TOKENIZER = 256 * MIB
+"""Letters; those of the largest vocabularies have 40 million."""
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt")
 TOKENIZER_FILES = (TOKENIZER_FILE, *_BESIDE)
 
@@ -79,7 +81,7 @@ def _special_ids(file: Path) -> dict[str, int]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = parse_json(file.read_text(encoding="utf-8"))
+        content = parse_json(read_bounded(file, MOST_TOKENIZER))
     except (OSError, ValueError) as error:
         raise SpecError([Problem(str(file), f"cannot be read: {error}", "Repair or replace the file.")]) from None
     if not isinstance(content, dict):

@@ -1,25 +1,40 @@
 """The process that reads one foreign pickle and writes its tensors as safetensors; the only place where torch.load is called.
 
 A pickle is a program. `weights_only=True` runs a small part of that language only, and has had holes (CVE-2025-32434,
-CVE-2026-24747), so the process gives away what it does not need before it reads a byte: the network (a namespace of its own,
-where the kernel allows), privileges (nobody, if it was root; none to be gained again), and all but bounded memory, time, files
-and processes. It is given two open files and imports nothing of ours. Started by `models.convert`; it says in JSON what it did.
+CVE-2026-24747), so before it reads a byte the process gives away what it does not need: privileges, memory and time beyond a
+limit, and every system call that opens a file, connects, starts or signals. That is a seccomp filter; without it nothing is
+read unless `unconfined` is asked for. A network namespace and Landlock stand behind it where the kernel has them. The process
+is given two open files and imports nothing of ours. Started by `models.convert`; it says in JSON what it did.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import json
 import os
 import re
 import resource
+import struct
 import sys
 from pathlib import Path
 from typing import Any
 
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_NO_NEW_PRIVS = 0x10000000, 0x40000000, 38
 NOBODY = 65534
+LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
+"""The same numbers on every machine."""
+MACHINES = {"x86_64": (0xC000003E, 317), "aarch64": (0xC00000B7, 277)}
+"""AUDIT_ARCH and the number of seccomp(2)."""
+ALLOWED = {
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "mmap": (9, 222),
+    "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139), "pread64": (17, 67), "sched_yield": (24, 124), "mremap": (25, 216), "madvise": (28, 233),
+    "getpid": (39, 172), "exit": (60, 93), "fsync": (74, 82), "gettid": (186, 178), "futex": (202, 98),
+    "clock_gettime": (228, 113), "exit_group": (231, 94), "getrandom": (318, 278),
+}  # fmt: skip
+"""System calls that compute and use what is open, by their numbers on x86_64 and aarch64. All others fail with EPERM."""
 SPARE_BYTES = 1 << 30
 """Beside four times the file: its bytes, its tensors, their copy, and the file that is written."""
 CPU_SECONDS = 3600
@@ -27,9 +42,9 @@ WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys that trainers put the weights behind."""
 
 
-def main(source: int, target: int) -> None:
+def main(source: int, target: int, *, unconfined: bool = False) -> None:
     """Read the pickle in the open file `source`, write safetensors into `target`, and print what was done."""
-    given_up = ["network"] if leave_network() else []
+    confined_by = leave_network()
     import torch
     from safetensors.torch import save
 
@@ -37,8 +52,14 @@ def main(source: int, target: int) -> None:
     tiny = io.BytesIO()
     torch.save({"warm": torch.zeros(1)}, tiny)
     torch.load(io.BytesIO(tiny.getvalue()), weights_only=True)  # what it imports must be imported while files can be opened
-    given_up += give_up(os.fstat(source).st_size)
+    save({"warm": torch.zeros(2, 2).t().clone().contiguous()})
     with os.fdopen(source, "rb") as file:
+        confined_by += give_up(os.fstat(source).st_size) + restrict_files()
+        try:
+            confined_by += restrict_calls()
+        except OSError as error:
+            if not unconfined:
+                raise OSError(f"{error}, and without one it is read with --unconfined only") from None
         content = torch.load(file, map_location="cpu", weights_only=True)
     tensors, left_out = weights_of(content, torch.Tensor)
     if odd := [name for name, tensor in tensors.items() if tensor.layout != torch.strided or tensor.is_quantized]:
@@ -48,28 +69,28 @@ def main(source: int, target: int) -> None:
     while at < len(data):
         at += os.write(target, data[at : at + (1 << 24)])
     os.fsync(target)
-    print(json.dumps({"tensors": len(tensors), "left_out": left_out[:20], "given_up": given_up}))
+    print(json.dumps({"tensors": len(tensors), "left_out": left_out[:20], "confined_by": confined_by}))
 
 
-def leave_network() -> bool:
-    """Move into a network namespace without a device; whether that worked."""
+def leave_network() -> list[str]:
+    """Move into a network namespace without a device, where the kernel allows it; what was done, in words."""
     flags = CLONE_NEWNET if os.getuid() == 0 else CLONE_NEWNET | CLONE_NEWUSER
     try:
-        return ctypes.CDLL(None).unshare(flags) == 0
+        return ["network namespace"] if ctypes.CDLL(None).unshare(flags) == 0 else []
     except (OSError, AttributeError):
-        return False
+        return []
 
 
 def give_up(size: int) -> list[str]:
-    """Drop privileges and set limits for a file of so many bytes; what was given up, in words."""
+    """Drop privileges and set limits for a file of so many bytes; what was done, in words."""
     done = []
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        done.append("root")
+        done.append("user nobody")
     if sys.platform == "linux" and ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
-        done.append("new privileges")
+        done.append("no new privileges")
     taken = (
         int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 1 << 34
     )
@@ -79,7 +100,45 @@ def give_up(size: int) -> list[str]:
     }  # fmt: skip
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
-    return [*done, "memory, time and files beyond a limit"]
+    return [*done, "limits of memory and time"]
+
+
+def restrict_files() -> list[str]:
+    """Deny by Landlock all files, and TCP (from ABI 4), signals and abstract sockets (from ABI 6); what was done, in words."""
+    if sys.platform != "linux":
+        return []
+    abi = _syscall(LANDLOCK_CREATE_RULESET, 0, 0, 1)
+    if abi < 1:
+        return []
+    files = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1  # later ABIs know to refer, truncate and ioctl
+    denied = (ctypes.c_uint64 * 3)(files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    ruleset = _syscall(LANDLOCK_CREATE_RULESET, ctypes.addressof(denied), ctypes.sizeof(denied), 0)
+    if ruleset < 0 or _syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0) != 0:
+        return []
+    os.close(ruleset)
+    return [f"Landlock (ABI {abi})"]
+
+
+def restrict_calls() -> list[str]:
+    """Allow no system calls but `ALLOWED`, by a seccomp filter; what was done, in words. Raises OSError if that cannot be."""
+    machine = os.uname().machine
+    if sys.platform != "linux" or machine not in MACHINES:
+        raise OSError(f"no seccomp filter is known for {sys.platform} on {machine}")
+    architecture, seccomp = MACHINES[machine]
+    numbers = [both[list(MACHINES).index(machine)] for both in ALLOWED.values()]
+    load, equal, give, allow, kill = 0x20, 0x15, 0x06, 0x7FFF0000, 0x80000000
+    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, kill), (load, 0, 0, 0)]
+    program += [(equal, len(numbers) - at, 0, number) for at, number in enumerate(numbers)]
+    program += [(give, 0, 0, 0x00050000 | errno.EPERM), (give, 0, 0, allow)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    filter_ = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
+    if _syscall(seccomp, 1, 1, ctypes.addressof(filter_)) != 0:  # SECCOMP_SET_MODE_FILTER, for all threads
+        raise OSError("this kernel takes no seccomp filter")
+    return ["seccomp filter"]
+
+
+def _syscall(*words: int) -> int:
+    return ctypes.CDLL(None).syscall(*map(ctypes.c_long, words))
 
 
 def weights_of(content: Any, kind: type) -> tuple[dict[str, Any], list[str]]:
@@ -105,7 +164,7 @@ def reason(error: BaseException) -> str:
 
 if __name__ == "__main__":
     try:
-        main(int(sys.argv[1]), int(sys.argv[2]))
+        main(int(sys.argv[1]), int(sys.argv[2]), unconfined="unconfined" in sys.argv[3:])
     except BaseException as error:
         print(json.dumps({"error": f"{type(error).__name__}: {reason(error)}"}))
         raise SystemExit(1) from None

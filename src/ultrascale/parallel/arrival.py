@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed.rendezvous import rendezvous as rendezvous_at
@@ -32,23 +33,47 @@ RANKS_A_LOOK = 64
 """More of them look less often: all of them ask one store."""
 _ALL = "arrived, all"
 _NAME = "the attempt"
+_LAST = "no attempt after this one"
 _GONE = "lost the store of the rendezvous before all ranks had met: whoever holds it has ended. Start the ranks again."
+
+
+_lent: Store | None = None
+
+
+class GivenUpError(RuntimeError):
+    """An earlier attempt has said that no other is to follow it."""
 
 
 def meet(rendezvous: str, rank: int, world: int, timeout: timedelta) -> tuple[PrefixStore, int, int]:
     """The store of all ranks, this one's number and theirs, once all of them are here. `timeout`: of what is asked of the store
     from then on. `rendezvous`: a URL that torch understands.
 
-    Raises LostRankError that names the ranks that did not come, or says that the store went away.
+    Raises LostRankError that names the ranks that did not come, or says that the store went away, and GivenUpError.
     """
     patience = max(timedelta(seconds=ARRIVAL_SECONDS), timeout)
     store, rank, world = next(iter(rendezvous_at(rendezvous, rank, world, timeout=patience)))
     is_lent = os.environ.get(LENT) == "True" and rendezvous == "env://"
+    if is_lent:
+        _expect_wanted(store)
     name = agree_on_attempt(store, rank, world, patience) if is_lent else "alone"
     store = PrefixStore(f"attempt {name}", store)
     wait_for_all(store, rank, world, patience)
     store.set_timeout(timeout)
     return store, rank, world
+
+
+def give_up(why: str) -> None:
+    """Have ranks that torchrun starts again leave as soon as they meet, with these words, and not begin anew."""
+    if _lent is not None:
+        with suppress(RuntimeError):  # its holder has gone, and nobody starts ranks again
+            _lent.set(_LAST, why)
+
+
+def _expect_wanted(store: Store) -> None:
+    global _lent
+    _lent = store
+    if store.check([_LAST]):
+        raise GivenUpError(f"not started again: {store.get(_LAST).decode()}")
 
 
 def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) -> str:

@@ -9,6 +9,10 @@ Stage 0 is the same with dp_shard = 1: nothing is cut and only the all-reduce is
 elements costs P (n-1)/n to gather, as much to reduce-scatter, twice that to all-reduce (`schedules.accumulate` says how often).
 Why not DDP for stage 0 and FSDP2 for the rest: two mechanisms with two numerics, two checkpoint forms and two bugs each.
 
+Experts' weights [X, F, D] are cut between experts, or, where the ranks do not divide these, between rows of all of them
+(`spec.places.zero_shape`): a gather of rows [X F, D] is [X, F, D] already. Cuts of F or D (`Shard(1)`) would do for few numbers
+of ranks, which must divide it, and FSDP2 copies weights and gradients once more there.
+
 Gradients are *summed*, never averaged: the loss is already divided by the step's global count of valid tokens.
 """
 
@@ -21,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ultrascale.kernels.device_kind import kind_of
 from ultrascale.models.decoder import Decoder, PredictionBlock
-from ultrascale.models.experts import Experts
+from ultrascale.models.experts import Experts, GroupedLinear
 from ultrascale.parallel.collectives import MOST_RANKS, DirectAllGather, DirectReduceScatter, NothingToScatter
 from ultrascale.parallel.expert import expert_modules
 from ultrascale.parallel.precision import TORCH_DTYPE
@@ -29,6 +33,7 @@ from ultrascale.parallel.reduced_buckets import release_reduced_buckets
 from ultrascale.parallel.torch_private import gather_beside_computation
 from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.places import zero_shape
 
 
 def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> None:
@@ -36,6 +41,8 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE[layout.precision], reduce_dtype=TORCH_DTYPE[layout.gradient_reduce_dtype]
     )
+    for experts in expert_modules(decoder):
+        _lay_out(experts, (expert_mesh or mesh)["dp_shard"].size())
     for experts in expert_modules(decoder) if expert_mesh is not None else ():
         fully_shard(experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=layout.zero_stage == 3)
     blocks: list[nn.Module] = [block for _, block in decoder.blocks()]
@@ -59,6 +66,16 @@ def apply_data_parallel(decoder: Decoder, layout: Layout, mesh: DeviceMesh, expe
                 module.set_custom_all_gather(DirectAllGather())
                 module.set_custom_reduce_scatter(DirectReduceScatter())
     release_reduced_buckets(sharded_modules(decoder))
+
+
+def _lay_out(experts: Experts, ranks: int) -> None:
+    """Give weights on the meta device the shape in which they are cut over `ranks`, in place."""
+    for projection in experts.modules():
+        if isinstance(projection, GroupedLinear):
+            weight = projection.weight
+            shape = zero_shape(tuple(weight.shape), ranks)
+            if shape != weight.shape:
+                projection.weight, projection.matrix_rows = nn.Parameter(weight.new_empty(shape)), weight.shape[1]
 
 
 def prepare_action(decoder: nn.Module, action: Action) -> None:

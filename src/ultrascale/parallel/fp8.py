@@ -70,7 +70,7 @@ class Fp8Seams:
     def _grouped(
         self, rows: Tensor, counts: Tensor, projections: Sequence[GroupedLinear], *, columns: bool
     ) -> tuple[Tensor, ...]:
-        weights: list[Tensor] = [projection.weight for projection in projections]
+        weights: list[Tensor] = [projection.matrices for projection in projections]
         biases = [bias for projection in projections if (bias := projection.own_bias) is not None]
         wires = Wires() if self.expert_tp is None else Agreed(self.expert_tp.group_name, columns=columns)
         kept = kept_for(tuple(projections)) or NOTHING_KEPT

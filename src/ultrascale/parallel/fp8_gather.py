@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from ultrascale.kernels.fp8 import FORWARD, SMALLEST, Narrow, Scaling, largest_of, rounded
 from ultrascale.kernels.fp8_delayed import Kept, scale_of
 from ultrascale.models.decoder import Decoder
+from ultrascale.models.experts import GroupedLinear
 from ultrascale.parallel.data import sharded_modules
 from ultrascale.parallel.fp8_history import Product, product_of
 from ultrascale.parallel.lost import waiting
@@ -37,6 +38,7 @@ from ultrascale.parallel.torch_private import Hook, gather_through, pad_shards, 
 from ultrascale.spec.fp8_slots import gathers_fp8, weights_gathered_in_fp8
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
+from ultrascale.spec.places import boxes
 from ultrascale.spec.weights import Weight, layer_weights
 
 _GATHERED = "fp8_gathered"
@@ -44,18 +46,25 @@ _GATHERED = "fp8_gathered"
 
 
 class GatheredWeight:
-    """The weight of a projection, [F, D] or of experts [X, F, D], of which this rank holds some rows (some experts)."""
+    """The weight of a projection, [F, D] or of experts [X, F, D], of which this rank holds some rows (some experts, or rows of
+    them: `spec.places.zero_shape`)."""
 
-    def __init__(self, weight: nn.Parameter, shards: DeviceMesh, scaling: Scaling, dtype: torch.dtype, product: Product | None):
-        """`weight`: as FSDP2 has cut and padded it, over `shards`. `dtype`: of passes. `product`: of delayed scaling."""
+    def __init__(
+        self, weight: nn.Parameter, shape: tuple[int, ...], shards: DeviceMesh, scaling: Scaling, dtype: torch.dtype,
+        product: Product | None,
+    ):  # fmt: skip
+        """`weight`: as FSDP2 has cut and padded it, over `shards`. `shape`: as products read it. `dtype`: of passes. `product`:
+        of delayed scaling."""
         self.scaling, self.dtype, self.product = scaling, dtype, product
-        self.shape, self.shard = weight.shape, shard_of(weight)
-        self.padded_rows = -(-len(weight) // shards.size())
+        self.shape, self.shard = torch.Size(shape), shard_of(weight)
+        self.cut_rows, self.padded_rows = len(weight), -(-len(weight) // shards.size())
         first = min(shards.get_local_rank() * self.padded_rows, len(weight))
         self.rows = slice(first, first + len(self.shard))
         self.has_one_scale = scaling == "tensor" and len(self.shape) == 2
         scales = (1,) * len(self.shape) if self.has_one_scale else self.shape[:1]
         self.scale_shape = (*self.shape[:-1], 1) if scaling == "row" else (*scales, *(1,) * (len(self.shape) - len(scales)))
+        self.parts = list(boxes(shape, tuple(weight.shape), first, len(self.shard)))
+        self.has_scales_of_experts = scaling == "tensor" and len(self.shape) == 3
         self.scale = self.shard.new_empty(0)
         """Of current scaling, as products take it: a part of the table of all."""
         self.values: Tensor | None = None
@@ -64,7 +73,10 @@ class GatheredWeight:
     @property
     def own(self) -> slice:
         """Where the scales of this rank's rows are among all of the weight's, flattened."""
-        each = prod(self.scale_shape[1:])
+        if self.has_scales_of_experts:
+            (_, first), (_, last) = self.parts[0], self.parts[-1]
+            return slice(first.offsets[0], last.offsets[0] + last.shape[0])
+        each = 1 if self.shard.dim() == 2 else prod(self.scale_shape[1:])
         return slice(0, 1) if self.has_one_scale else slice(self.rows.start * each, self.rows.stop * each)
 
     @property
@@ -79,9 +91,17 @@ class GatheredWeight:
         """The largest magnitudes of this rank's rows as passes see them, of the scales `own`."""
         if not self.shard.numel():
             return self.shard.new_zeros(self.own.stop - self.own.start)
-        rows = self.shard.flatten(0, -2) if self.scaling == "row" else self.shard.flatten(1)
-        found = largest_of(rows, "tensor" if self.has_one_scale else "row")
+        if self.has_scales_of_experts:
+            found = torch.cat([largest_of(self.shard[rows].view(box.shape).flatten(1), "row") for rows, box in self.parts])
+        else:
+            found = largest_of(self.shard.flatten(0, -2), "tensor" if self.has_one_scale else "row")
         return found.to(self.dtype).to(found.dtype).flatten()
+
+    def _of_own_rows(self, scale: Tensor) -> Tensor:
+        """As the shard's rows are multiplied by it."""
+        if self.has_one_scale or self.shard.dim() == len(self.shape):
+            return scale if self.has_one_scale else scale[self.rows]
+        return scale.expand(*self.shape[:-1], 1).flatten(0, 1)[self.rows]
 
     def before_gather(
         self, mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: object
@@ -89,7 +109,7 @@ class GatheredWeight:
         """FSDP2's `fsdp_pre_all_gather`: the bytes that this rank sends, as many as every other."""
         known = self.history_scale
         scale = self.scale if known is None else known
-        own = rounded(self.shard.to(self.dtype), scale if self.has_one_scale else scale[self.rows]).values.view(torch.uint8)
+        own = rounded(self.shard.to(self.dtype), self._of_own_rows(scale)).values.view(torch.uint8)
         missing = self.padded_rows - len(own)
         return (F.pad(own, [0, 0] * (own.dim() - 1) + [0, missing]) if missing else own,), None
 
@@ -99,7 +119,7 @@ class GatheredWeight:
         """FSDP2's `fsdp_post_all_gather`: the values are in the same memory after every gather."""
         if out is not None:
             return None
-        self.values = gathered[0].view(FORWARD)[: self.shape[0]]
+        self.values = gathered[0].view(FORWARD)[: self.cut_rows].view(self.shape)
         return without_numbers(dtype, self.values.device), ()
 
 
@@ -213,7 +233,8 @@ def gather_in_fp8(
         gathered: list[GatheredWeight] = []
         for _, projection in some:
             parameter = projection.get_parameter("weight")
-            one = GatheredWeight(parameter, shards["dp_shard"], scaling, dtype, product_of(projection))
+            shape = projection.shape if isinstance(projection, GroupedLinear) else tuple(parameter.shape)
+            one = GatheredWeight(parameter, shape, shards["dp_shard"], scaling, dtype, product_of(projection))
             vars(projection)[_GATHERED] = one
             hooks[parameter] = one.before_gather, one.after_gather
             gathered.append(one)

@@ -2,7 +2,7 @@
 
     dp_shard   rows of a matrix over the ranks that share a copy of the state   -->  each rank the slices of some matrices
     tp         rows or columns of it over tensor-parallel ranks                 -->  each rank some whole matrices
-               (experts: expert_tp; whole experts lie on ZeRO's ranks already)
+               (experts: expert_tp; those that lie whole on ZeRO's ranks stay, of others rows are brought together first)
     work on the whole, then the same two exchanges backwards
 
 A rank that holds 1/k of every matrix gets every k-th matrix whole: nothing is computed twice inside a copy of the state, and of
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.share import Held, Share
-from ultrascale.spec.owners import Exchange, Span, chunk, exchanges, slice_spans
+from ultrascale.spec.owners import Exchange, Span, exchanges, slice_spans
 
 
 class WholeMatrices:
@@ -66,12 +66,14 @@ class _Stage:
         received = self._exchange(sent, shapes, next(iter(parts.values())))
         wholes = {n: part for n, part in parts.items() if n not in self.cuts}
         for index, n in enumerate(owned):
-            wholes[n] = self._assembled(n, [row[index] for row in received])
+            wholes[n] = self._assembled(n, [row[index] for row in received]).view(self.cuts[n].whole)
         return dict(sorted(wholes.items()))
 
     def to_parts(self, wholes: dict[int, Tensor]) -> dict[int, Tensor]:
         owned = [n for n in self.cuts if self.is_mine(n)]
-        sent = [[self._part(wholes[n], n, rank) for n in owned] for rank in range(self.size)]
+        as_cut = {n: wholes[n].reshape(self.cuts[n].shape) for n in owned}
+        sent = [[self._part(as_cut[n], n, rank) for n in owned] for rank in range(self.size)]
+        del as_cut
         coming = [[n for n, cut in self.cuts.items() if cut.owner == rank] for rank in range(self.size)]
         shapes = [[self._rest[n] for n in some] for some in coming]
         like = next(iter(wholes.values()), None)
@@ -92,18 +94,17 @@ class _Stage:
 
     def _assembled(self, number: int, parts: list[Tensor]) -> Tensor:
         cut = self.cuts[number]
-        shape = list(self._rest[number])
-        shape[cut.dim] = max(span.first + span.length for span in cut.spans)
-        whole = parts[0].new_empty(shape)
+        whole = parts[0].new_empty(cut.shape)
         for span, part in zip(cut.spans, parts, strict=True):
             whole.narrow(cut.dim, span.first, span.length).copy_(part)
         return whole
 
     def _exchange(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor) -> list[list[Tensor]]:
-        """What each rank sent to this one, of these shapes; `sent` goes to each rank."""
+        """What each rank sent to this one, of these shapes; `sent` goes to each rank, and is emptied."""
         self._like = like.new_empty(0)
         flat = torch.cat([like.new_empty(0), *(part.flatten() for some in sent for part in some)])
         sizes = [sum(part.numel() for part in some) for some in sent]
+        sent.clear()  # copies of results that do not lie in one piece
         counts = [sum(prod(shape) for shape in some) for some in shapes]
         received = like.new_empty(sum(counts))
         with waiting("matrices gathered for the optimizer", self.group):
@@ -115,21 +116,13 @@ class _Stage:
         return found
 
 
-def shard_rows(parameter: Tensor) -> Span:
-    """The rows of dimension 0 of `parameter` that this rank holds."""
-    if not isinstance(parameter, DTensor):
-        return Span(0, parameter.shape[0])
-    mesh = parameter.device_mesh["dp_shard"]
-    return chunk(parameter.shape[0], mesh.size(), mesh.get_local_rank())
-
-
 def spans_over(share: Share, one: Held, group: dist.ProcessGroup) -> tuple[Span, ...]:
     """What each rank of `group`, along tp or expert_tp, holds of the dimension of a weight that is cut over it."""
     return slice_spans(one.weight, share.layout, dist.get_process_group_ranks(group))
 
 
 def _group(share: Share, held: Sequence[Held], exchange: Exchange) -> dist.ProcessGroup:
-    if exchange.axis == "shard":
+    if exchange.axis in ("shard", "expert_shard"):
         parameter = held[next(iter(exchange.cuts))].parameter
         assert isinstance(parameter, DTensor)
         return parameter.device_mesh["dp_shard"].get_group()

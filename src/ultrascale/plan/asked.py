@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import CP_METHODS, RECOMPUTE, SCHEDULES, LayoutTable
-from ultrascale.plan.space import Asked, Space, divisors
+from ultrascale.plan.space import Asked, Space
 from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import is_file
@@ -24,7 +24,7 @@ from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem
-from ultrascale.spec.units import count_of
+from ultrascale.spec.units import count_of, divisors
 
 AXES = ("tp", "cp", "pp", "dp")
 LACKING = {

@@ -29,7 +29,7 @@ from ultrascale.plan.copied_pieces import copy_seconds
 from ultrascale.plan.fp8_state import gathered_in_fp8
 from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.plan.passes import Passes
-from ultrascale.plan.rank_state import COMPUTE_BYTES, expert_padding
+from ultrascale.plan.rank_state import COMPUTE_BYTES
 from ultrascale.plan.stages import Stages
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.op_builders import FP8_BYTES
@@ -72,23 +72,21 @@ def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, a
     reduce_bytes = np.minimum(workload.stack.reduce_bytes, table.reduce_itemsize)
     itemsize = COMPUTE_BYTES[table.precision]
     gathers, reductions, copies = np.zeros((3, 3, len(table)))
-    for parameters, narrow, shard, copy, padding in _sorts_of_parameters(workload, table, stages):
+    for parameters, narrow, shard, copy in _sorts_of_parameters(workload, table, stages):
         buckets = np.where(at_once, 1.0, _num_buckets(workload, table, parameters, reduce_bytes, stages))
         size, stride = shard
         whole = parameters / buckets
         gathered = (
-            (parameters * itemsize - narrow * (itemsize - FP8_BYTES) if narrow.any() else parameters * itemsize)
-            / buckets
-            * padding
-        )
+            parameters * itemsize - narrow * (itemsize - FP8_BYTES) if narrow.any() else parameters * itemsize
+        ) / buckets
         gather = collective_seconds(cluster, "all_gather", gathered, size=size, stride=stride)
-        reduce = collective_seconds(cluster, "reduce_scatter", whole * padding * reduce_bytes, size=size, stride=stride)
+        reduce = collective_seconds(cluster, "reduce_scatter", whole * reduce_bytes, size=size, stride=stride)
         if at_once.any():
             summed = collective_seconds(cluster, "all_reduce", whole * reduce_bytes, size=size, stride=stride)
             reduce = np.where(at_once, summed, reduce)
         gathers += np.where(cut, gather, 0.0) * buckets
         reductions += np.where(cut, reduce, 0.0) * buckets
-        own = np.where(cut, whole * padding / size, whole)
+        own = np.where(cut, whole / size, whole)
         copy_size = np.where(cut, copy[0], size * copy[0])
         copy_stride = np.where(cut, copy[1], stride)
         copies += collective_seconds(cluster, "all_reduce", own * reduce_bytes, size=copy_size, stride=copy_stride) * buckets
@@ -99,19 +97,17 @@ def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, a
 
 def _sorts_of_parameters(
     workload: Workload, table: LayoutTable, stages: Stages
-) -> Iterator[tuple[Floats, Floats, Group, Group, Floats]]:
+) -> Iterator[tuple[Floats, Floats, Group, Group]]:
     """Dense parameters and those of experts: how many, how many of them are gathered in fp8, and (size, stride) of the groups
-    of ranks that share one copy of the state, and that have copies of one part; and how much longer padding makes messages."""
+    of ranks that share one copy of the state, and that have copies of one part."""
     in_fp8 = gathered_in_fp8(workload, table, stages)
     shard = (table.dp_shard * table.cp, table.tp)
-    copies = (table.dp // table.dp_shard, table.tp * table.cp * table.dp_shard)
-    yield stages.dense_parameters, in_fp8[0], shard, copies, np.ones(len(table))
+    yield stages.dense_parameters, in_fp8[0], shard, (table.dp // table.dp_shard, table.tp * table.cp * table.dp_shard)
     if stages.expert_parameters.any():
         cut = table.ep * table.expert_tp
         group = table.tp * table.cp * table.dp // cut
-        size = np.maximum(1, np.minimum(group, shard[0]))
-        copies = (np.maximum(1, group // size), cut * size)
-        yield stages.expert_parameters, in_fp8[1], (size, cut), copies, expert_padding(workload, table, size)
+        size = np.gcd(np.maximum(1, group), shard[0])
+        yield stages.expert_parameters, in_fp8[1], (size, cut), (np.maximum(1, group // size), cut * size)
 
 
 def _exposed_of(

@@ -12,10 +12,12 @@ MFU, HFU        model or hardware FLOPs over the *peak*; both conventions of con
 
 from __future__ import annotations
 
-from ultrascale.plan.recomputed_ops import computed_again
+from collections import Counter
+
+from ultrascale.plan.recomputed_ops import again_of
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
-from ultrascale.spec.work import Op, Shape, block_work, head_work, mask_elements, prediction_work
+from ultrascale.spec.work import Op, Shape, block_work, first_alike, head_work, mask_elements, prediction_work
 
 CONVENTION = "6N + attention, causal; hardware FLOPs with the full square under a mask; peak is dense, without sparsity"
 
@@ -24,9 +26,9 @@ def model_flops_per_token(model: Model, sequence_length: int, *, full_attention:
     """FLOPs a token costs, forward and backward, each multiply-add as two; see the head of this file for what counts."""
     shape = Shape(1, sequence_length)
     products = sum(op.flops / 3 for op in head_work(model, shape))  # the loss does its backward pass in its forward pass
-    for layer in range(model.num_hidden_layers):
+    for layer, count in Counter(first_alike(model)[: model.num_hidden_layers]).items():
         share = 1.0 if full_attention else _causal_share(model, layer, shape)
-        products += sum(_flops(op, share) for op in block_work(model, layer, shape))
+        products += count * sum(_flops(op, share) for op in block_work(model, layer, shape))
     return 3 * products / sequence_length
 
 
@@ -48,13 +50,14 @@ def hardware_flops(
     products = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
     products += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
     attention = again = 0.0
-    for layer in range(model.num_hidden_layers + more):
+    alike = Counter((first, layout.again(layer)) for layer, first in enumerate(first_alike(model)))
+    for (layer, what), count in alike.items():
         share = 1.0 if masks and mask_elements(model.window(layer), shape) else _causal_share(model, layer, shape)
         ops = block_work(model, layer, shape)
-        products += 3 * sum(op.flops for op in ops if op.kind != "attention")
-        again += sum(op.backward_flops - 2 * op.flops for op in ops if op.inside)
-        attention += 3.5 * sum(_flops(op, share) for op in ops if op.kind == "attention")
-        again += sum(_flops(op, share) for op in computed_again(layout, layer, ops, stops_behind=False))
+        products += 3 * count * sum(op.flops for op in ops if op.kind != "attention")
+        again += count * sum(op.backward_flops - 2 * op.flops for op in ops if op.inside)
+        attention += 3.5 * count * sum(_flops(op, share) for op in ops if op.kind == "attention")
+        again += count * sum(_flops(op, share) for op in ([] if what is None else again_of(what, ops, stops_behind=False)))
     found = {"matrix products": products, "attention": attention, "recomputation": again}
     return {name: flops / sequence_length for name, flops in found.items()}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 CATEGORIES = (
@@ -41,6 +42,49 @@ class Moment:
     """The same by (category, what it is)."""
 
 
+@dataclass(frozen=True)
+class Effect:
+    """Change of the books over a while, and the highest moment in it; bytes relative to its beginning."""
+
+    total: int
+    alive: dict[tuple[str, str], int]
+    held: dict[str, int]
+    peak_total: int
+    peak_alive: dict[tuple[str, str], int]
+    highest: dict[str, int]
+    """The most of each category, whenever that was."""
+
+
+@dataclass
+class Recorder:
+    """An `Effect` in the making."""
+
+    ledger: Ledger
+    start: Moment
+    alive: dict[tuple[str, str], int]
+    peak_total: int
+    peak_alive: dict[tuple[str, str], int]
+    highest: dict[str, int]
+
+    def look(self) -> None:
+        """The sum is about to fall."""
+        if self.ledger.total > self.peak_total:
+            self.peak_total, self.peak_alive = self.ledger.total, dict(self.ledger._alive)
+
+    def effect(self) -> Effect:
+        """From the beginning until now."""
+        ledger, start, held = self.ledger, self.start.total, self.start.by_category
+
+        def since(alive: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+            more = {key: num_bytes - self.alive.get(key, 0) for key, num_bytes in alive.items()}
+            return {key: num_bytes for key, num_bytes in more.items() if num_bytes}
+
+        return Effect(
+            ledger.total - start, since(ledger._alive), {name: n - held[name] for name, n in ledger._held.items()},
+            self.peak_total - start, since(self.peak_alive), {name: n - held[name] for name, n in self.highest.items()},
+        )  # fmt: skip
+
+
 @dataclass
 class Ledger:
     """Live bytes, the highest moment of every step, and the totals as they changed."""
@@ -60,6 +104,8 @@ class Ledger:
     _held: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
     _highest: dict[str, int] = field(default_factory=dict)
     """Of this step."""
+    _recorder: Recorder | None = None
+    _is_off: bool = False
 
     def __post_init__(self) -> None:
         self._highest = self.highest.setdefault(self.step, dict(self._held))
@@ -122,6 +168,47 @@ class Ledger:
         self._change(category, label, held.num_bytes)
         return held
 
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Write down what happens inside, which can be applied again. Not nested, and not with offloading to the host."""
+        alive = dict(self._alive)
+        recorder = self._recorder = Recorder(self, self.now(), alive, self.total, alive, dict(self._held))
+        try:
+            yield recorder
+            recorder.look()
+        finally:
+            self._recorder = None
+
+    def apply(self, effect: Effect) -> None:
+        """The same again."""
+        best = self.peaks.get(self.step)
+        if best is None or self.total + effect.peak_total > best.total:
+            alive = {
+                key: self._alive.get(key, 0) + effect.peak_alive.get(key, 0) for key in {**self._alive, **effect.peak_alive}
+            }
+            held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+            for (category, _), num_bytes in alive.items():
+                held[category] += num_bytes
+            alive = {key: num_bytes for key, num_bytes in alive.items() if num_bytes}
+            self.peaks[self.step] = Moment(self.step, self.phase, self.total + effect.peak_total, held, alive)
+        for category, more in effect.highest.items():
+            self._highest[category] = max(self._highest[category], self._held[category] + more)
+        for key, more in effect.alive.items():
+            self._alive[key] = self._alive.get(key, 0) + more
+        for category, more in effect.held.items():
+            self._held[category] += more
+        self.total += effect.total
+
+    @contextmanager
+    def off_the_books(self) -> Iterator[None]:
+        """What happens inside leaves totals and peaks as they are: the bytes are in them already."""
+        total, alive, held = self.total, dict(self._alive), dict(self._held)
+        self._is_off = True
+        try:
+            yield
+        finally:
+            self.total, self._alive, self._held, self._is_off = total, alive, held, False
+
     def now(self) -> Moment:
         """The books as they stand."""
         by_label = {key: num_bytes for key, num_bytes in self._alive.items() if num_bytes}
@@ -132,11 +219,17 @@ class Ledger:
         self._alive[key] = self._alive.get(key, 0) + num_bytes
         self.total += num_bytes
         held = self._held[category] = self._held[category] + num_bytes
-        if held > self._highest[category]:
+        if held > self._highest[category] and not self._is_off:
             self._highest[category] = held
+        if self._recorder is not None and held > self._recorder.highest[category]:
+            self._recorder.highest[category] = held
 
     def _note(self) -> None:
         """Only before a fall can the sum have been at its highest, so only then is it looked at."""
+        if self._is_off:
+            return
+        if self._recorder is not None:
+            self._recorder.look()
         best = self.peaks.get(self.step)
         if best is None or self.total > best.total:
             self.peaks[self.step] = self.now()

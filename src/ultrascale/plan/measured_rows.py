@@ -14,13 +14,17 @@ import io
 import math
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ultrascale.spec.parsing import read_bounded
 from ultrascale.spec.problems import Problem, SpecError
 
 BLANK = frozenset(("", "nan", "na", "n/a", "null", "-", "?"))
 """What people and their tools write for an empty cell, in lower case; `none` too where it is no answer (recompute)."""
+MOST_TEXT, MOST_COLUMNS, MOST_ROWS = 64 << 20, 1000, 20_000
+"""Of one file: letters, columns, and runs, each of which is predicted. Published tables have thousands of runs."""
 MOST_PROBLEMS = 20
 """Wrong cells told at once; a file of another kind has thousands."""
 LONGEST_SHOWN = 40
@@ -131,7 +135,7 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = read_bounded(file, MOST_TEXT, encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise SpecError([Problem(str(file), "is not text in UTF-8", "Give a CSV file of measured runs.")]) from None
     except OSError as error:
@@ -141,12 +145,17 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
     reader = csv.DictReader(io.StringIO(text[blank:], newline=""))
     try:
         header = [name.strip() for name in reader.fieldnames or []]
+        if len(header) > MOST_COLUMNS:
+            rule = f"has {len(header):,} columns; at most {MOST_COLUMNS:,} are read"
+            raise SpecError([Problem(f"{file}:1", rule, "Give a CSV file of measured runs.")])
         is_playbook = _is_playbook(file, header)
         _expect_once(file, header)
         above = text[:blank].count("\n")
-        cells = [(reader.line_num + above, row) for row in reader]
+        cells = [(reader.line_num + above, row) for row in islice(reader, MOST_ROWS + 1)]
     except csv.Error as error:
         raise SpecError([Problem(f"{file}:{reader.line_num}", f"is not CSV: {error}", "Repair the line.")]) from None
+    if len(cells) > MOST_ROWS:
+        raise SpecError([Problem(str(file), f"has more than {MOST_ROWS:,} rows", "Cut it into several files.")])
     problems: list[Problem] = []
     rows = [_row(file, number, line, row, is_playbook, problems) for number, (line, row) in enumerate(cells, 1)]
     if problems:
@@ -158,7 +167,7 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
 
 def misspelt_columns(path: str | Path) -> list[tuple[str, str]]:
     """Columns that nobody reads of a file that `read_rows` took, each with the missing one whose name is nearly the same."""
-    text = Path(path).read_text(encoding="utf-8-sig").lstrip()
+    text = read_bounded(Path(path), MOST_TEXT, encoding="utf-8-sig").lstrip()
     header = [name.strip() for name in next(csv.reader(io.StringIO(text, newline="")))]
     known = {field.name for kind in (Asked, Measured) for field in fields(kind)} | {"id", *PLAYBOOK_NAMES}
     missing = sorted(known - {*header})

@@ -15,14 +15,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 from ultrascale.plan.ledger import Ledger, Moment
 from ultrascale.plan.muon_update import muon_update_bytes
+from ultrascale.plan.pipeline_activations import peak_activation_bytes
 from ultrascale.plan.pipeline_replay import MailReplay, RankReplay
 from ultrascale.plan.sharding import Shards
 from ultrascale.plan.stage_cut import stage_layers
+from ultrascale.plan.stage_player import StagePlayer
 from ultrascale.plan.stage_replay import StageReplay
 from ultrascale.plan.stage_work import Part
 from ultrascale.plan.tally import Tally
@@ -31,7 +34,7 @@ from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
 from ultrascale.schedules.ends import ends_of, shares_embedding
-from ultrascale.schedules.messages import messages
+from ultrascale.schedules.messages import Message, messages
 from ultrascale.schedules.sharded import sharded
 from ultrascale.spec.fp8_slots import SLOT_BYTES, fp8_layers, gathers_fp8, is_delayed, num_block_slots
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
@@ -47,6 +50,7 @@ MAX_REPLAYED = 3
 """Micro-batches replayed: the first, one of those between (they are equal), and the last."""
 MAX_IN_FLIGHT = 4
 """In a pipeline, for each of its stages: more of them repeat what was there. Where all go forward first, all are replayed."""
+WAITING_WEIGHTS = (0.0, 0.5, 1.0, 4.0)
 FORWARD_FIRST = ("afab", "breadth-first")
 TIED = "embed_tokens.weight"
 INDEX_BYTES = 8
@@ -71,8 +75,7 @@ class MemoryPlan:
     """Messages and FLOPs of the last step, of the micro-batches that were replayed."""
     num_replayed: int
     """Micro-batches: some stand for all."""
-    saved_by_layer: tuple[dict[str, int], ...]
-    """What each block keeps for the backward pass of one micro-batch, by kind of operation."""
+    model: Model
     timeline: list[tuple[int, str, dict[str, int]]]
     num_micro_batches: int
     host_bytes: int = 0
@@ -82,6 +85,12 @@ class MemoryPlan:
     def by_category(self) -> dict[str, int]:
         """Bytes at the peak, by category."""
         return self.peak.by_category
+
+    @property
+    def saved_by_layer(self) -> list[dict[str, int]]:
+        """What each block keeps for the backward pass of one micro-batch, by kind of operation."""
+        layers = range(self.model.num_hidden_layers)
+        return [_saved_by_kind(self.model, self.tally.layout, self.tally.shape, layer) for layer in layers]
 
 
 def is_replayed(model: Model, layout: Layout) -> bool:
@@ -114,8 +123,7 @@ def plan_memory(
     shape = rank_shape(layout, sequence_length, documents=documents, device=device, at=at)
     tally, orders = Tally(layout, shape, at.cp), _orders(layout, count)
     parts = stage_parts(model, layout, sequence_length, at)
-    splits = any(part.kind is Kind.INPUT_GRADIENT for row in orders.schedule for action in row for part in action.parts)
-    stages = {number: StageReplay(ledger, tally, model, part, at, splits=splits) for number, part in parts.items()}
+    stages = {number: StageReplay(ledger, tally, model, part, at, splits=orders.splits) for number, part in parts.items()}
     ledger.take("other", "batch", count * _batch_bytes(model, layout, shape, documents=documents))
     ledger.take(
         "other", "history of fp8", fp8_history_bytes(model, layout, [n for part in parts.values() for n in part.layers])
@@ -153,7 +161,7 @@ def plan_memory(
         between_steps=between,
         tally=tally,
         num_replayed=orders.num_micro_batches,
-        saved_by_layer=tuple(_saved_by_kind(model, layout, shape, layer) for layer in range(model.num_hidden_layers)),
+        model=model,
         timeline=ledger.timeline,
         num_micro_batches=count,
         host_bytes=ledger.peak_on_host + (4 * elements if layout.offload_optimizer else 0),
@@ -163,8 +171,44 @@ def plan_memory(
 def plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPlan:
     """`plan_memory` of the rank of the pipeline that needs most; `options` are its own."""
     in_stage = layout.world_size // layout.pp
-    plans = [plan_memory(model, layout, rank=rank, **options) for rank in range(0, layout.world_size, in_stage)]
+    ranks = _full_ranks(model, layout, options["sequence_length"], options["sequences_per_batch"])
+    plans = [plan_memory(model, layout, rank=rank * in_stage, **options) for rank in ranks]
     return max(plans, key=lambda plan: plan.peak.total)
+
+
+def _full_ranks(model: Model, layout: Layout, sequence_length: int, sequences_per_batch: int) -> list[int]:
+    """Ranks of a pipeline of which one needs most, or within 1 percent of it: of those with the same kinds of layers the ones
+    whose actions keep most, by any of the measures of `_most_kept`."""
+    if layout.pp == 1:
+        return [0]
+    orders = _orders(layout, num_micro_batches(layout, sequences_per_batch))
+    cut, last = stage_layers(model, layout, sequence_length), layout.num_stages - 1
+    in_fp8 = fp8_layers(model, layout)
+    kinds = [
+        tuple((model.is_moe(layer), model.window(layer), layout.again(layer), layer in in_fp8) for layer in layers)
+        for layers in cut
+    ]
+    alike: dict[Any, list[tuple[list[float], int]]] = {}
+    for rank, stages in enumerate(stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)):
+        weights = WAITING_WEIGHTS if orders.splits else WAITING_WEIGHTS[:1]
+        kept = _most_kept(orders.schedule[rank], kinds, {kinds[stage] for stage in stages}, weights)
+        alike.setdefault(tuple((stage in (0, last), kinds[stage]) for stage in stages), []).append((kept, rank))
+    fullest = {
+        max(group, key=lambda one: (one[0][measure], -one[1]))[1]
+        for group in alike.values()
+        for measure in range(len(group[0][0]))
+    }
+    return sorted(fullest)
+
+
+def _most_kept(
+    actions: Sequence[Action], kinds: Sequence[tuple[Any, ...]], own: set[tuple[Any, ...]], weights: Sequence[float]
+) -> list[float]:
+    """Layers whose activations live at once, at most: of all stages of a rank, of each kind of them, and whatever a micro-batch
+    between I and W weighs against one between F and I: less where nothing is recomputed, more where all is."""
+    some = [own] if len(own) == 1 else [own, *({kind} for kind in sorted(own, key=kinds.index))]
+    sizes = [[len(kind) * (kind in those) for kind in kinds] for those in some]
+    return [peak_activation_bytes(actions, one, [weight * size for size in one]) for one in sizes for weight in weights]
 
 
 def rank_shape(
@@ -261,16 +305,28 @@ class _Orders(NamedTuple):
 
     schedule: list[list[Action]]
     num_micro_batches: int
+    messages: list[Message]
+    splits: bool
+    """Whether any backward pass is cut in two."""
 
 
 def _orders(layout: Layout, count: int) -> _Orders:
     """Of many micro-batches that come and go alike only some."""
     if layout.pp == 1:
         count = min(count, MAX_REPLAYED)
-        return _Orders([accumulate(count, layout.zero_stage)], count)
+        return _Orders([accumulate(count, layout.zero_stage)], count, [], False)
     if layout.schedule not in FORWARD_FIRST and not is_file(layout.schedule):
         count = min(count, MAX_IN_FLIGHT * layout.num_stages)
-    return _Orders(build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages), count)
+    build = _pipeline_orders.__wrapped__ if is_file(layout.schedule) else _pipeline_orders  # a file may change
+    return build(layout.schedule, layout.pp, count, layout.virtual_stages)
+
+
+@lru_cache(maxsize=4)
+def _pipeline_orders(name: str, pp: int, count: int, virtual_stages: int) -> _Orders:
+    """The same for every rank."""
+    schedule = build_schedule(name, pp, count, virtual_stages)
+    splits = any(part.kind is Kind.INPUT_GRADIENT for row in schedule for action in row for part in action.parts)
+    return _Orders(schedule, count, messages(schedule), splits)
 
 
 def _play_step(
@@ -287,9 +343,10 @@ def _play_step(
                 stages[0].backward(action)
         return
     stage = next(iter(stages.values()))
-    sent = messages(orders.schedule)
-    mail = MailReplay(ledger, tally, sent, at.pp, stage.work.hidden_bytes, over_gloo=stage.shards.over_gloo)
-    replay = RankReplay(ledger, stages, mail, layout.num_stages - 1)
+    mail = MailReplay(ledger, tally, orders.messages, at.pp, stage.work.hidden_bytes, over_gloo=stage.shards.over_gloo)
+    plain = ledger.keeps_timeline or layout.offload_activations
+    played = stages if plain else {number: StagePlayer(one) for number, one in stages.items()}
+    replay = RankReplay(ledger, played, mail, layout.num_stages - 1)
     replay.play(sharded(orders.schedule[at.pp], layout.zero_stage), step)
 
 

@@ -77,7 +77,7 @@ class _Update:
         received = self._exchange(stage, there=True)
         wholes = {n: one for n, one in here.items() if n not in stage.cuts}
         self._hold(wholes)
-        owned = {n: cut.shape for n, cut in stage.cuts.items() if stage.is_mine(n)}
+        owned = {n: cut.whole for n, cut in stage.cuts.items() if stage.is_mine(n)}
         wholes |= {n: _Tensor(self._take(prod(shape)), shape) for n, shape in owned.items()}
         self.ledger.drop(received)
         return dict(sorted(wholes.items()))
@@ -134,5 +134,5 @@ def _copied(whole: _Tensor, cut: Cut) -> int:
     """Elements of the parts of a result that are no piece of its memory."""
     if whole.is_contiguous and prod(whole.shape[: cut.dim]) == 1:
         return 0
-    pieces = [rank for rank, span in enumerate(cut.spans) if not whole.is_contiguous or span.length < whole.shape[cut.dim]]
+    pieces = [rank for rank, span in enumerate(cut.spans) if not whole.is_contiguous or span.length < cut.shape[cut.dim]]
     return sum(cut.numel(rank) for rank in pieces)

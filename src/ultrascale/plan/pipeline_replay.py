@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from ultrascale.plan.ledger import Held, Ledger
+from ultrascale.plan.stage_player import StagePlayer
 from ultrascale.plan.stage_replay import StageReplay
 from ultrascale.plan.tally import Tally
 from ultrascale.schedules.actions import Action, Kind
@@ -62,7 +63,7 @@ class MailReplay:
 class RankReplay:
     """The micro-batches in flight on a rank of a pipeline, in one step."""
 
-    def __init__(self, ledger: Ledger, stages: Mapping[int, StageReplay], mail: MailReplay, last_stage: int):
+    def __init__(self, ledger: Ledger, stages: Mapping[int, StageReplay | StagePlayer], mail: MailReplay, last_stage: int):
         self.ledger, self.stages, self.mail, self.last_stage = ledger, stages, mail, last_stage
         self._inputs: dict[tuple[int, int], Held] = {}
         self._postponed: dict[tuple[int, int], Held] = {}

@@ -24,6 +24,7 @@ from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_toke
 from ultrascale.plan.footprint import Footprint, stage_memory
 from ultrascale.plan.fp8_state import agreed_scales_seconds
 from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
+from ultrascale.plan.memory import MemoryPlan
 from ultrascale.plan.offload import exposed_seconds, offloaded_update
 from ultrascale.plan.passes import Passes, pass_seconds
 from ultrascale.plan.pipeline import StageSeconds
@@ -111,6 +112,8 @@ class Prediction:
     memory: Footprint
     """Of one row."""
     num_micro_batches: int
+    replay: MemoryPlan | None = None
+    """Of the fullest rank, where `memory` is its (`plan.replayed`)."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -150,7 +150,6 @@ def _fsdp(
     wide = np.where(alone, np.maximum(c, MASTER_BYTES), r)  # of a summed gradient
     per_bucket = np.where(alone, 1, table.layers_per_bucket)
     bucket, blocks, root = np.minimum(state.block * per_bucket, state.blocks), state.blocks, state.root
-    own_bucket = np.minimum(state.own_block * per_bucket, bucket)
     copies = np.where(alone & (c >= MASTER_BYTES), 0.0, c)  # one process in one dtype computes with the parameters themselves
     cuts, scatters = n > 1, ~alone
     repeated = micro_batches > 1
@@ -165,7 +164,7 @@ def _fsdp(
         bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * bucket,
         root_parameters=copies * root,
         flat=flat * bucket,
-        narrow_bucket=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * own_bucket),
+        narrow_bucket=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * bucket),
         narrow_root=np.where(whole_sums, 0.0, c * root),
         narrow_head=fresh * root * np.where(parts.head_forward > 0, half, 0.0),
         narrow_embedding=np.where(parts.embedding_backward > 0, c * root * half, 0.0),
@@ -179,7 +178,7 @@ def _fsdp(
         cut_others=adds * wide * (blocks - bucket) / n * np.where(repeated & (table.zero_stage >= 2) & scatters, 0.0, 1.0),
         summed=state.gradients,
         summed_at_first=left,
-        held=(per_bucket - 1) * fresh * state.own_block,
+        held=(per_bucket - 1) * fresh * state.block,
         blocks_between=(per_bucket - 1.0) * (parts.current > per_bucket * parts.last_saved),
         keeps=state.keeps | alone,
         stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),

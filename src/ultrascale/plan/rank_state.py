@@ -51,9 +51,7 @@ class RankState:
     bucket_itemsize: Floats
     """The same of the largest bucket."""
     block: Floats
-    """Parameters that are gathered, and whose gradients are reduced, together: of one bucket, filled up (`expert_padding`)."""
-    own_block: Floats
-    """The same without what fills it up: gradients as autograd makes them."""
+    """Parameters that are gathered, and whose gradients are reduced, together: of one bucket."""
     blocks: Floats
     """Parameters of all blocks of a rank."""
     root: Floats
@@ -81,8 +79,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     if workload.model.num_nextn_predict_layers:
         joins, embedding = _prediction_parameters(workload, table, stages)
         dense, root = dense + joins + embedding, root + embedding
-    more = expert_padding(workload, table, expert_shard)
-    total, cut = dense + expert, dense / shard + expert * more / expert_shard
+    total, cut = dense + expert, dense / shard + expert / expert_shard
     in_buckets = stack.gathers == "buckets"
     gathers = np.full(len(table), in_buckets) | ((table.zero_stage == 3) & (shard > 1))
     alone = table.dp * table.cp == 1
@@ -115,9 +112,8 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
         compute_itemsize=compute,
         gathered_itemsize=gathered,
         bucket_itemsize=np.where(stages.kept_layers.sum(axis=1) > 0, compute, gathered),
-        block=_largest_block(workload, table, more) * np.ones((3, 1)),
-        own_block=_largest_block(workload, table, np.ones_like(more)) * np.ones((3, 1)),
-        blocks=total - root + expert * (more - 1),
+        block=_largest_block(workload, table) * np.ones((3, 1)),
+        blocks=total - root,
         root=root,
         shard=shard,
         gathers=gathers,
@@ -143,21 +139,11 @@ def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, 
     cuts = table.zero_stage > 0
     shard = np.where(cuts, table.dp_shard * table.cp, 1).astype(float)
     copies = table.tp * table.cp * table.dp // (table.ep * table.expert_tp)
-    expert_shard = np.where(cuts, np.maximum(1, np.minimum(copies, shard)), 1.0)
+    expert_shard = np.where(cuts, np.gcd(np.maximum(1, copies), table.dp_shard * table.cp), 1).astype(float)
     return stages.dense_parameters, stages.expert_parameters, shard, expert_shard
 
 
-def expert_padding(workload: Workload, table: LayoutTable, expert_shard: Floats) -> Floats:
-    """By how much experts are filled up where the first rank's whole ones are as many for every rank: FSDP2 cuts dim 0, which
-    counts experts, and pads what others lack. 8 of 8 experts over 64 ranks are gathered as 64."""
-    model = workload.model
-    if workload.stack.cuts_experts_whole and model.num_experts:
-        held = np.maximum(model.num_experts // table.ep, 1)
-        return np.where(table.zero_stage > 0, np.ceil(held / expert_shard) * expert_shard / held, 1.0)
-    return np.ones(len(table))
-
-
-def _largest_block(workload: Workload, table: LayoutTable, more: Floats) -> Floats:
-    """Parameters of the largest kind of block on one rank; experts `more` times."""
+def _largest_block(workload: Workload, table: LayoutTable) -> Floats:
+    """Parameters of the largest kind of block on one rank."""
     dense, expert = parameters_by_kind(workload, table)
-    return (dense + expert[:, None] * more / (table.ep * table.expert_tp)).max(axis=0)
+    return (dense + expert[:, None] / (table.ep * table.expert_tp)).max(axis=0)

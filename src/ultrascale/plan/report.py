@@ -1,8 +1,8 @@
 """Everything `ultrascale plan` says about one run, as data: memory, time, whether it fits, and the ways to make it fit.
 
-What a device must hold is `plan.footprint`'s, for the layout that is told as for every row of a search, so that one layout has
-one number. What is alive at the peak of a layout that our trainer runs is an exact replay of its step (`plan.memory`); on a
-device whose rates are not in the catalogue that replay is all there is. Time is `plan.price`'s.
+Memory of a layout that our trainer runs is an exact replay of its step (`plan.replayed`), with the allocator's share on
+devices whose rates are in the catalogue; of any other it is put together from parts (`plan.footprint`). A search says the same
+of every layout it lists, so that one layout has one number. Time is `plan.price`'s.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class RunPlan:
             "peak_bytes_by_category": memory.peak.by_category,
             "peak_bytes_by_part": {f"{c}/{label}": n for (c, label), n in memory.peak.by_label.items()},
             "between_steps_bytes": memory.between_steps.total,
-            "saved_bytes_by_layer": list(memory.saved_by_layer),
+            "saved_bytes_by_layer": memory.saved_by_layer,
             **limits,
         }
 
@@ -227,10 +227,15 @@ def plan_run(
 
         run = with_recomputation(run, cluster, stack)
     device, knows_rates = device_of(cluster.accelerator), has_rates(cluster.accelerator, run.layout.precision)
-    memory = None
-    ours = stack.name == "ultrascale" and is_replayed(run.model, run.layout) and not not_trainable(run)
-    # Of a pipeline every rank is replayed, which takes seconds where it is long: only where nothing else tells.
-    if ours and (not knows_rates or not (run.layout.pp > 1 or run.model.num_experts)):
+    memory = prediction = None
+    if knows_rates:
+        from ultrascale.plan.price import predict  # here, so that a CPU is planned without NumPy
+        from ultrascale.plan.replayed import with_replay
+
+        workload = workload_of(run, cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
+        prediction = with_replay(predict(workload, run.layout))
+        memory = prediction.replay
+    elif stack.name == "ultrascale" and is_replayed(run.model, run.layout) and not not_trainable(run):
         memory = plan_fullest_rank(
             run.model,
             run.layout,
@@ -240,13 +245,7 @@ def plan_run(
             device=device,
             optimizer=run.optimizer.name,
         )
-    prediction = None
-    if knows_rates:
-        from ultrascale.plan.price import predict  # here, so that a CPU is planned without NumPy
-
-        workload = workload_of(run, cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
-        prediction = predict(workload, run.layout)
-    elif memory is None:
+    else:
         found = [*untrainable_model(run.model), *untrainable_layout(run.layout)]
         raise SpecError(found or [Problem("cluster", *_NO_RATES)])
     capacity = int(cluster.accelerator.memory_bytes.value)

@@ -4,6 +4,7 @@
     plan.bounds  rows that cannot fit, or cannot matter, leave
     plan.price   the rest in chunks, those with the least time first, so that bounds bite early
     predict      the best of each schedule again, one by one, with their pipelines played action by action
+    replay       memory of the first of these: what is printed is never a column
 
 Layouts closer to the fastest than the model can tell apart (`TIE`) are one group: which is fastest is for a measurement.
 """
@@ -11,7 +12,7 @@ Layouts closer to the fastest than the model can tell apart (`TIE`) are one grou
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +24,12 @@ from ultrascale.plan.bounds import memory_floor, time_floor
 from ultrascale.plan.footprint import Footprint
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.price import Prediction, predict, price
-from ultrascale.plan.space import Asked, Refusal, Space, divisors, legal_layouts
+from ultrascale.plan.replayed import with_replay
+from ultrascale.plan.space import Asked, Refusal, Space, legal_layouts
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.units import count_of
+from ultrascale.spec.units import count_of, divisors
 
 Floats = NDArray[np.float64]
 CHUNK = 16_384
@@ -37,6 +39,8 @@ KEPT = 256
 EXACT = 10
 """Layouts of each schedule that are predicted one by one: formulas are right within a percent or two inside most schedules, but
 further off between them, so that the best of each must be played to be compared."""
+REPLAYED = 10
+"""Ways to cut the model at the head of the ranking whose memory is replayed: as many as are listed by default."""
 TIE = 0.02
 """Difference of two step times on one cluster below which the model cannot tell them apart (`docs/validation.md`)."""
 
@@ -118,6 +122,7 @@ def search(
         priced = _across_nodes(workload, base, asked or {}) or priced
     space = priced.space
     ranked = _predict_all(workload, priced, fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, exact))
+    ranked = _first_replayed(ranked, REPLAYED)
     least = int(np.argmin(np.where(priced.was_priced, priced.peak_bytes, np.inf)))
     front = _front(priced)
     prices = price(workload, space.table.take([least, *front]))
@@ -136,7 +141,7 @@ def fastest(workload: Workload, *, base: Layout | None = None, asked: Asked | No
         priced = _across_nodes(workload, base, asked or {}) or priced
         space = priced.space
     rows = fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, 1)
-    return next(iter(_predict_all(workload, priced, rows)), None)
+    return next(iter(_first_replayed(_predict_all(workload, priced, rows), 1)), None)
 
 
 def _across_nodes(workload: Workload, base: Layout | None, asked: Asked) -> Priced | None:
@@ -212,6 +217,35 @@ def _predict_all(workload: Workload, priced: Priced, rows: Sequence[int] | NDArr
     """Exact prices of these rows, the fastest first; those that turn out not to fit are left out."""
     found = [predict(workload, priced.table.layout(int(row))) for row in rows]
     return sorted((one for one in found if one.memory.fits), key=lambda one: one.step_seconds)
+
+
+def _first_replayed(ranked: Sequence[Prediction], count: int) -> list[Prediction]:
+    """`ranked`, of the first `count` ways to cut the model the fastest layout that fits when its step is replayed: those before
+    it that do not are left out."""
+    found: list[Prediction] = []
+    ways: set[tuple[object, ...]] = set()
+    for one in ranked:
+        if len(ways) < count and _way(one) not in ways:
+            one = with_replay(one)
+            if not one.memory.fits:
+                continue
+            ways.add(_way(one))
+        found.append(one)
+    return found
+
+
+def distinct(ranked: Iterable[Prediction]) -> list[Prediction]:
+    """The fastest of each way to cut the model."""
+    best: dict[tuple[object, ...], Prediction] = {}
+    for one in ranked:
+        best.setdefault(_way(one), one)
+    return list(best.values())
+
+
+def _way(one: Prediction) -> tuple[object, ...]:
+    """Same axes, ZeRO stage and recomputation."""
+    own = one.layout
+    return own.tp, own.cp, own.pp, own.ep, own.expert_tp, own.zero_stage, own.recompute
 
 
 def needed_bytes(memory: Footprint) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import gcd
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from ultrascale.plan.footprint import MARGIN
 from ultrascale.plan.price import Prediction
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.scaling import PAYS, Scaled, most_that_pay
-from ultrascale.plan.search import TIE, SearchResult, needed_bytes
+from ultrascale.plan.search import TIE, SearchResult, distinct, needed_bytes
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
@@ -46,15 +46,6 @@ def show_ranking(result: SearchResult, console: Console, *, top: int) -> None:
         )  # fmt: skip
     console.print(table)
     console.print(Text(_summary(result), style="dim"))
-
-
-def distinct(ranked: Iterable[Prediction]) -> list[Prediction]:
-    """The fastest of each way to cut the model: same axes, ZeRO stage and recomputation."""
-    best: dict[tuple[object, ...], Prediction] = {}
-    for one in ranked:
-        own = one.layout
-        best.setdefault((own.tp, own.cp, own.pp, own.ep, own.expert_tp, own.zero_stage, own.recompute), one)
-    return list(best.values())
 
 
 def _summary(result: SearchResult) -> str:

@@ -1,6 +1,7 @@
 """What FSDP2 holds besides the shards: the same moves as torch's, on a ledger.
 
-For one bucket of U elements (its parameters, each padded to a multiple of n rows) on n ranks that share a copy:
+For one bucket of U elements (its parameters, each padded to a multiple of n rows, of `places.zero_shape`) on n ranks that share
+a copy:
 
     forward     take flat U (all-gather)  ->  take U, the parameters; on CUDA flat stays until the next bucket is whole
                 stage 3 lets go of the parameters after the bucket's last block
@@ -18,7 +19,7 @@ Read in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_colle
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Hashable
 from dataclasses import dataclass, field
 
 from ultrascale.plan.ledger import Held, Ledger
@@ -27,7 +28,7 @@ from ultrascale.schedules.actions import Action
 from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.op_builders import FP8_BYTES
 from ultrascale.spec.owners import chunk
-from ultrascale.spec.places import Coordinates
+from ultrascale.spec.places import Coordinates, zero_shape
 from ultrascale.spec.stack import SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES
 from ultrascale.spec.weights import Weight, is_hidden_matrix
 
@@ -96,6 +97,18 @@ class Shards:
             if self.casts_alone:
                 self._finish_gather(bucket)
 
+    def state(self) -> Hashable:
+        """What is there of every bucket."""
+        buckets = tuple(
+            (
+                bucket.parameters is None, bucket.flat is None, bucket.partial is None, bucket.replica_buffer is None,
+                bucket.cut_gradient is None, *map(frozenset, (bucket.whole_gradients, bucket.cast, bucket.narrow_gradients)),
+            )
+            for bucket in self.buckets
+        )  # fmt: skip
+        sizes = tuple(held and held.num_bytes for held in (self.last_flat, self.reduce_input))
+        return buckets, sizes
+
     @property
     def root(self) -> Bucket:
         """The bucket outside the blocks."""
@@ -118,7 +131,8 @@ class Shards:
         """Elements of this rank's shard of a weight without padding: the last ranks may have fewer, or none."""
         ranks = self.ranks_of(bucket)
         own = self.at.dp * self.layout.cp + self.at.cp if bucket.ranks is None else self.at.expert_dp
-        return chunk(weight.shape[0], ranks, own % ranks).length * (weight.numel // weight.shape[0])
+        rows = zero_shape(weight.shape, ranks)[0]
+        return chunk(rows, ranks, own % ranks).length * (weight.numel // rows)
 
     def shard_elements(self, bucket: Bucket) -> int:
         """Elements of this rank's shard without padding."""
@@ -359,4 +373,5 @@ def moment_bytes(weight: Weight, elements: int, optimizer: str, master_itemsize:
 
 
 def _padded(weight: Weight, ranks: int) -> int:
-    return -(-weight.shape[0] // ranks) * ranks * (weight.numel // weight.shape[0])
+    rows = zero_shape(weight.shape, ranks)[0]
+    return -(-rows // ranks) * ranks * (weight.numel // rows)

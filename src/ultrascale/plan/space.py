@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.units import count_of
+from ultrascale.spec.units import count_of, divisors
 
 MIN_TOKENS_PER_CP_RANK = 512
 """Shorter shares of a sequence leave nothing to hide the exchange behind: an A100 needs 1,000 tokens on NVLink, and 24 times as
@@ -135,13 +134,6 @@ def legal_layouts(workload: Workload, *, base: Layout | None = None, asked: Aske
                 tables.append(_product(same, rows, rules))
     table = LayoutTable.concatenate(tables) if tables else LayoutTable.of([])
     return Space(table, tuple(Refusal(*key, count, rules.remedies[key]) for key, count in rules.refused.most_common()))
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """Divisors in ascending order."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def _cuts(rules: _Rules) -> Iterator[Cut]:

@@ -11,8 +11,10 @@ The stage is the whole model where there is no pipeline. FSDP2's part is `plan.s
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from ultrascale.plan.cut_backward import gathered_input_bytes, is_row_sum, may_wait, reads_gathered, sent_in_half
 from ultrascale.plan.ledger import Held, Ledger
@@ -39,6 +41,16 @@ class Under:
     shared: dict[str, Held] = field(default_factory=dict)
 
 
+class Untouched:
+    """In the place of `Shards`: whatever it is told, nothing happens."""
+
+    root = None
+    buckets = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
 class StageReplay:
     """The state of a stage between operations."""
 
@@ -62,6 +74,21 @@ class StageReplay:
         self._halves: dict[int, tuple[Op, Op]] = {}
         self._readers: dict[int, tuple[tuple[Op, ...], dict[str, int]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
+
+    def state(self) -> Hashable:
+        """Of which the bytes of the next pass depend: buckets as they are, and gradients under way to them."""
+        return self.shards.state(), self.gradients.state(), len(self._shares), len(self._together)
+
+    @contextmanager
+    def buckets_left_alone(self) -> Iterator[None]:
+        """Passes inside gather nothing, and their gradients go nowhere."""
+        shards, gradients = self.shards, self.gradients
+        self.shards = cast(Shards, Untouched())
+        self.gradients = WeightGradients(self.ledger, self.work, self.shards, gradients.itemsize)
+        try:
+            yield
+        finally:
+            self.shards, self.gradients = shards, gradients
 
     def forward(self, micro_batch: int, given: Held | None = None) -> Held | None:
         """F. `given`: what the stage before made, which stays its owner's. Returns what the next stage takes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -50,6 +50,8 @@ class StageWork:
     def __init__(self, model: Model, layout: Layout, shape: Shape, part: Part, at: Coordinates):
         self.model, self.layout, self.shape, self.part = model, layout, shape, part
         self.per_bucket = layout.layers_per_bucket if layout.dp * layout.cp > 1 else 1
+        blocks = part.blocks
+        self._first_block, self._last_block = (blocks[0], blocks[-1]) if blocks else (None, None)
         self.hidden_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
         """Of the residual stream."""
         self._local = {w.name: _part(w, place(w, layout, at)) for w in self._weights()}
@@ -67,18 +69,21 @@ class StageWork:
     def _buckets(self) -> list[Bucket]:
         """In the order in which FSDP2 sees them end in a forward pass, what is outside the blocks first: experts that are cut
         over other ranks than the rest are buckets of their own, before the bucket of their block."""
-        layout, local = self.layout, self._local
-        root = Bucket([w for w in local.values() if w.layer is None], "outside the blocks")
+        layout, of_layer = self.layout, defaultdict[int | None, list[Weight]](list)
+        for weight in self._local.values():
+            of_layer[weight.layer].append(weight)
+        root = Bucket(of_layer[None], "outside the blocks")
         buckets = [root]
         apart = self.model.num_experts > 0 and layout.tp * layout.ep * layout.expert_tp > 1
         layers = self.part.blocks
         for first in range(0, len(layers), self.per_bucket):
             members = layers[first : first + self.per_bucket]
             for layer in members if apart else ():
-                if experts := [w for w in local.values() if w.layer == layer and w.is_expert]:
+                if experts := [w for w in of_layer[layer] if w.is_expert]:
                     buckets.append(Bucket(experts, "experts", ranks=layout.expert_shard_size))
-            norms = [w for w in local.values() if w.layer in members and PREDICTION_NORM in w.name]
-            rest = [w for w in local.values() if w.layer in members and not (apart and w.is_expert) and w not in norms]
+            of_members = [w for layer in members for w in of_layer[layer]]
+            norms = [w for w in of_members if PREDICTION_NORM in w.name]
+            rest = [w for w in of_members if not (apart and w.is_expert) and w not in norms]
             buckets += [Bucket(rest, "blocks"), *(Bucket([norm], "norms of predictions") for norm in norms)]
         in_fp8 = weights_gathered_in_fp8(self.model, layout)
         for bucket in buckets:
@@ -124,11 +129,11 @@ class StageWork:
         return (layer - self.part.layers.start) % self.per_bucket == 0
 
     def is_last(self, layer: int) -> bool:
-        return (layer + 1 - self.part.layers.start) % self.per_bucket == 0 or layer == self.part.blocks[-1]
+        return (layer + 1 - self.part.layers.start) % self.per_bucket == 0 or layer == self._last_block
 
     def cuts_input(self, layer: int) -> bool:
         """Whether a rank of tp keeps its positions alone of a block's input (`parallel.cut_checkpoints`)."""
-        held_anyway = layer in self.part.blocks[:1] and not self.part.is_first
+        held_anyway = layer == self._first_block and not self.part.is_first
         return self.layout.partition_checkpoints and not held_anyway
 
     def names(self, weights: Sequence[str], layer: int | None) -> list[str]:

@@ -8,6 +8,8 @@ gather that the replay makes too often is wrong in both.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,6 +51,15 @@ class Pass(NamedTuple):
     messages: list[Message]
 
 
+class Counts(NamedTuple):
+    """FLOPs and messages, by way."""
+
+    products: int
+    attention: int
+    counts: dict[Way, int]
+    sizes: dict[Way, int]
+
+
 @dataclass
 class Tally:
     """Counts of one rank."""
@@ -75,6 +86,35 @@ class Tally:
         self.products = self.attention = 0
         self.counts.clear()
         self.sizes.clear()
+
+    def counted(self) -> Counts:
+        """All so far."""
+        return Counts(self.products, self.attention, dict(self.counts), dict(self.sizes))
+
+    def since(self, before: Counts) -> Counts:
+        """What was counted since `before`."""
+        counts, sizes = (
+            {way: now - then.get(way, 0) for way, now in these.items() if now != then.get(way, 0)}
+            for these, then in ((self.counts, before.counts), (self.sizes, before.sizes))
+        )
+        return Counts(self.products - before.products, self.attention - before.attention, counts, sizes)
+
+    def add(self, more: Counts) -> None:
+        """The same once more."""
+        self.products += more.products
+        self.attention += more.attention
+        self.counts.update(more.counts)
+        self.sizes.update(more.sizes)
+
+    @contextmanager
+    def off_the_books(self) -> Iterator[None]:
+        """Nothing inside counts."""
+        before = self.counted()
+        try:
+            yield
+        finally:
+            self.products, self.attention = before.products, before.attention
+            self.counts, self.sizes = Counter(before.counts), Counter(before.sizes)
 
     def send(self, kind: str, group: tuple[int, int], num_bytes: int, count: int = 1) -> None:
         """`count` messages, together of so many bytes, among `group` (size, stride). One rank sends nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.sharding import Shards
@@ -16,6 +17,10 @@ class WeightGradients:
         self.ledger, self.work, self.shards, self.itemsize = ledger, work, shards, itemsize
         self._arrived: Counter[str] = Counter()
         self._pending: dict[str, Held] = {}
+
+    def state(self) -> Hashable:
+        """Gradients of several uses, of which some have arrived."""
+        return tuple(sorted(self._arrived.items()))
 
     def make(self, name: str) -> Held:
         """One use's."""

@@ -26,7 +26,7 @@ def scale_tables(model: Model, layout: Layout, held: Iterable[Weight]) -> Iterat
     """`held`: the weights of a rank's stages, of the shapes that it has before data parallelism cuts them."""
     is_shared = weights_gathered_in_fp8(model, layout)
     gathered = [weight for weight in held if weight.name in is_shared]
-    of_experts = (layout.expert_shard_size, layout.group("expert_dp")[1]), layout.group("expert_tp")
+    of_experts = layout.group("expert_shard"), layout.group("expert_tp")
     for experts, groups in ((False, (layout.group("shard"), layout.group("tp"))), (True, of_experts)):
         sizes = {w.name: SLOT_BYTES * num_weight_scales(w.shape, layout) for w in gathered if w.is_expert is experts}
         if sizes:

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from ultrascale.schedules.actions import Action, Kind, together
 from ultrascale.schedules.executable import Schedule, check_executable
-from ultrascale.spec.parsing import line_of, parse_json
-from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.parsing import line_of, parse_json, read_bounded
+from ultrascale.spec.problems import MOST_TOLD, Problem, SpecError
 
+MOST_TEXT = 4 << 20
+"""Letters of a file: half a million actions, several times as many as are played."""
 _PASS = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 _PAIR = re.compile(r"\(([0-9]{1,6}F[0-9]{1,6});([0-9]{1,6}B[0-9]{1,6})\)OVERLAP_F_B")
 
@@ -28,7 +30,7 @@ def read_schedule(path: Path) -> list[list[Action]]:
     """
     remedy = "`ultrascale show schedule 1f1b --csv FILE` writes one to start from."
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bounded(path, MOST_TEXT, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise SpecError([Problem(str(path), f"is not UTF-8 at byte {error.start}", remedy)]) from None
     except OSError as error:
@@ -51,6 +53,8 @@ def parse_schedule(rows: Iterable[Iterable[str]], *, source: str = "schedule") -
             if (action := _action(cell.strip())) is None:
                 remedy = "Write STAGE KIND MICRO-BATCH, as 2F0; kinds F, B, I, W; a pair as (0F4;3B0)OVERLAP_F_B."
                 found.append(Problem(f"{source}:{line}", f"cell {column} is no action: {cell.strip()!r}", remedy))
+                if len(found) == MOST_TOLD:
+                    raise SpecError(found)
             else:
                 schedule[-1].append(action)
     if not found and not any(schedule):

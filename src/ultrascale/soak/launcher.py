@@ -17,11 +17,12 @@ def main() -> int:
     """Train the run in the file named first, to its end or until it is stopped; returns the exit code."""
     run = resolve(Path(sys.argv[1])).run
     folder = RunFolder.of(run)
+    folder.path.mkdir(parents=True, exist_ok=True)
     ending = launch_local(
         to_toml(run),
         run.layout.world_size,
         max_restarts=WITHOUT_END,
-        progress=lambda: max((one.name for one in folder.checkpoints.glob("step-*")), default="none"),
+        progress=folder.progress,
         record=lambda event: folder.append("events.jsonl", json.dumps(event)),
         keep=folder.path,
         worker="ultrascale.soak.worker",

@@ -19,6 +19,7 @@ import torch
 
 from ultrascale.checkpoint import load_full, newest_valid
 from ultrascale.data.indexed import ShardWriter
+from ultrascale.launch.orphans import terminate_with_parent
 from ultrascale.launch.restarts import Account, read_account
 from ultrascale.soak.launcher import WITHOUT_END
 from ultrascale.soak.storm import KINDS, Planted, draw, fired, healed, write
@@ -232,7 +233,10 @@ def _launched(
         words = [sys.executable, "-m", "torch.distributed.run", *world, "-m", "ultrascale.soak.worker", str(file)]
         environment |= {"GLOO_SOCKET_IFNAME": "lo", TORCHRUN_GRACE: f"{GRACE_SECONDS:.0f}"}
     with open(folder / f"{run.name}.log", "a") as log:
-        return subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            words, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            preexec_fn=terminate_with_parent,
+        )  # fmt: skip
 
 
 def _calm(folder: Path, run: Run, steps: int) -> None:

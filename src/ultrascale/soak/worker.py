@@ -20,13 +20,13 @@ import torch
 from ultrascale import heartbeat
 from ultrascale.checkpoint.folders import candidates
 from ultrascale.failpoints import VARIABLE
+from ultrascale.launch.warm import FOLDER_VARIABLE
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import local
 from ultrascale.soak.in_place import next_save, stand_still
 from ultrascale.soak.storm import KINDS, Planted, fire, heal, read
 from ultrascale.train import worker
 from ultrascale.train.run_folder import RunFolder
-from ultrascale.train.signs_of_life import FOLDER_VARIABLE
 from ultrascale.train.trainer import StepResult, Trainer
 
 STORM_VARIABLE = "ULTRASCALE_STORM"

@@ -11,6 +11,7 @@ flash-N   FlashAttention N of its package         the same, told where documents
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ultrascale.spec.layout import AttentionCore, Precision
@@ -49,6 +50,7 @@ class Wanted(NamedTuple):
         return self.precision in ("bf16", "fp16", "fp8")
 
 
+@lru_cache(maxsize=256)
 def windows_of(model: Model, sequence_length: int) -> tuple[int | None, ...]:
     """The window of each layer; None where it is as long as the sequence."""
     found = (model.window(layer) for layer in range(model.num_hidden_layers))

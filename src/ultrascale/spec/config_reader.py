@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from ultrascale.spec.problems import Problem
+from ultrascale.spec.problems import MOST_TOLD, Problem
 
 HARMLESS = {
     "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "_attn_implementation",
@@ -37,7 +38,12 @@ class Reader:
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
             self.problem(key, f"must be of type {kind.__name__}, is {value!r}", "Repair the file.")
             return {int: 1, float: 1.0, bool: False, list: []}[kind]
-        return float(value or 0) if kind is float else value
+        if kind is not float or value is None:
+            return value
+        if not math.isfinite(value):
+            self.problem(key, f"must be finite, is {value!r}", "Repair the file.")
+            return 1.0
+        return float(value)
 
     def must_be(self, key: str, allowed: tuple[Any, ...], reason: str) -> None:
         """Refuses `key` unless it is missing or one of `allowed`."""
@@ -56,7 +62,10 @@ class Reader:
 
     def refuse_unread(self) -> None:
         """Keys nobody read are refused, unless they are switched off."""
-        for key in sorted(set(self.config) - self.read):
-            if self.config[key] not in (None, False, [], {}, ""):
-                rule = f"is not known for model_type {self.config['model_type']!r}, so its effect would be lost"
-                self.problem(key, rule, "Remove it from the file if it changes nothing.")
+        unread = [key for key in sorted(set(self.config) - self.read) if self.config[key] not in (None, False, [], {}, "")]
+        most = max(1, MOST_TOLD - 1 - len(self.problems))
+        for key in unread[:most]:
+            rule = f"is not known for model_type {self.config['model_type']!r}, so its effect would be lost"
+            self.problem(key, rule, "Remove it from the file if it changes nothing.")
+        if (more := len(unread) - most) > 0:
+            self.problem(f"{more:,} more keys", "are not known either", "Give a model's config.json.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem
 from ultrascale.spec.recomputed import modes_of
+from ultrascale.spec.units import divisors
 
 _MOST_NAMED = 8
 
@@ -29,10 +30,12 @@ def _tensor(model: Model, layout: Layout) -> Iterator[Problem]:
         widths["intermediate_size"] = model.intermediate_size
     if model.shared_expert_intermediate_size:
         widths["shared_expert_intermediate_size"] = model.shared_expert_intermediate_size
+    broken = {key: width for key, width in widths.items() if width % tp}
+    if not broken and _shares_heads(tp, groups):
+        return
     good = [n for n in range(1, heads + 1) if all(width % n == 0 for width in widths.values()) and _shares_heads(n, groups)]
-    for key, width in widths.items():
-        if width % tp:
-            yield Problem("layout.tp", f"must divide model.{key} = {width}, is {tp}", _choose(good, tp))
+    for key, width in broken.items():
+        yield Problem("layout.tp", f"must divide model.{key} = {width}, is {tp}", _choose(good, tp))
     if heads % tp == 0 and not _shares_heads(tp, groups):
         rule = f"must divide model.num_key_value_heads = {groups}, or be a multiple of it (heads are then repeated), is {tp}"
         yield Problem("layout.tp", rule, _choose(good, tp))
@@ -53,7 +56,7 @@ def _experts(model: Model, layout: Layout) -> Iterator[Problem]:
         ranks, width = getattr(layout, key), getattr(model, field)
         if width % ranks:
             rule = f"must divide model.{field} = {width}, is {ranks}"
-            yield Problem(f"layout.{key}", rule, _choose([n for n in _divisors(width) if n <= layout.world_size], ranks))
+            yield Problem(f"layout.{key}", rule, _choose([n for n in divisors(width) if n <= layout.world_size], ranks))
 
 
 def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
@@ -91,7 +94,7 @@ def _heads_over_context(model: Model, layout: Layout) -> Iterator[Problem]:
     if heads % (layout.tp * swap) and heads % layout.tp == 0:
         key = "layout.cp" if swap == layout.cp else "layout.cp_heads"
         rule = f"must divide the {rest} heads of a rank (num_attention_heads / tp) for all-to-all, is {swap}"
-        yield Problem(key, rule, f'{_choose(_divisors(rest), swap)} Or cp_method = "ring", which cuts no heads.')
+        yield Problem(key, rule, f'{_choose(divisors(rest), swap)} Or cp_method = "ring", which cuts no heads.')
 
 
 def _sequence(layout: Layout, length: int) -> Iterator[Problem]:
@@ -114,11 +117,7 @@ def _sequence_pieces(layout: Layout) -> tuple[int, str]:
     return pieces, ", ".join(why)
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _choose(options: list[int], wrong: int) -> str:
+def _choose(options: Sequence[int], wrong: int) -> str:
     """The options nearest to what was given, in order."""
     near = sorted(sorted(options, key=lambda n: abs(n - wrong))[:_MOST_NAMED])
     return f"Choose one of {near}."

@@ -4,6 +4,9 @@ Sources: the Hugging Face repositories of mistralai, Qwen, allenai, deepseek-ai,
 repository of xai-org on GitHub (two further norms a block, a millionth of its weights, and a cap on scores are not modelled);
 Nemotron-4: Parmar et al. 2024 and NVIDIA 2024, tables 1. DeepSeek-V3's bias that balances load is not learned by gradients, so
 it is no weight.
+
+Coefficients of balance losses are the published ones too, and applied over each sequence: 0.001 to 0.05 are usual sizes of that
+loss. GPT-OSS's 0.9 is not, and nobody has said that it was trained with it, so it is kept for export only.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ _DEEPSEEK_V3 = _MLA | {
 _GPT_OSS = {
     "model_type": "gpt_oss", "hidden_act": "swigluoai", "attention_sinks": True, "qkv_bias": True, "mlp_bias": True,
     "attention_output_bias": True, "sliding_window": 128, "sliding_window_interval": 2, "router_aux_loss_coef": 0.9,
+    "router_aux_loss_scope": "none",
 }  # fmt: skip
 _NEMOTRON = {
     "model_type": "nemotron", "norm": "layernorm", "gated_mlp": False, "hidden_act": "relu2", "partial_rotary_factor": 0.5,

@@ -14,8 +14,8 @@ from ultrascale.spec.config_defaults import DEFAULTS, FAMILY_DEFAULTS
 from ultrascale.spec.config_reader import Reader
 from ultrascale.spec.expert_config import read_experts, write_experts
 from ultrascale.spec.families import WITH_EXPERTS, export_problems, family
-from ultrascale.spec.model import Model
-from ultrascale.spec.parsing import line_of, parse_json
+from ultrascale.spec.model import MOST_LAYERS, Model
+from ultrascale.spec.parsing import MOST_JSON, line_of, parse_json, read_bounded
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rope_config import Rope, read_rope, write_rope
 
@@ -40,12 +40,13 @@ def from_hf(path: str | Path) -> Model:
     if file.suffix in PICKLES:
         raise SpecError([Problem(str(file), "is a pickle, and pickles are not read here", CONVERT)])
     try:
-        config = parse_json(file.read_text(encoding="utf-8"))
+        config = parse_json(read_bounded(file, MOST_JSON))
     except FileNotFoundError:
         remedy = "Give a folder with a config.json (a Hugging Face model that is already on this machine)."
         raise SpecError([Problem("model.path", f"there is no {file}", remedy)]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError([Problem(str(file), f"cannot be read: {error}", "Check the file.")]) from None
+        why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise SpecError([Problem(str(file), f"cannot be read: {why}", "Give a model's config.json.")]) from None
     except ValueError as error:
         raise SpecError([Problem(line_of(error, file), f"is not JSON: {error}", "Repair the file.")]) from None
     if not isinstance(config, dict):
@@ -63,6 +64,8 @@ def model_from_config(config: dict[str, Any], *, where: str = "config.json", nam
     reader = Reader(config | {"model_type": kind}, DEFAULTS | FAMILY_DEFAULTS[kind], where)
     fields: dict[str, Any] = dict(family(kind).fixed) | {"model_type": kind, "name": name}
     fields |= _read_gpt2(reader) if kind == "gpt2" else _read_llama_like(reader, kind)
+    if fields.get("router_aux_loss_coef"):  # of a loss that transformers defines otherwise, and adds only where it is asked to
+        fields["router_aux_loss_scope"] = "none"
     model = None
     if not reader.problems:
         model = Model(**fields)
@@ -118,8 +121,8 @@ def _read_llama_like(reader: Reader, kind: str) -> dict[str, Any]:
         reader.must_be("hidden_act", ("silu",), "the feed-forward layer is SwiGLU")
     take = reader.take
     hidden, heads, layers = (take(k, int) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    if not 1 <= layers <= 10_000:  # said here, before lists of this length are made
-        reader.problem("num_hidden_layers", f"must be from 1 to 10000, is {layers}", "Repair the file.")
+    if not 1 <= layers <= MOST_LAYERS:  # said here, before lists of this length are made
+        reader.problem("num_hidden_layers", f"must be from 1 to {MOST_LAYERS}, is {layers}", "Repair the file.")
         layers = 1
     positions = take("max_position_embeddings", int)
     fields = {

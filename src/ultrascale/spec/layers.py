@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ultrascale.spec.parsing import parse_toml
-from ultrascale.spec.problems import Problem
-from ultrascale.spec.schema import STAND_INS, leaves, sections, unknown_key
+from ultrascale.spec.parsing import MOST_TOML, parse_toml, read_bounded
+from ultrascale.spec.problems import MOST_TOLD, Problem
+from ultrascale.spec.schema import BAD, STAND_INS, At, convert, leaves, sections, unknown_key
 
 _KEY_LINE = re.compile(r"\s*((?:[\w-]+|\"[^\"]*\")(?:\s*\.\s*(?:[\w-]+|\"[^\"]*\"))*)\s*=")
 _TABLE_LINE = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?")
@@ -106,7 +106,7 @@ def read_flags(overrides: Sequence[str] | Mapping[str, Any], problems: list[Prob
 def _file_text(path: Path, problems: list[Problem], *, asked_by: Path | None) -> str | None:
     where = f"{asked_by}, extends" if asked_by else ""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_bounded(path, MOST_TOML, encoding="utf-8-sig")
     except FileNotFoundError:
         near = (
             sorted(str(p) for p in path.parent.glob("*.toml") if p.name != "pyproject.toml")[:5] if path.parent.is_dir() else []
@@ -124,9 +124,7 @@ def _file_text(path: Path, problems: list[Problem], *, asked_by: Path | None) ->
 
 
 def _extended(path: Path, target: Any, where: str, problems: list[Problem], chain: tuple[Path, ...]) -> list[Layer]:
-    if not isinstance(target, str):
-        rule = f"must be the path of one TOML file, is {target!r}"
-        problems.append(Problem("extends", rule, 'Write extends = "other.toml".', where))
+    if convert(target, str, At("extends", where, False, problems)) is BAD:
         return []
     other = path.parent / target
     links = (*chain, path)
@@ -159,7 +157,7 @@ def _add(key: str, entry: Entry, layer: Layer, problems: list[Problem]) -> None:
         rule = f"must be a table, is {entry.value!r}"
         problems.append(Problem(key, rule, f"Write [{key}] and its keys below.", entry.origin))
     else:
-        problems.append(unknown_key(key, entry.origin))
+        problems.append(unknown_key(key, entry.origin, hints=len(problems) < MOST_TOLD))
 
 
 def _plain(key: str) -> str:

@@ -28,10 +28,11 @@ from typing import Literal
 
 from ultrascale.spec.problems import Problem
 from ultrascale.spec.recomputed import SELECTIVE, WHOLE, Again, modes_of, parse_mode
+from ultrascale.spec.units import divisors
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Fp8Scaling = Literal["row", "tensor", "delayed"]
-Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", "expert_dp"]
+Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", "expert_dp", "expert_shard"]
 PipelineRuntime = Literal["ultrascale", "torch"]
 AttentionCore = Literal["auto", "fastest", "sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4"]
 SCHEDULES: dict[str, int | None] = {
@@ -46,6 +47,8 @@ _WHOLE = (
 )  # fmt: skip
 RANGES = dict.fromkeys(_WHOLE, (1, 1_000_000))
 """Lowest and highest value of whole numbers. The highest are far above any run: they catch slips of the finger."""
+MOST_NAMED = 4096
+"""Ranks of ep that are named as a choice: their number is a product, and may be beyond counting."""
 LONGEST_HISTORY = 4096
 """Steps of largest magnitudes that fp8 keeps: four times Transformer Engine's own."""
 OFFLOAD_FROM_BYTES = 1 << 16
@@ -171,7 +174,8 @@ class Layout:
         """(size, stride) of a group of ranks: its members are `stride` apart.
 
         dp: all ranks that reduce one gradient, cp included; shard and replicate: its parts that cut, and repeat, the training
-        state; pp: two neighbours; expert_dp: the ranks that reduce one expert's gradient.
+        state; pp: two neighbours; expert_dp: the ranks that reduce one expert's gradient; expert_shard: its part that cuts the
+        training state.
         """
         shard = 1 if self.zero_stage == 0 else self.shard_size * self.cp
         return {
@@ -184,6 +188,7 @@ class Layout:
             "expert_tp": (self.expert_tp, 1),
             "ep": (self.ep, self.expert_tp),
             "expert_dp": (self.expert_dp, self.ep * self.expert_tp),
+            "expert_shard": (self.expert_shard_size, self.ep * self.expert_tp),
         }[axis]
 
     @property
@@ -241,10 +246,9 @@ class Layout:
     def _data_problems(self) -> Iterator[Problem]:
         if self.dp_shard is None:
             return
-        divisors = [n for n in range(1, self.dp + 1) if self.dp % n == 0]
-        if self.dp_shard not in divisors:
+        if self.dp % self.dp_shard:
             rule = f"must divide dp = {self.dp}, is {self.dp_shard}"
-            yield Problem("layout.dp_shard", rule, f"Choose one of {divisors}, or leave it out.")
+            yield Problem("layout.dp_shard", rule, f"Choose one of {[*divisors(self.dp)]}, or leave it out.")
         if self.zero_stage == 0 and self.dp_shard != 1:
             rule = f"ZeRO stage 0 cuts nothing, but dp_shard is {self.dp_shard}"
             yield Problem("layout.dp_shard", rule, "Leave it out, or set zero_stage to 1, 2 or 3.")
@@ -335,6 +339,6 @@ class Layout:
     def _expert_problems(self) -> Iterator[Problem]:
         ranks, cut = self.tp * self.cp * self.dp, self.ep * self.expert_tp
         if ranks % cut:
-            each = [n for n in range(1, ranks + 1) if ranks % (n * self.expert_tp) == 0]
+            each = [n for n in range(1, min(ranks, MOST_NAMED) + 1) if ranks % (n * self.expert_tp) == 0]
             remedy = f"Choose one of {each}." if each else f"expert_tp = {self.expert_tp} must divide it alone."
             yield Problem("layout.ep", f"ep x expert_tp = {cut} must divide tp x cp x dp = {ranks}", remedy)

@@ -40,8 +40,8 @@ from typing import Any
 from ultrascale.spec.cluster import Accelerator, Cluster, Link, Node, Sourced, Spine, file_of
 from ultrascale.spec.layers import key_lines
 from ultrascale.spec.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE
-from ultrascale.spec.parsing import parse_toml
-from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.parsing import MOST_TOML, parse_toml, read_bounded
+from ultrascale.spec.problems import MOST_TOLD, Problem, SpecError
 
 GIB, GIGA, TERA = 2**30, 1e9, 1e12
 KEYS = {
@@ -55,8 +55,8 @@ KEYS = {
     ),
     "accelerator.tflops": ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8"),
 }  # fmt: skip
-LARGEST_NUMBER = 1e15
-"""Of any unit here: more is a slip of the pen, and overflows what is computed from it."""
+SMALLEST_NUMBER, LARGEST_NUMBER = 1e-9, 1e15
+"""Of any unit here: less or more is a slip of the pen, and overflows what is computed from it."""
 MOST_ACCELERATORS = 1024
 """Of a machine: what is one fast network inside. The largest sold has 72."""
 
@@ -65,7 +65,7 @@ def machine_text(cluster: str) -> str:
     """What stands in the file of `8xours.toml`; empty where machines are not of a file, or it cannot be read."""
     path = file_of(cluster)
     try:
-        return "" if path is None else path.read_text(encoding="utf-8")
+        return "" if path is None else read_bounded(path, MOST_TOML)
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -73,7 +73,7 @@ def machine_text(cluster: str) -> str:
 def read_machine(path: Path, count: int, text: str) -> Cluster:
     """`count` of the machines that the file at `path` describes, called `text`. Raises SpecError with every mistake in it."""
     try:
-        written = path.read_text(encoding="utf-8")
+        written = read_bounded(path, MOST_TOML)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not text"
         remedy = "Give the path of a machine's TOML file, or a machine of `ultrascale show clusters`."
@@ -202,12 +202,14 @@ class _Reader:
         if value is None and not needed:
             return None
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER:
-            is_enough = value >= 1 if whole or least else value > 0
+            is_enough = value >= (1 if whole or least else SMALLEST_NUMBER)
             if is_enough and value <= most and (not whole or value == int(value)):
                 return float(value)
         kind = "a whole number from 1" if whole else "a number from 1" if least else "a positive number"
         too_large = isinstance(value, int | float) and value >= LARGEST_NUMBER
+        too_small = isinstance(value, int | float) and 0 < value < SMALLEST_NUMBER
         kind += f" to {most:g}" if math.isfinite(most) else f" below {LARGEST_NUMBER:g}" if too_large else ""
+        kind += f" from {SMALLEST_NUMBER:g}" if too_small and not (whole or least) else ""
         rule = "is missing" if value is None else f"must be {kind}, is {value!r}"
         self._wrong(key, rule, f"Write {key.rpartition('.')[2]} = {kind}.")
         return None
@@ -215,7 +217,7 @@ class _Reader:
     def _expect_known(self, name: str, table: Mapping[str, Any]) -> None:
         for key in table:
             if key not in KEYS[name]:
-                near = get_close_matches(key, KEYS[name], n=1, cutoff=0.5)
+                near = get_close_matches(key, KEYS[name], n=1, cutoff=0.5) if len(self.problems) < MOST_TOLD else []
                 hint = f"Did you mean {near[0]}? " if near else ""
                 place = f"{name}.{key}" if name else key
                 self._wrong(place, "is no key of a machine's file", f"{hint}Here are {', '.join(KEYS[name])}.")

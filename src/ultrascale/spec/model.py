@@ -27,11 +27,15 @@ _OPTIONAL_SIZES = (
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "qk_nope_head_dim",
     "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
+MOST_LAYERS = 2048
+"""A plan replays every block in up to a millisecond. The deepest published model has 1,000 (Wang et al. 2022, DeepNet)."""
 _LIMITS = (
-    (("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), (1, 10_000)),
+    (("num_hidden_layers",), (1, MOST_LAYERS)),
+    (("num_attention_heads", "num_key_value_heads"), (1, 10_000)),
     ((*_SIZES, "q_lora_rank", "kv_lora_rank", "n_group", "topk_group"), (1, 2**31 - 1)),
     (_OPTIONAL_SIZES, (0, 2**31 - 1)),
-    (("first_k_dense_replace", "num_nextn_predict_layers"), (0, 10_000)),
+    (("first_k_dense_replace",), (0, MOST_LAYERS)),
+    (("num_nextn_predict_layers",), (0, 100)),
 )
 RANGES = {key: limits for keys, limits in _LIMITS for key in keys}
 """Lowest and highest value of whole numbers. The highest are far above any model: they catch slips of the finger."""
@@ -112,9 +116,10 @@ class Model:
     """... of which a token visits at most this many (node-limited routing)."""
     router_aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss: 1 a layer where all experts are chosen equally often (Fedus et al. 2022)."""
-    router_aux_loss_scope: Literal["sequence", "micro-batch", "global"] = "sequence"
+    router_aux_loss_scope: Literal["none", "sequence", "micro-batch", "global"] = "sequence"
     """Tokens over which experts are to be chosen equally often: each sequence (DeepSeek), a micro-batch, or the micro-batches
-    of all data-parallel ranks (Qiu et al. 2025). Only the first is the same for every layout."""
+    of all data-parallel ranks (Qiu et al. 2025). Only the first is the same for every layout. "none": the coefficient is kept
+    for export and not applied, as with every model that was read from a `config.json`."""
     router_z_loss_coef: float = 0.0
     """Weight of the mean squared log of the sum of exponentials of router logits (Zoph et al. 2022)."""
     router_bias_update_rate: float = 0.001
@@ -175,6 +180,11 @@ class Model:
     def activation(self) -> str:
         """The activation function of the feed-forward layers."""
         return self.hidden_act or ("silu" if self.gated_mlp else "gelu_pytorch_tanh")
+
+    @property
+    def balance_loss_coef(self) -> float:
+        """What the load-balancing loss is multiplied by in training; 0: there is none."""
+        return 0.0 if self.router_aux_loss_scope == "none" else self.router_aux_loss_coef
 
     def is_moe(self, layer: int) -> bool:
         """Whether the feed-forward layer of block `layer` (counted from zero) is made of experts."""

@@ -4,7 +4,8 @@ Sources: the Hugging Face repositories of openai-community, meta-llama, HuggingF
 2020, table 2.1; Megatron: Korthikanti et al. 2022, "Reducing Activation Recomputation", table 3 (sequence 2048, vocabulary
 51,200); OPT: Zhang et al. 2022, table 1; BLOOM: Le Scao et al. 2022; LLaMA: Touvron et al. 2023; 01-ai, microsoft. GPT-3, OPT,
 BLOOM and Megatron are GPT-2 in shape: sparse attention, ALiBi (positions instead, 0.02 percent of BLOOM's weights), ReLU and
-untold details are not modelled. GPT-3 1.3B and 13B have a whole number of heads, and a width that they divide.
+untold details are not modelled. GPT-3 1.3B and 13B have a whole number of heads, and a width that they divide. Qwen 3's
+positions are those of its tuned models (base: 32,768).
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ _LLAMA_SIZES = """
      qwen3-14b              151936   5120  17408     40    40  8      128     40960  1e6
      qwen3-32b              151936   5120  25600     64    64  8      128     40960  1e6
      mistral-7b-v0.1         32000   4096  14336     32    32  8      128     32768  1e4
+     mistral-7b-v0.2         32000   4096  14336     32    32  8      128     32768  1e6
      mistral-7b-v0.3         32768   4096  14336     32    32  8      128     32768  1e6
      mistral-nemo-12b       131072   5120  14336     40    32  8      128    131072  1e6
      mistral-small-24b      131072   5120  32768     40    32  8      128     32768  1e8
@@ -113,6 +115,7 @@ _LLAMA_SIZES = """
 
 # What a family, or one size of it, does differently from Llama; a later line that matches wins.
 _DIFFERENCES: list[tuple[str, dict]] = [
+    ("llama-30b", {"norm_eps": 1e-6}),
     ("llama-3.1", {"rope_scaling": _LLAMA_3_1}),
     ("llama-3.2", {"rope_scaling": _LLAMA_3_2, "tie_word_embeddings": True}),
     ("smollm", {"tie_word_embeddings": True}),
@@ -138,10 +141,11 @@ _DIFFERENCES: list[tuple[str, dict]] = [
     ("tiny-smollm3", {"model_type": "smollm3", "no_rope_layer_interval": 4}),
 ]
 
-# Short names that people use.
+# Short names that people use. Without a version the newest release of the size is meant: Mistral 7B's window is v0.1's alone,
+# and llama-7b and -13b are Llama 2's (the first had 2,048 positions).
 ALIASES = {
     "gpt2": "gpt2-small", "gpt-2": "gpt2-small", "gpt3-175b": "gpt-3-175b", "gpt-3": "gpt-3-175b",
-    "mistral-7b": "mistral-7b-v0.3", "mistral-7b-v0.2": "mistral-7b-v0.3", "mistral-nemo": "mistral-nemo-12b",
+    "mistral-7b": "mistral-7b-v0.3", "mistral-nemo": "mistral-nemo-12b",
     "olmoe": "olmoe-1b-7b", "kimi-k2-1t": "kimi-k2", "grok-1-314b": "grok-1", "llama-7b": "llama-2-7b",
     "llama-13b": "llama-2-13b", "llama-33b": "llama-30b", "llama-3.3-70b": "llama-3.1-70b", "llama-3-405b": "llama-3.1-405b",
     "mixtral": "mixtral-8x7b", "mixtral-8x7b-v0.1": "mixtral-8x7b", "mixtral-8x22b-v0.1": "mixtral-8x22b",

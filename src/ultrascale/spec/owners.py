@@ -1,6 +1,7 @@
 """Who gets which matrix whole, for updates that need all of a matrix, and what is sent to that end (`parallel.whole_matrices`).
 
     shard          rows of a matrix over the ranks that share a copy of the state   -->  each rank the slices of some matrices
+    expert_shard   rows of experts, where ZeRO does not leave them whole            -->  each rank all experts of some weights
     tp, expert_tp  rows or columns of it over tensor-parallel ranks                 -->  each rank some whole matrices
 
 Trainer and planner both ask here.
@@ -14,7 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 from ultrascale.spec.layout import Axis, Layout
-from ultrascale.spec.places import Coordinates, place
+from ultrascale.spec.places import Coordinates, place, zero_shape
 from ultrascale.spec.weights import Weight
 
 NEWTON_SCHULZ_STEPS = 5
@@ -40,6 +41,8 @@ class Cut:
     """Of all that the group has together."""
     cost: int
     """Of the work on all of it, next to others'."""
+    whole: tuple[int, ...]
+    """The same as its owner works on it: experts as [X, F, D], though their rows are cut."""
     owner: int = 0
 
     def numel(self, rank: int) -> int:
@@ -69,12 +72,15 @@ class Exchange(NamedTuple):
 
 def exchanges(some: Sequence[Weight], layout: Layout, rank: int) -> list[Exchange]:
     """What brings `some` matrices of a rank to their owners, one exchange after the other; none where all are whole."""
-    numbers, found = range(len(some)), []
-    sharded = [n for n in numbers if not some[n].is_expert] if layout.group("shard")[0] > 1 else []
-    if sharded:
-        found.append(_exchange("shard", {n: _shard_cut(some[n], layout, rank) for n in sharded}, some, layout, rank))
-    # What this rank owns after the first exchange meets the other slices of it, which their ranks of tp own alike.
-    mine = [n for n in numbers if n not in sharded or found[0].is_mine(n)]
+    numbers = range(len(some))
+    found: list[Exchange] = []
+    cuts = {n: _shard_cut(some[n], layout, rank) for n in numbers if not _lies_whole(some[n], layout, rank)}
+    shards: tuple[tuple[Axis, bool], ...] = (("shard", False), ("expert_shard", True))
+    for axis, wanted in shards:
+        if own := {n: cut for n, cut in cuts.items() if some[n].is_expert == wanted}:
+            found.append(_exchange(axis, own, some, layout, rank))
+    # What this rank owns after these exchanges meets the other slices of it, which their ranks of tp own alike.
+    mine = [n for n in numbers if n not in cuts or any(n in one.cuts and one.is_mine(n) for one in found)]
     axes: tuple[tuple[Axis, bool], ...] = (("tp", False), ("expert_tp", True))
     for axis, wanted in axes:
         cut = [n for n in mine if some[n].is_expert == wanted and some[n].tp_dim is not None]
@@ -93,11 +99,9 @@ def owned_shapes(some: Sequence[Weight], layout: Layout, rank: int) -> list[tupl
 def part_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
     """Of what a rank holds of a matrix."""
     at = Coordinates.of(layout, rank)
-    shape = place(weight, layout, at).shape
-    ranks, own = layout.group("shard")[0], members(layout, "shard", rank).index(rank)
-    if weight.is_expert:
-        ranks, own = layout.expert_shard_size, at.expert_dp % layout.expert_shard_size
-    return (chunk(shape[0], ranks, own).length, *shape[1:])
+    ranks = _sharers(weight, layout, rank)
+    rows, *rest = zero_shape(place(weight, layout, at).shape, len(ranks))
+    return (chunk(rows, len(ranks), ranks.index(rank)).length, *rest)
 
 
 def orthogonalising_flops(shape: Sequence[int]) -> int:
@@ -140,22 +144,33 @@ def _exchange(axis: Axis, cuts: dict[int, Cut], some: Sequence[Weight], layout: 
     return Exchange(axis, ranks.index(rank), dict(sorted(owned.items())))
 
 
+def _sharers(weight: Weight, layout: Layout, rank: int) -> range:
+    """The ranks over which ZeRO cuts what `rank` has of a weight."""
+    return members(layout, "expert_shard" if weight.is_expert else "shard", rank)
+
+
+def _lies_whole(weight: Weight, layout: Layout, rank: int) -> bool:
+    """Whether ZeRO leaves every matrix of a weight on one rank."""
+    ranks, shape = len(_sharers(weight, layout, rank)), place(weight, layout, Coordinates.of(layout, rank)).shape
+    return ranks == 1 or (weight.is_expert and zero_shape(shape, ranks) == shape)
+
+
 def _shard_cut(weight: Weight, layout: Layout, rank: int) -> Cut:
-    shape, ranks = place(weight, layout, Coordinates.of(layout, rank)).shape, layout.group("shard")[0]
-    return Cut(0, tuple(chunk(shape[0], ranks, one) for one in range(ranks)), shape, prod(weight.shape))
+    whole, ranks = place(weight, layout, Coordinates.of(layout, rank)).shape, len(_sharers(weight, layout, rank))
+    shape = zero_shape(whole, ranks)
+    return Cut(0, tuple(chunk(shape[0], ranks, one) for one in range(ranks)), shape, prod(weight.shape), whole)
 
 
 def _slice_cut(weight: Weight, axis: Axis, layout: Layout, rank: int) -> Cut:
-    dim, shape = weight.tp_dim, list(_whole_shape(weight, layout, rank))
+    dim, shape = weight.tp_dim, _whole_shape(weight, layout, rank)
     assert dim is not None
-    return Cut(dim, slice_spans(weight, layout, members(layout, axis, rank)), tuple(shape), prod(weight.shape))
+    return Cut(dim, slice_spans(weight, layout, members(layout, axis, rank)), shape, prod(weight.shape), shape)
 
 
 def _whole_shape(weight: Weight, layout: Layout, rank: int) -> tuple[int, ...]:
-    """Of a matrix; of experts, as many as lie on the rank."""
+    """Of a matrix; of experts, as many as the rank has of them, before or after the exchange of rows."""
     if not weight.is_expert:
         return weight.shape
-    at = Coordinates.of(layout, rank)
-    ranks = layout.expert_shard_size
-    experts = chunk(place(weight, layout, at).shape[0], ranks, at.expert_dp % ranks)
-    return (experts.length, *weight.shape[1:])
+    if _lies_whole(weight, layout, rank):
+        return (part_shape(weight, layout, rank)[0], *weight.shape[1:])
+    return (place(weight, layout, Coordinates.of(layout, rank)).shape[0], *weight.shape[1:])

@@ -6,12 +6,15 @@
     experts                    dim 0 over ep, and `tp_dim`   none but expert data parallelism
                                over expert_tp
 
+ZeRO cuts dim 0 of that part in equal parts (`spec.owners.chunk`), of stacked experts whole ones or rows of them (`zero_shape`).
+
 Every rank that holds a part computes with it on tokens or heads of its own, so that its gradient is a share of the sum. One
 exception: without sequence parallelism all ranks of tp do the same outside the cut products, and each has the whole sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ultrascale.spec.layout import Layout
@@ -81,6 +84,39 @@ def place(weight: Weight, layout: Layout, at: Coordinates) -> Place:
         cut(weight.tp_dim, parts, at.tp // copies)
     differs = weight.tp_dim is not None or layout.sequence_parallel or weight.name.endswith(HEAD_NORMS)
     return Place(tuple(offsets), tuple(shape), copies, at.tp % copies, is_partial=copies > 1 and differs)
+
+
+def zero_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The shape in which ZeRO cuts a part of a weight, along dim 0, over `ranks`: its own, but of stacked experts [X, F, D]
+    that ranks do not divide [X F, D], the rows of all of them.
+
+    FSDP2 pads the last ranks' parts of dim 0, which would be whole experts: 8 experts over 64 ranks would take the room of 64.
+    """
+    experts, *matrix = shape
+    return (experts * matrix[0], matrix[1]) if len(shape) == 3 and experts % ranks else shape
+
+
+def boxes(shape: tuple[int, ...], cut: tuple[int, ...], first: int, length: int) -> Iterator[tuple[slice, Place]]:
+    """Boxes of a part of `shape` that `length` entries of dim 0 from `first` on are, where it is cut as `cut` (`zero_shape`),
+    each with its entries, counted from `first`: one box, but where these are rows of several experts.
+
+    Raises ValueError if `cut` is no form of `shape`.
+    """
+    if cut == shape:
+        yield slice(0, length), Place((first, *(0 for _ in shape[1:])), (length, *shape[1:]))
+        return
+    if len(shape) != 3 or cut != (shape[0] * shape[1], shape[2]):
+        raise ValueError(f"{list(cut)} is not how {list(shape)} is cut")
+    _, rows, columns = shape
+    if not length:
+        yield slice(0, 0), Place((0, 0, 0), (0, rows, columns))
+    done = 0
+    while done < length:
+        expert, row = divmod(first + done, rows)
+        whole = 0 if row else (length - done) // rows
+        count = whole * rows or min(length - done, rows - row)
+        yield slice(done, done + count), Place((expert, row, 0), (whole or 1, count // (whole or 1), columns))
+        done += count
 
 
 def even_part(length: int, parts: int, part: int) -> tuple[int, int]:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+MOST_LETTERS = 1200
+"""Of each part of a problem: more is a long value, quoted."""
+MOST_TOLD = 100
+"""Problems of a description; a file of another kind has a million."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +24,24 @@ class Problem:
     where: str = ""
     """Where the value came from: a file, `flag`, `default`."""
 
+    def __post_init__(self) -> None:
+        """Shortens what quotes a long value in the middle."""
+        for name in ("key", "rule", "remedy", "where"):
+            text = getattr(self, name)
+            if len(text) > MOST_LETTERS:
+                half = MOST_LETTERS // 2
+                object.__setattr__(self, name, f"{text[:half]} ... {text[-half:]}")
+
     def __str__(self) -> str:
         origin = f" (from {self.where})" if self.where else ""
         return f"{self.key}{origin}: {self.rule}. {self.remedy}"
 
 
 class SpecError(ValueError):
-    """The description is wrong. Carries every `Problem` found, not only the first."""
+    """The description is wrong. Carries every `Problem` found, not only the first; of thousands the first hundred."""
 
-    def __init__(self, problems: list[Problem] | tuple[Problem, ...]):
-        self.problems = tuple(problems)
+    def __init__(self, problems: Sequence[Problem]):
+        more = len(problems) - MOST_TOLD
+        rest = [Problem(f"{more:,} more", "are wrong too", "Repair these first.")] if more > 0 else []
+        self.problems = (*problems[:MOST_TOLD], *rest)
         super().__init__("\n".join(str(problem) for problem in self.problems))

@@ -21,7 +21,7 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model, RopeScaling
 from ultrascale.spec.model_presets import PRESETS, preset
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.ranges import range_problem
+from ultrascale.spec.ranges import MOST, range_problem
 from ultrascale.spec.rules import run_problems
 from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, LossScale, Optimizer, RampStage, Run
 from ultrascale.spec.run_toml import to_toml
@@ -52,13 +52,15 @@ def resolve(
     path: str | Path | None = None,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
+    defaults: Mapping[str, Any] | None = None,
     require_data: bool = False,
     processes: int | None = None,
     processes_flag: str = "--processes",
 ) -> Resolved:
     """The run that a TOML file (or a run folder, or nothing) and overrides describe.
 
-    `overrides` are command-line words (`["--layout.dp", "4", "--compile"]`) or a mapping from dotted keys to values.
+    `overrides` are command-line words (`["--layout.dp", "4", "--compile"]`) or a mapping from dotted keys to values; `defaults`
+    stand in place of the fields' own, below file and overrides.
     `require_data` demands a corpus to train on, and what the trainer runs. `processes`: of the whole run; those that the other
     axes leave are data parallel; `processes_flag` is the word that said so. Raises SpecError with every mistake found.
     """
@@ -67,6 +69,7 @@ def resolve(
     if path is not None and not layers:
         raise SpecError(problems)  # without its file, the rest would only be noise
     asked = None if processes is None else (processes, processes_flag)
+    layers = [Layer({key: Entry(value, "default") for key, value in (defaults or {}).items()}), *layers]
     return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data, processes=asked)
 
 
@@ -91,6 +94,8 @@ def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: i
     """
     unit = sequence_length * multiple
     count = parse_tokens(tokens) if isinstance(tokens, str) else tokens
+    if count > MOST:
+        raise UnitError(f"must be at most 2^53 tokens, is {tokens}")
     near = max(1, round(count / unit))
     exact = isinstance(tokens, int) or tokens.replace("_", "").replace(",", "").strip().isdigit()
     if count == near * unit or (not exact and abs(near * unit - count) <= _BATCH_TOLERANCE * count):
@@ -110,6 +115,7 @@ def _resolve(
     provenance = {key: entries[key].origin if key in entries else "default" for key in leaves()}
     if processes is not None:
         _share_processes(*processes, entries, values, provenance, bad, problems)
+    _fit_default_length(values, provenance)
     _batch_from_tokens(entries, values, provenance, bad, problems)
     run = _build(values, bad, problems, entries)
     found = _section_problems(run, bad)
@@ -143,6 +149,9 @@ def _model_entries(layers: list[Layer], problems: list[Problem]) -> dict[str, En
             entries = _whole_model(chosen, layer.entries[chosen], problems)
         if "model.rope_scaling" in layer.entries:
             entries = {key: entry for key, entry in entries.items() if not key.startswith("model.rope_scaling.")}
+        scope = entries.get("model.router_aux_loss_scope")
+        if "model.router_aux_loss_coef" in layer.entries and scope is not None and scope.value == "none":
+            del entries["model.router_aux_loss_scope"]  # who gives the coefficient of a file or a preset wants it applied
         entries |= {k: e for k, e in layer.entries.items() if k.startswith("model.") and k not in rivals}
     return _complete(entries) if "model" not in entries else entries
 
@@ -214,6 +223,13 @@ def _convert_all(entries: dict[str, Entry], problems: list[Problem]) -> tuple[di
         else:
             values[key] = value
     return values, bad
+
+
+def _fit_default_length(values: dict[str, Any], provenance: dict[str, str]) -> None:
+    """Shortens the default sequence length to the positions that the model has."""
+    key, positions = "batch.sequence_length", values.get("model.max_position_embeddings")
+    if provenance[key] == "default" and positions is not None and positions < values.get(key, leaves()[key].default):
+        values[key], provenance[key] = positions, "derived from model.max_position_embeddings"
 
 
 def _share_processes(

@@ -12,6 +12,7 @@ from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.families import export_problems
 from ultrascale.spec.fp8_slots import gathers_fp8, is_delayed
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.progress import tokens_after
 from ultrascale.spec.ranges import MOST
@@ -70,7 +71,7 @@ def run_notes(run: Run) -> list[str]:
         "layers_per_bucket": own.layers_per_bucket > 1,
         "reduce_dtype": own.reduce_dtype not in (None, own.master_dtype),
     }
-    notes = [*time_limit_notes(run)]
+    notes = [*time_limit_notes(run), *_auxiliary_loss_notes(run.model)]
     for key, is_set in set_for_nothing.items():
         if alone and is_set:
             notes.append(f"layout.{key} = {getattr(own, key)} has no effect: one process shares nothing (layout.dp = 1).")
@@ -95,6 +96,24 @@ def run_notes(run: Run) -> list[str]:
             f"layout.zero_stage = {own.zero_stage} saves no memory: every rank keeps a whole copy (layout.dp_shard = 1)."
         )
     return notes
+
+
+def _auxiliary_loss_notes(model: Model) -> Iterator[str]:
+    """Which losses join the gradient beside the one that is told, and the coefficient of a file that does not."""
+    losses = [
+        f"{name} = {value:g}{more}"
+        for name, value, more in (
+            ("router_aux_loss_coef", model.balance_loss_coef, f" over each {model.router_aux_loss_scope}"),
+            ("router_z_loss_coef", model.router_z_loss_coef, ""),
+            ("mtp_loss_coef", model.mtp_loss_coef if model.num_nextn_predict_layers else 0.0, ""),
+        )
+        if value
+    ]
+    if losses:
+        yield f"auxiliary losses join the gradient and not the loss that is told: model.{', model.'.join(losses)}."
+    if model.router_aux_loss_coef and not model.balance_loss_coef:
+        kept = f"model.router_aux_loss_coef = {model.router_aux_loss_coef:g} is kept for export and not applied"
+        yield f'{kept}; model.router_aux_loss_scope = "sequence" would add it to the loss of every token and layer.'
 
 
 def _batch_sizes(run: Run) -> Iterator[tuple[str, int]]:

@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ultrascale.spec.parsing import parse_toml
-from ultrascale.spec.problems import Problem
+from ultrascale.spec.problems import MOST_TOLD, Problem
 from ultrascale.spec.run import RampStage, Run
 from ultrascale.spec.units import UnitError, parse_bytes, parse_tokens
 
@@ -27,6 +27,7 @@ _ELSEWHERE = {
     "num_local_experts": "model.num_experts", "n_routed_experts": "model.num_experts",
     "activation_checkpointing": "layout.recompute", "gradient_checkpointing": "layout.recompute",
 }  # fmt: skip
+_NEVER_IN_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 class _Bad:
@@ -76,10 +77,10 @@ def sections() -> frozenset[str]:
     return frozenset(key.rpartition(".")[0] for key in leaves()) - {""}
 
 
-def unknown_key(key: str, where: str) -> Problem:
-    """The problem of a key that does not exist, with the nearest that do."""
+def unknown_key(key: str, where: str, *, hints: bool = True) -> Problem:
+    """The problem of a key that does not exist, with the nearest that do if it `hints`."""
     section, _, last = key.rpartition(".")
-    near = _nearest(section, last)
+    near = _nearest(section, last) if hints else []
     remedy = (
         f"Did you mean {' or '.join(near)}?"
         if near
@@ -204,7 +205,11 @@ def _float(value: Any, at: At) -> Any:
 
 
 def _str(value: Any, at: At) -> Any:
-    return value if isinstance(value, str) else at.wrong(f"must be text, is {_described(value)}", "Put it in quotes.")
+    if not isinstance(value, str):
+        return at.wrong(f"must be text, is {_described(value)}", "Put it in quotes.")
+    if _NEVER_IN_TEXT.search(value):  # no path has the first, and no file in UTF-8 the others
+        return at.wrong(f"must be text without NUL and halves of characters, is {value!r}", "Leave them out.")
+    return value
 
 
 def _tuple(value: Any, kind: Any, at: At) -> Any:
@@ -241,7 +246,7 @@ def _item(value: Any, cls: Any, at: At) -> Any:
         elif cls is RampStage and name == "tokens_per_batch":
             values[name] = raw
         else:
-            near = get_close_matches(name, known, n=1)
+            near = get_close_matches(name, known, n=1) if len(at.problems) < MOST_TOLD else []
             at.child(f".{name}").wrong(
                 "is not a key here", f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
             )

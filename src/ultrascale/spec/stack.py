@@ -176,8 +176,6 @@ class Stack:
     keeps_outputs: bool = False
     """In a pipeline the last stage keeps the logits of all micro-batches to the end of a step, for its caller (torch's runtime,
     unless told `return_outputs=False`, which ours is)."""
-    cuts_experts_whole: bool = False
-    """ZeRO cuts the weights of experts between experts, and no expert (FSDP2's dim 0). Else as evenly as any weight."""
     joins_segments: bool = True
     """Freed memory of torch's allocator is one range, whatever was asked of CUDA first: expandable segments, which torchtitan's
     launcher sets. Else what is larger than any free segment is taken anew. Read only if gathers = "buckets": where gradients
@@ -190,7 +188,6 @@ STACKS: dict[str, Stack] = {
         Stack(
             "ultrascale", 0, 4, 0, stage_cut="balanced", stops_early=True, offloads_parameters=False,
             overlaps_offloaded_update=True, attention_kernel="contest", joins_segments=False,
-            cuts_experts_whole=True,
         ),
         Stack(
             "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False, drops_unseen_keys=False),

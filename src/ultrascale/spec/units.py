@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
 
 TOKENS = {
     "": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
@@ -46,6 +47,13 @@ def _whole(text: str, units: dict[str, int], expected: str, what: str) -> int:
     return round(value)
 
 
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Divisors in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
 def format_bytes(value: float) -> str:
     """`17.0 GiB`: binary units, three figures."""
     return _scaled(value, [(2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")], "B")
@@ -70,6 +78,11 @@ def count_of(number: int, what: str) -> str:
     """`1 rank`, `2 ranks`, `1,024 processes`."""
     plural = f"{what}es" if what.endswith(("s", "ch")) else f"{what}s"
     return f"{number:,} {what if number == 1 else plural}"
+
+
+def format_share(value: float | None) -> str:
+    """A share of a peak, `41.2%`. Above 100%, or None where that was left out: `>100%`, for then the peak is wrong."""
+    return ">100%" if value is None or value > 1 else f"{value:.1%}"
 
 
 def format_seconds(value: float) -> str:

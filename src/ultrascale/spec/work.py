@@ -111,9 +111,22 @@ def _positions(model: Model, shape: Shape, result: str) -> tuple[Op, ...]:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
 def block_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
-    """One decoder block, from `hidden` to `hidden_out`, both [M, D]. Equal for layers that are equal."""
+    """One decoder block, from `hidden` to `hidden_out`, both [M, D]. The same object for layers that are equal."""
+    return _work_of_kind(model, first_alike(model)[layer], shape)
+
+
+@lru_cache(maxsize=256)
+def first_alike(model: Model) -> tuple[int, ...]:
+    """Of every block, those of multi-token prediction too, the first that does the same work."""
+    first: dict[tuple[bool, int | None, bool], int] = {}
+    layers = range(model.num_hidden_layers + model.num_nextn_predict_layers)
+    kinds = ((model.is_moe(layer), model.window(layer), model.uses_rotary(layer)) for layer in layers)
+    return tuple(first.setdefault(kind, layer) for layer, kind in enumerate(kinds))
+
+
+@lru_cache(maxsize=4096)
+def _work_of_kind(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     m, d = shape.outer_tokens, model.hidden_size
     drops_any = bool(shape.kernels.dropout or model.dropout)
     attended, fed = ("attention_dropped", "mlp_dropped") if drops_any else ("attention_out", "mlp_out")

@@ -15,23 +15,25 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ultrascale.spec.machine_file import machine_text
+from ultrascale.spec.parsing import parse_json
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
 from ultrascale.sweep.grid import Axis, Cell
 
 LONGEST_NAME = 80
 OUTCOMES = ("out of memory", "too slow", "killed", "failed")
-NEEDED = (
-    "step_seconds", "tokens_per_step", "ranks", "mfu", "planned_step_seconds", "planned_peak_bytes", "measured_peak_bytes",
-    "planned_reserved_bytes", "measured_reserved_bytes", "device", "environment",
-)  # fmt: skip
-"""Of `train.speed.Speed`: a result without one of them is another version's, or damaged, and none."""
+COUNTED = ("tokens_per_step", "ranks", "mfu", "planned_peak_bytes")
+MAYBE_COUNTED = ("planned_step_seconds", "measured_peak_bytes", "planned_reserved_bytes", "measured_reserved_bytes")
+NEEDED = ("step_seconds", *COUNTED, *MAYBE_COUNTED, "device", "environment")
+"""Of `train.speed.Speed`: a result without one of them, or with something else in its place, is another version's, or damaged,
+and none."""
+MOST_COUNTED = 1e30
 
 
 @dataclass(frozen=True)
@@ -70,19 +72,20 @@ class Place:
     def result(self) -> dict[str, Any] | None:
         """What was measured, as `train.speed.Speed` wrote it; None also of a file that does not hold it whole."""
         told = _read(self.result_file)
-        whole = all(key in told for key in NEEDED) and isinstance(told["step_seconds"], list) and told["step_seconds"]
-        return told if whole else None
+        return told if all(key in told for key in NEEDED) and _is_result(told) else None
 
     @property
     def failure(self) -> Failure | None:
         told = _read(self.path / "failed.json")
-        if told.get("outcome") not in OUTCOMES or "text" not in told:
+        if told.get("outcome") not in OUTCOMES or not isinstance(told.get("text"), str):
             return None
-        return Failure(told["outcome"], str(told["text"]), told.get("exit_code"))
+        return Failure(told["outcome"], told["text"], told.get("exit_code"))
 
     def prepare(self) -> None:
-        """Write the run, and forget how it failed before."""
+        """Write the run, and forget how it failed before. A result that is not understood is kept beside the new one."""
         self.path.mkdir(parents=True, exist_ok=True)
+        if self.result is None and self.result_file.exists():
+            self.result_file.replace(self.result_file.with_suffix(".not-understood.json"))
         _replace(self.run_file, to_toml(self.run))
         (self.path / "failed.json").unlink(missing_ok=True)
 
@@ -106,6 +109,14 @@ def _plain(value: str) -> str:
     return re.sub(r"[^\w.+]+", "_", value)
 
 
+def _is_result(told: Mapping[str, Any]) -> bool:
+    seconds, facts = told["step_seconds"], told["environment"]
+    if not (isinstance(seconds, list) and seconds and isinstance(facts, dict) and {"torch", "ultrascale"} <= facts.keys()):
+        return False
+    numbers = [*seconds, *(told[key] for key in COUNTED), *(told[key] for key in MAYBE_COUNTED if told[key] is not None)]
+    return all(type(one) in (int, float) and 1 / MOST_COUNTED < one < MOST_COUNTED for one in numbers)
+
+
 def _replace(path: Path, text: str) -> None:
     """In one piece: another command may be reading it."""
     partial = path.with_suffix(f".{os.getpid()}")
@@ -116,7 +127,7 @@ def _replace(path: Path, text: str) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where there is none, or it is cut short."""
     try:
-        told = json.loads(path.read_text())
+        told = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return told if isinstance(told, dict) else {}

@@ -64,7 +64,7 @@ def _asked(run: Run, identity: str) -> dict[str, Any]:
 def _came_out(one: Measured) -> dict[str, Any]:
     peak = one.measured_peak_bytes
     told = {
-        "outcome": "ok", "step_time_s": f"{one.step_seconds:.6g}", "mfu_reported": f"{one.mfu:.4g}",
+        "outcome": "ok", "step_time_s": f"{one.step_seconds:.6g}", "mfu_reported": f"{one.mfu:.4g}" if one.mfu <= 1 else "",
         "tokens_per_s_per_gpu": f"{one.tokens_per_second_per_rank:.6g}",
     }  # fmt: skip
     if one.place.run.cluster == "auto":

@@ -140,6 +140,10 @@ def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
     if traced < count:
         setattr(trainer.passes, "train", lambda batches, num_targets: train(batches[:traced], num_targets))  # noqa: B010
 
+    agree = trainer._agree_on_targets
+    # What other ranks would add to the count is not here, and a step without a target does not update.
+    setattr(trainer, "_agree_on_targets", lambda batches: max(1, agree(batches)))  # noqa: B010
+
     def tell(action: Action) -> None:
         phase = "forward" if action.kind is ActionKind.FORWARD else "backward"
         where = f"@{action.stage}" if piped else ""

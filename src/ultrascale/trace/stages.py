@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
+from ultrascale.data.workers import end_with_parent
 from ultrascale.kernels.device_kind import Kind
 from ultrascale.plan.memory import is_replayed, plan_memory
 from ultrascale.spec.machines import usable_cores
@@ -39,8 +41,13 @@ def trace_stages(run: Run, *, device: Kind) -> list[StagePeak]:
     trace_one = partial(peak_of, run, device=device)
     if workers == 1:
         return list(map(trace_one, todo))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("forkserver")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _begin) as pool:
         return list(pool.map(trace_one, todo))
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+    end_with_parent()
 
 
 def peak_of(run: Run, rank: int, *, device: Kind) -> StagePeak:

@@ -7,6 +7,7 @@ passes             forward and backward passes, in the order of `schedules`
 optimizer          the optimizer of a rank's parameters (with muon, compact_adamw, host_optimizer)
 resume, saves      what a checkpoint holds and going on from it; what is done when one cannot be written
 metrics            rows, lines and events that a run leaves (with performance)
+data_check         data compared with their manifests, before the first step and meanwhile
 anomalies, repeat  steps that cannot be right, and arithmetic that went wrong
 worker             the process of one rank, as a launcher starts it
 """

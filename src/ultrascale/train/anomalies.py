@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient cannot be right: NaN, infinity, or a norm far above those before.
+"""Steps whose loss or gradient cannot be right: NaN, infinity, a norm far above those before, or no target at all.
 
 Loss and norm have the same bits on every rank after one sum over all of them, and so has what is kept here: every rank decides
 alike at the same step, without a message. `faults.on_anomaly` says what is done:

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,10 +27,12 @@ from ultrascale import console, heartbeat
 from ultrascale.contact import names
 from ultrascale.launch.events import read_rows, stamp
 from ultrascale.launch.restarts import read_account, summary
+from ultrascale.launch.scratch import scratch_places
 from ultrascale.launch.watchdog import HANG_FILE, disagreement, keep_hang, meanwhile
+from ultrascale.parallel.arrival import give_up
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.spec.problems import SpecError
-from ultrascale.train.run_folder import RunFolder
+from ultrascale.train.run_folder import RunFolder, RunFolderLostError
 from ultrascale.train.signs_of_life import FOLDER_PREFIX, Signs
 
 ATTEMPT_FILE = "attempt.json"
@@ -64,11 +65,17 @@ def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
     except SpecError:  # refused before any step: nothing was attempted, and the next start has nothing to tell of it
         signs.is_kept = False
         if ranks.is_first:
-            (folder.path / ATTEMPT_FILE).unlink(missing_ok=True)
+            folder.remove(ATTEMPT_FILE)
+        raise
+    except RunFolderLostError as error:  # saved elsewhere: ranks that torchrun starts again would begin anew at the old path
+        signs.is_kept = False
+        if ranks.is_first:
+            folder.remove(ATTEMPT_FILE)
+            give_up(str(error))
         raise
     signs.is_kept = False
     if ranks.is_first:
-        (folder.path / ATTEMPT_FILE).unlink(missing_ok=True)
+        folder.remove(ATTEMPT_FILE)
         for line in summary(read_account(folder.path / "events.jsonl")):
             console.put(line)
             with suppress(OSError):
@@ -143,9 +150,9 @@ def _is_node(node: object) -> bool:
 
 def _folders(before: dict[str, Any] | None) -> Iterator[Path]:
     for node in [] if before is None else before["nodes"]:
-        path = Path(tempfile.gettempdir(), node["folder"])
-        if node["node"] == socket.gethostname() and path.is_dir() and not path.is_symlink():
-            yield path
+        for place in scratch_places() if node["node"] == socket.gethostname() else ():
+            if (path := place / node["folder"]).is_dir() and not path.is_symlink():
+                yield path
 
 
 def _look(before: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -23,17 +23,11 @@ from torch import Tensor
 from ultrascale.kernels.block_quantise import BLOCK, Widest, itself, num_blocks
 from ultrascale.kernels.narrow_moments import FIRST, SECOND, Box, Kind, Moments, Update, empty_moments, rows_of, update_
 from ultrascale.kernels.stochastic import rounding_key
+from ultrascale.models.initialise import own_boxes
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.share import Held, Share, local
-from ultrascale.parallel.whole_matrices import shard_rows, spans_over
+from ultrascale.parallel.whole_matrices import spans_over
 from ultrascale.spec.run import Optimizer
-
-
-def box_of(one: Held) -> Box:
-    """Of a parameter, ZeRO's cut counted in."""
-    rows = shard_rows(one.parameter)
-    offsets = (one.place.offsets[0] + rows.first, *one.place.offsets[1:])
-    return Box(offsets, (rows.length, *one.place.shape[1:]), one.weight.shape)
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -71,13 +65,17 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def store(self, one: Held) -> Moments:
         """Where the moments of a parameter are."""
-        return Moments(self.state[one.parameter], box_of(one), self._widest(one))
+        own = own_boxes(one.parameter, one.place)
+        found = [Box(offsets, tuple(box.shape), one.weight.shape) for offsets, box in own]
+        return Moments(self.state[one.parameter], *found, widest=self._widest(one))
 
     def create_state(self, steps_done: int) -> None:
         """Give every parameter its moments (zero)."""
         self.updates_done = steps_done
         for one in self.held.values():
-            self.state[one.parameter] = empty_moments(box_of(one), self.kind, local(one.parameter))
+            own = local(one.parameter)
+            box = Box(one.place.offsets, tuple(own.shape), one.weight.shape)  # all that counts here is its shape and its width
+            self.state[one.parameter] = empty_moments(box, self.kind, own)
 
     def _widest(self, one: Held) -> Widest:
         """Scales of blocks that tp cuts are the largest of its ranks': one process would have found that."""

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ultrascale.checkpoint import Slice
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.parallel.share import local
 
 ROW = 4096
 """Words of 64 bits."""
@@ -54,7 +52,7 @@ class Comparison:
 
 def digest(tensor: Tensor) -> Tensor:
     """64 bits of the bits of `tensor`, any dtype and device: 0-d int64."""
-    data = local(tensor).detach().contiguous().flatten().view(torch.uint8)
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
     whole = len(data) // 8 * 8
     words = data[:whole].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:whole].clone().view(torch.int64)
     rows = len(words) // ROW
@@ -93,16 +91,8 @@ def judge(held: list[list[tuple[int, int]]], names: dict[int, str]) -> Compariso
 
 def _key(name: str, part: Slice) -> int:
     """The same for the same part of the same tensor, on every rank."""
-    text = f"{name} {part.offsets} {_place_in_grid(part.tensor)} {tuple(local(part.tensor).shape)}"
+    text = f"{name} {part.offsets} {tuple(part.tensor.shape)}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _place_in_grid(tensor: Tensor) -> list[int]:
-    """Which of the parts that ZeRO has cut; ranks along the axis of copies have the same."""
-    if not isinstance(tensor, DTensor):
-        return []
-    coordinates = tensor.device_mesh.get_coordinate() or []
-    return [at for at, placement in zip(coordinates, tensor.placements, strict=True) if placement.is_shard()]
 
 
 def _gathered(keys: list[int], digests: list[int], ranks: Ranks) -> list[tuple[list[int], list[int]]]:

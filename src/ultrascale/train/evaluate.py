@@ -12,8 +12,8 @@ from ultrascale.train.micro_batches import MicroBatch, sequence_numbers
 from ultrascale.train.trainer import Trainer
 
 
-def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float:
-    """Mean loss in nats over the first `num_sequences` sequences of `loader`, on every rank.
+def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float | None:
+    """Mean loss in nats over the first `num_sequences` sequences of `loader`, on every rank; None if none has a valid target.
 
     All ranks do the same number of forward passes, because each one gathers parameters from all of them. Sequences too many are
     computed and have no valid targets.
@@ -28,7 +28,7 @@ def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float:
     targets = sum(batch.num_targets for batch in batches) if at.pp == 0 and at.leads_replica else 0
     sums = torch.stack([trainer.counted(losses), torch.tensor(targets, dtype=torch.float64)])
     loss_total, target_total = trainer.ranks.sum(sums).tolist()
-    return loss_total / max(1.0, target_total)
+    return loss_total / target_total if target_total else None
 
 
 def _batch(trainer: Trainer, loader: Loader, numbers: range, num_sequences: int) -> MicroBatch:

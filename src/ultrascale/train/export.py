@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ultrascale.checkpoint import CheckpointError, load_full, newest_valid
@@ -13,6 +15,8 @@ from ultrascale.models.tokenizer_files import TOKENIZER_FILE, copy_tokenizer, fi
 from ultrascale.spec.run import Run
 from ultrascale.train.run_folder import RunFolder
 
+NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Dtypes of folders that training widens."""
 PREFIX = "model."
 """Begins the names of what makes up the model; the others are the optimizer's."""
 
@@ -25,8 +29,14 @@ def export_checkpoint(root: Path, target: Path, *, run: Run) -> Path:
     folder = newest_valid(root)
     if folder is None:
         raise CheckpointError(f"{root} holds no whole checkpoint to export")
-    tensors, _ = load_full(folder)
-    return export_folder(weights_in(tensors), run.model, target, tokenizer=tokenizer_of(run), overwrite=True)
+    tensors, facts = load_full(folder)
+    weights, dtype = weights_in(tensors), dtype_of(facts)
+    return export_folder(weights, run.model, target, tokenizer=tokenizer_of(run), dtype=dtype, overwrite=True)
+
+
+def dtype_of(facts: Mapping[str, Any]) -> torch.dtype | None:
+    """What a checkpoint is exported in unless asked: as the folder that it was imported from; None: as the checkpoint is."""
+    return next((dtype for dtype, name in NARROW.items() if name == facts.get("imported_dtype")), None)
 
 
 def weights_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

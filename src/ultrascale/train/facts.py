@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from sys import float_info
 from typing import Any
 
 from ultrascale.checkpoint import CheckpointError, read_metadata
 from ultrascale.checkpoint.manifest import MANIFEST_NAME
+from ultrascale.spec.layout import LONGEST_HISTORY
+from ultrascale.spec.model import RANGES
+from ultrascale.spec.ranges import MOST
 
 NUMBER = (int, float)
 _REQUIRED: dict[str, tuple[type, ...]] = {"steps_done": (int,), "run": (str,), "decides": (dict,), "data": (str,)}
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     "noise_scale": (dict,), "optimizer": (str,), "skipped_steps": (int,), "norms": (list,), "loss_scale": (dict,),
-    "fp8_amax_history": (dict,), "saved_at": NUMBER,
+    "fp8_amax_history": (dict,), "saved_at": NUMBER, "imported_dtype": (str,),
 }  # fmt: skip
 """Null, or not written by older releases."""
 _PARTS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -32,25 +36,43 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 def expect_facts(facts: dict[str, Any], folder: Path) -> dict[str, Any]:
     """`facts`, if they are those of a run. Raises CheckpointError otherwise."""
+    for key in sorted(facts.keys() - _REQUIRED.keys() - _OPTIONAL.keys()):
+        raise _wrong(folder, key, "is not known to this release")
     for key, kinds in _REQUIRED.items():
         _expect(facts, key, kinds, folder)
     for key, kinds in _OPTIONAL.items():
         if facts.get(key) is not None:
             _expect(facts, key, kinds, folder)
-            for part, part_kinds in _PARTS.get(key, {}).items():
+            parts = _PARTS.get(key, {})
+            for part in sorted(facts[key].keys() - parts.keys()) if parts else ():
+                raise _wrong(folder, f"{key}.{part}", "is not known to this release")
+            for part, part_kinds in parts.items():
                 _expect(facts[key], part, part_kinds, folder, inside=f"{key}.")
-    if not all(_is_a(number, NUMBER) for number in facts.get("norms") or []):
-        raise _wrong(folder, "norms", "holds something else than numbers")
+    if not all(_is_a(number, NUMBER) and 0 <= number <= float_info.max for number in facts.get("norms") or []):
+        raise _wrong(folder, "norms", "holds something else than norms")
     layers = (facts.get("fp8_amax_history") or {"layers": [0, 0]})["layers"]
-    if len(layers) != 2 or not all(_is_a(number, (int,)) for number in layers):
+    if len(layers) != 2 or not all(_is_a(number, (int,)) and 0 <= number < RANGES["num_hidden_layers"][1] for number in layers):
         raise _wrong(folder, "fp8_amax_history.layers", f"is {layers!r:.100}, expected the first and the last block")
-    if facts["steps_done"] < 0:
-        raise _wrong(folder, "steps_done", f"is {facts['steps_done']}, expected 0 or more")
+    for key, (least, most) in _bounds(facts["steps_done"]).items():
+        first, _, part = key.partition(".")
+        value = (facts.get(first) or {}).get(part) if part else facts.get(first)
+        if value is not None and not least <= value <= most:
+            raise _wrong(folder, key, f"is {value!r:.40}, expected {least:g} to {most:g}")
     try:
         tomllib.loads(facts["run"])
     except ValueError as error:
         raise _wrong(folder, "run", f"is not the TOML of a run ({error})") from error
     return facts
+
+
+def _bounds(steps_done: int) -> dict[str, tuple[float, float]]:
+    """The least and the most that each number can be; NaN is in no range."""
+    steps, finite = (0, min(steps_done, MOST)), (-float_info.max, float_info.max)
+    return {
+        "steps_done": (0, MOST), "skipped_steps": steps, "loss_scale.steps_since_change": steps,
+        "loss_scale.value": (2.0**-24, 2.0**127), "noise_scale.signal": finite, "noise_scale.noise": finite,
+        "fp8_amax_history.updates": steps, "fp8_amax_history.length": (1, LONGEST_HISTORY),
+    }  # fmt: skip
 
 
 def _expect(facts: dict[str, Any], key: str, kinds: tuple[type, ...], folder: Path, *, inside: str = "") -> None:

@@ -15,11 +15,12 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from shlex import quote
 
 import torch
 
 from ultrascale import heartbeat
-from ultrascale.checkpoint import Saver, check_writable
+from ultrascale.checkpoint import CheckpointError, Saver, check_writable
 from ultrascale.data.loader import Loader
 from ultrascale.measure.machine import this_gpu
 from ultrascale.parallel.mesh import Ranks, process_group
@@ -39,16 +40,18 @@ from ultrascale.train.chosen_kernels import choose_kernels
 from ultrascale.train.chosen_recompute import choose_recomputation
 from ultrascale.train.compiled import load_compiled, save_compiled
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
+from ultrascale.train.data_check import DataCheck
 from ultrascale.train.deterministic import deterministic, deterministic_line
 from ultrascale.train.digests import compare
 from ultrascale.train.evaluate import evaluate
 from ultrascale.train.export import export_checkpoint, keep_tokenizer
 from ultrascale.train.fit import expect_fits, smallest_bytes, traced_by_first
+from ultrascale.train.lost_folder import Loss, settle_place
 from ultrascale.train.metrics import Metrics, Row, console_line, expect_trackers
 from ultrascale.train.out_of_memory import explained_out_of_memory
 from ultrascale.train.performance import Performance
 from ultrascale.train.resume import changes_since, facts_of, restore_newest, tensors_of
-from ultrascale.train.run_folder import RunFolder, environment
+from ultrascale.train.run_folder import RunFolder, RunFolderLostError, environment
 from ultrascale.train.saves import Saves
 from ultrascale.train.signals import on_stop_signal
 from ultrascale.train.signs_of_life import has_launcher, started_by_torchrun, watched
@@ -76,11 +79,18 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
     `ignore_memory`: start although the plan says that it does not fit its devices.
 
     Raises SpecError (the run does not fit the processes, the data or the checkpoint), DataError, CheckpointError,
-    NonFiniteError.
+    NonFiniteError, RunFolderLostError.
     """
     expect_trainable(run.model, run.layout)
     expect_trackers(run)
-    run = with_absolute_paths(run)
+    with ExitStack() as owning:  # until the export is written too
+        return _train(
+            with_absolute_paths(run), owning, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory
+        )
+
+
+def _train(run: Run, owning: ExitStack, *, allow_changes: bool, rendezvous: str, ignore_memory: bool) -> Outcome:
+    """The same, with the run's folder held by `owning`."""
     folder = RunFolder.of(run)
     with (
         deterministic(run),
@@ -96,8 +106,8 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
         expect_same_run(run, ranks)
         if ranks.is_first:  # before anything is written
             if not has_launcher():  # a launcher holds the folder already
-                leaving.enter_context(folder.commanded())
-            leaving.enter_context(folder.owned())
+                owning.enter_context(folder.commanded())
+            folder = owning.enter_context(folder.owned())
         chosen = choose_kernels(run, ranks, folder)
         run = chosen.run
         run = choose_recomputation(run, ranks, folder, cluster_of(run, ranks.device), memory_bytes(run, ranks.device))
@@ -111,23 +121,26 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
         if started_by_torchrun() and ranks.world > 1:
             leaving.enter_context(attempt(folder, ranks, signs))
         with explained_out_of_memory(run, ranks.rank, folder.path / "run.toml"):
-            session = Session.start(run, ranks, allow_changes=allow_changes, kernels=chosen.forms)
+            session = Session.start(run, ranks, folder, allow_changes=allow_changes, kernels=chosen.forms)
         for line in (*deterministic_line(run), *chosen.lines, *([] if fits is None else [fits])):
             session.metrics.line(line)
         leaving.callback(session.saves.saver.close)
         leaving.callback(session.metrics.close)
+        leaving.callback(session.data_check.close)
         done = session.trainer.steps_done
         if done > run.steps:
             session.metrics.line(f"already has {count_of(done, 'step')}, steps = {run.steps}: nothing to do")
             return Outcome(done, False, None)
-        with on_stop_signal(session.trainer.request_stop):
+        with on_stop_signal(session.trainer.request_stop), folder.watched(session.trainer.request_stop):
             with explained_out_of_memory(run, ranks.rank, folder.path / "run.toml"):
                 outcome = session.steps()
             session.finish(outcome)
     if run.checkpoint.export and session.ranks.is_first and not outcome.stopped:
         # After the ranks have parted: writing a large model takes longer than the others would wait for.
         target = export_checkpoint(session.folder.checkpoints, session.folder.path / "export", run=run)
-        session.metrics.line(f"done: {count_of(outcome.steps_done, 'step')}; Hugging Face folder in {target}")
+        narrow = session.trainer.imported_dtype
+        told = "" if narrow is None else f", in {narrow} as the one that was imported"
+        session.metrics.line(f"done: {count_of(outcome.steps_done, 'step')}; Hugging Face folder in {target}{told}")
     return outcome
 
 
@@ -144,6 +157,7 @@ class Session:
     performance: Performance
     validation: dict[str, Loader]
     """Held-out data, by the name of its metric."""
+    data_check: DataCheck
     save_seconds: float | None = None
     """How long training waited for the last save. A step's row of metrics is written before the step is saved, so that a kill
     while saving cannot lose it; this number is therefore in the row of the next step."""
@@ -152,16 +166,23 @@ class Session:
     has_evaluated: bool = False
     rewinds: list[int] = field(default_factory=list)
     """Steps done at each time that the run went back to a checkpoint."""
+    loss: Loss | None = None
+    """Of the run's folder."""
     stragglers: Stragglers = field(init=False)
 
     def __post_init__(self) -> None:
         self.stragglers = Stragglers(self.run.layout, self.ranks, self.run.faults.straggler_steps)
 
     @classmethod
-    def start(cls, run: Run, ranks: Ranks, *, allow_changes: bool, kernels: Mapping[str, str] | None = None) -> Session:
+    def start(
+        cls, run: Run, ranks: Ranks, folder: RunFolder, *, allow_changes: bool, kernels: Mapping[str, str] | None = None
+    ) -> Session:
         """Build everything, go on from the newest checkpoint, and say so in the run's folder."""
-        folder, loader, validation = RunFolder.of(run), build_loader(run, run.data.sources), validation_loaders(run)
+        loader, validation = build_loader(run, run.data.sources), validation_loaders(run)
         expect_one_tokenizer(run, loader, validation)
+        corpora = [corpus for one in (loader, *validation.values()) for corpus in one.corpora]
+        data_check = DataCheck(corpora, ranks, folder, allow_changes=allow_changes)
+        data_lines = data_check.before_first_step()
         if run.compile:
             load_compiled(folder.compiled)
         trainer = Trainer(run, ranks, loader, kernels=kernels)
@@ -177,9 +198,14 @@ class Session:
             folder.forget_metrics_from(trainer.steps_done)
         metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
         resumed = None if found.folder is None else found.folder.name
-        metrics.event("start", step=trainer.steps_done, world=ranks.world, checkpoint=resumed)
+        damaged = [one.folder.name for one in found.rejected]
+        metrics.event("start", step=trainer.steps_done, world=ranks.world, checkpoint=resumed, damaged=damaged)
         for note in (*run_notes(run), *grace_notes(run, os.environ)):
             metrics.line(f"note: {note}")
+        for rescued in folder.rescued() if found.folder is None else ():
+            metrics.line(f"note: starting anew, though {rescued} holds what was saved when a folder at {folder.path} was lost")
+        for line in data_lines:
+            metrics.line(line)
         for rejected in found.rejected:
             metrics.line(f"damaged checkpoint passed over: {rejected.folder}: {rejected.reason}")
         if found.folder is not None:
@@ -196,12 +222,13 @@ class Session:
         performance = Performance(run, ranks, metrics)
         saved_at = trainer.steps_done if found.folder is not None else -1
         saves = Saves(saver, run.checkpoint, metrics.save_failed, saved_at)
-        return cls(run, ranks, folder, trainer, saves, metrics, performance, validation)
+        return cls(run, ranks, folder, trainer, saves, metrics, performance, validation, data_check)
 
     def steps(self) -> Outcome:
         """Step until the run is done or a signal came."""
         last_loss = None
         heartbeat.steps_done(self.trainer.steps_done)
+        self.data_check.begin(self.trainer.request_stop)
         with self.performance.watching(self.trainer):
             while self.trainer.steps_done < self.run.steps:
                 try:
@@ -245,6 +272,9 @@ class Session:
         trainer.optimizer.zero_grad(set_to_none=True)
         with slow_part(trainer, "going back to a checkpoint", self.run.collective_timeout_seconds):
             self.saves.settle(step)
+            self._settle_place()
+            if self.loss is not None or self.saves.saved_at < 0:
+                raise error  # what was saved is not there any more
             restore_newest(trainer, self.folder.checkpoints, allow_changes=True)
         if self.ranks.is_first:
             self.folder.forget_metrics_from(trainer.steps_done)
@@ -269,6 +299,7 @@ class Session:
         """Keep what there is, and export it if the run is complete."""
         heartbeat.beat("waiting for a save", extra_seconds=SLOW_SECONDS)
         self.saves.settle(self.trainer.steps_done)
+        self._settle_place()
         if outcome.stopped and self.saves.saved_at != self.trainer.steps_done:
             try:
                 self._compare_replicas_if_due(saving=True)
@@ -282,14 +313,39 @@ class Session:
         if outcome.stopped:
             self.metrics.line(f"stopped at step {outcome.steps_done}: saved; the same command goes on from here")
         self.metrics.event("stop" if outcome.stopped else "end", step=outcome.steps_done)
+        for line in self.data_check.end():
+            self.metrics.line(line)
 
     def save(self, *, last: bool = False) -> None:
-        """Save the state as it is now."""
+        """Save the state as it is now. Raises RunFolderLostError after that if the run's folder was lost."""
         started = time.perf_counter()
         heartbeat.beat("saving a checkpoint", extra_seconds=SLOW_SECONDS)
-        self.saves.save(self.trainer.steps_done, tensors_of(self.trainer), facts_of(self.trainer), last=last)
+        self._settle_place()
+        step = self.trainer.steps_done
+        try:
+            self.saves.save(step, tensors_of(self.trainer), facts_of(self.trainer), last=last or self.loss is not None)
+        except CheckpointError as error:
+            if self.loss is None:
+                raise
+            told = (
+                f"{self.loss.what}: the run has stopped at step {step}, which could not be saved in {self.loss.refuge} either"
+            )
+            raise RunFolderLostError(f"{told}: {error}") from error
         heartbeat.beat("between steps")
         self.save_seconds = time.perf_counter() - started
+        if self.loss is not None:
+            told = f"{self.loss.what}: the run has stopped, and is saved at step {step} in {self.loss.refuge}"
+            raise RunFolderLostError(f"{told}; `ultrascale train {quote(str(self.loss.refuge))}` goes on from there.")
+
+    def _settle_place(self) -> None:
+        if self.loss is None:
+            self.loss = settle_place(
+                self.run, self.folder, self.saves, self.ranks, self.trainer.steps_done, self._tell_of_checkpoints
+            )
+
+    def _tell_of_checkpoints(self, told: str) -> None:
+        self.metrics.line(told)
+        self.metrics.event("checkpoints lost", step=self.trainer.steps_done, cause=told)
 
     def _after_step(self, result: StepResult, values: Row) -> None:
         done, run = self.trainer.steps_done, self.run
@@ -301,6 +357,8 @@ class Session:
             tables = None if balance is None else {"moe/load": balance.load.tolist()}
             self.metrics.row(result.gradients.step, values, tables=tables)
             self.metrics.line(console_line(run, values, done))
+        for line in self.data_check.lines():
+            self.metrics.line(line)
         self.metrics.advance(done)
         saving = self.saves.is_due(done)
         self._compare_replicas_if_due(saving=saving or self._is_complete())

@@ -20,7 +20,7 @@ from ultrascale import console
 from ultrascale.launch.events import stamp
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
-from ultrascale.spec.units import format_count
+from ultrascale.spec.units import format_count, format_share
 from ultrascale.train.run_folder import RunFolder
 
 Row = dict[str, float | int | None]
@@ -138,19 +138,20 @@ def console_line(run: Run, values: Row, steps_done: int) -> str:
     """`step 10 loss 7.1234 gnorm 0.98 lr 3.0e-04 mem 61.2GiB (77%) tok/s/gpu 12,345 mfu 41.2% eta 1h02m`."""
     norm, loss, scale = (values.get(f"train/{key}") for key in ("grad_norm", "loss", "loss_scale"))
     overflow = "skipped: not finite" if scale is None else f"skipped: overflow at loss scale {scale:g}"
-    parts = [f"step {steps_done}/{run.steps}", "loss not finite" if loss is None else f"loss {loss:.4f}"]
+    parts = [f"step {steps_done}/{run.steps}", "no finite loss" if loss is None else f"loss {loss:.4f}"]
     parts.append(overflow if norm is None else f"gnorm {norm:.2f}")
     parts.append(f"lr {values['train/lr']:.1e}")
     for key, value in values.items():
-        if key.startswith("val/loss") and value is not None:
-            parts.append(f"val{key.removeprefix('val/loss').replace('/', ' ', 1)} {value:.4f}")
+        if key.startswith("val/loss"):
+            told = "unknown (no valid target)" if value is None else f"{value:.4f}"
+            parts.append(f"val{key.removeprefix('val/loss').replace('/', ' ', 1)} {told}")
     if (noise := values.get("train/noise_scale_tokens")) is not None:
         parts.append(f"noise {format_count(noise)}")
     if (memory := values.get("mem/peak_allocated_gib")) is not None:
         parts.append(f"mem {memory:.1f}GiB ({values['mem/peak_allocated_percent']:.0f}%)")
     if (speed := values.get("perf/tokens_per_s_per_gpu")) is None:
         return "  ".join([*parts, "(speed not yet known)"])
-    parts.append(f"tok/s/{'gpu' if memory is not None else 'rank'} {speed:,.0f}  mfu {values['perf/mfu']:.1%}")
+    parts.append(f"tok/s/{'gpu' if memory is not None else 'rank'} {speed:,.0f}  mfu {format_share(values['perf/mfu'])}")
     parts.append(f"eta {duration((run.steps - steps_done) * (values['perf/step_s'] or 0.0))}")
     return "  ".join(parts)
 

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from ultrascale.kernels.narrow_moments import FIRST, SECOND, Kind
 from ultrascale.parallel.host_memory import host_tensor
-from ultrascale.parallel.share import Held, Share
+from ultrascale.parallel.share import Held, Share, local
 from ultrascale.spec.run import Optimizer
 from ultrascale.spec.weights import Weight, is_hidden_matrix
 from ultrascale.train.compact_adamw import CompactAdamW
@@ -104,13 +103,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def moment_of(optimizer: torch.optim.Optimizer, one: Held, moment: str) -> Tensor:
-    """A moment as its parameter is cut, widened if it is kept in codes."""
-    if not isinstance(optimizer, CompactAdamW):
-        return optimizer.state[one.parameter][moment]
-    own = optimizer.store(one).whole(moment).to(one.parameter.device)
-    if not isinstance(one.parameter, DTensor):
-        return own
-    whole = one.parameter
-    return DTensor.from_local(
-        own, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    """This rank's part of a moment; of moments kept narrow a copy, on the CPU, of what they stand for."""
+    if isinstance(optimizer, CompactAdamW):
+        return optimizer.store(one).whole(moment)
+    return local(optimizer.state[one.parameter][moment])

@@ -48,7 +48,7 @@ class Performance:
             metrics.report(PEAK_FILE, asdict(self.peak.ceiling))
         self.planned_peak = self._plan(run.batch.sequences_per_batch).peak.total
         self.memory: LiveMemory | None = None
-        self._is_warm = False
+        self._is_warm = self._warned_of_peak = False
         self._watching = ExitStack()
         self._last_watched = 0
 
@@ -111,18 +111,28 @@ class Performance:
 
     def _speed(self, tokens: int, seconds: float, data_seconds: float) -> Row:
         per_rank = tokens / seconds / self.ranks.world
+        mfu = per_rank * self.model_flops / self.peak.flops_per_second
+        hfu = per_rank * self.hardware_flops / self.peak.flops_per_second
+        if is_too_low := max(mfu, hfu) > 1:
+            self._say_that_peak_is_too_low(max(mfu, hfu))
         return {
             "perf/step_s": seconds,
             "perf/data_wait_s": data_seconds,
             "perf/tokens_per_s": tokens / seconds,
             "perf/tokens_per_s_per_gpu": per_rank,
-            "perf/mfu": per_rank * self.model_flops / self.peak.flops_per_second,
-            "perf/hfu": per_rank * self.hardware_flops / self.peak.flops_per_second,
+            "perf/mfu": None if is_too_low else mfu,
+            "perf/hfu": None if is_too_low else hfu,
         }
 
     def _say_what_mfu_means(self) -> None:
         per_token = f"{self.model_flops:.3g} model FLOPs a token (6N + attention, causal)"
         self.metrics.line(f"mfu: {per_token} over {self.peak.flops_per_second / 1e12:.3g} TFLOP/s, {self.peak.origin}")
+
+    def _say_that_peak_is_too_low(self, share: float) -> None:
+        if not self._warned_of_peak:
+            peak = f"the peak of {self.peak.flops_per_second / 1e12:.3g} TFLOP/s ({self.peak.origin})"
+            self.metrics.line(f"warning: {peak} is too low, a step reached {share:.0%} of it: MFU is left out of such steps")
+        self._warned_of_peak = True
 
     def _compare_memory(self) -> None:
         # Those of the ramp's first stretch, if there is a ramp.

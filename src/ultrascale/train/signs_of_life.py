@@ -12,21 +12,20 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrascale import heartbeat
+from ultrascale import console, heartbeat
+from ultrascale.launch.scratch import folder_with_room
+from ultrascale.launch.warm import FOLDER_VARIABLE
 from ultrascale.launch.watchdog import DUMP_MARK, RECORDED, STACK_SIGNAL
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.torch_private import flight_record
 from ultrascale.spec.run import Run
 
-FOLDER_VARIABLE = "ULTRASCALE_SIGNS_OF_LIFE"
-"""Where the launcher wants them."""
 FOLDER_PREFIX = "ultrascale-signs-"
 LOOK_SECONDS = 0.5
 
@@ -72,12 +71,18 @@ def watched(run: Run, ranks: Ranks) -> Iterator[Signs]:
         given = os.environ.get(FOLDER_VARIABLE)
         signs = Signs(Path(given)) if given else leaving.enter_context(_folder_of_node(ranks))
         folder = _given = signs.folder
-        assert folder is not None
-        stack = leaving.enter_context(open(folder / f"{ranks.rank}.stack", "w"))
-        faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
-        leaving.callback(faulthandler.unregister, STACK_SIGNAL)
-        heartbeat.start(folder, ranks.rank, hang_seconds=run.faults.hang_seconds)  # from here on the signal may come
-        leaving.callback(heartbeat.stop)
+        if folder is None:
+            yield signs
+            return
+        try:
+            stack = leaving.enter_context(open(folder / f"{ranks.rank}.stack", "w"))
+            faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+            leaving.callback(faulthandler.unregister, STACK_SIGNAL)
+            heartbeat.start(folder, ranks.rank, hang_seconds=run.faults.hang_seconds)  # from here on the signal may come
+            leaving.callback(heartbeat.stop)
+        except OSError as error:
+            told = f"a hang of it will not be seen: no room for its signs of life in {folder} ({error.strerror})"
+            console.put(f"warning: rank {ranks.rank} is not watched, and {told}", "stderr")
         over = threading.Event()
         threading.Thread(target=_record_on_demand, args=(folder, ranks.rank, over), daemon=True, name="recorder").start()
         leaving.callback(over.set)
@@ -92,14 +97,20 @@ def _folder_of_node(ranks: Ranks) -> Iterator[Signs]:
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     with ExitStack() as leaving:
         if leads:
-            own = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
+            try:
+                own = str(folder_with_room(FOLDER_PREFIX, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))))
+            except OSError as error:
+                told = f"no place has room for signs of life ({error.strerror})"
+                console.put(f"warning: ranks are not watched, and a hang of them will not be seen: {told}", "stderr")
+        if own:
             leaving.callback(lambda: None if signs.is_kept else shutil.rmtree(own, ignore_errors=True))
             words = [sys.executable, "-m", "ultrascale.launch.watchdog", own, "--parent", str(os.getpid())]
             watchdog = subprocess.Popen(words, stdin=subprocess.DEVNULL)
             leaving.callback(watchdog.wait)
             leaving.callback(watchdog.terminate)
         told = [text.partition("\n") for text in ranks.gather_text(f"{node}\n{own}")]
-        signs.folder, signs.leads = Path(next(folder for name, _, folder in told if name == node and folder)), leads
+        found = next((folder for name, _, folder in told if name == node and folder), None)
+        signs.folder, signs.leads = Path(found) if found else None, leads
         yield signs
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ultrascale.checkpoint import load_full, save, search
 from ultrascale.checkpoint.folders import candidates
+from ultrascale.checkpoint.manifest import MANIFEST_NAME
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.huggingface import import_folder
 from ultrascale.models.tokenizer_files import TOKENIZER_FILE
@@ -21,11 +22,16 @@ from ultrascale.spec.trainable import expect_trainable
 from ultrascale.spec.weights import score_biases
 from ultrascale.spec.weights import weights as weights_of
 from ultrascale.train.corpora import build_loader, with_absolute_paths
-from ultrascale.train.export import PREFIX, tokenizer_of, weights_in
+from ultrascale.train.export import NARROW, PREFIX, dtype_of, tokenizer_of, weights_in
 from ultrascale.train.facts import expect_facts
 from ultrascale.train.optimizer import moments_of, saved_dtype
 from ultrascale.train.resume import decisive_parts
 from ultrascale.train.run_folder import RunFolder
+
+_OF_TRAINING = (
+    "dropout", "mtp_loss_coef", "router_aux_loss_coef", "router_aux_loss_scope", "router_bias_update_rate",
+    "router_z_loss_coef",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class Trained:
     """The folder that was read: a checkpoint or a Hugging Face folder."""
     steps_done: int | None = None
     """Of a checkpoint."""
+    dtype: torch.dtype | None = None
+    """Of a checkpoint: that of the Hugging Face folder it began with, if it was narrower."""
 
     def decoder(self, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
         """The model with these weights, for inference."""
@@ -96,12 +104,19 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
         "data": build_loader(run, run.data.sources).fingerprint(),
         "noise_scale": None,
         "optimizer": run.optimizer.name,
+        "imported_dtype": _narrow_dtype(model, weights),
     }
     return save(root, 0, tensors | zeros, facts)
 
 
+def _narrow_dtype(model: Model, weights: dict[str, torch.Tensor]) -> str | None:
+    wide = {bias.name for bias in score_biases(model)}  # in fp32 whatever the rest is
+    found = {weight.dtype for name, weight in weights.items() if name not in wide}
+    return NARROW.get(next(iter(found))) if len(found) == 1 else None
+
+
 def _find_checkpoint(path: Path) -> Path:
-    if path.name.startswith("step-"):
+    if (path / MANIFEST_NAME).exists() or path in [one.path for one in candidates(path.parent)]:
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = search(root)
@@ -120,13 +135,13 @@ def _open_checkpoint(folder: Path) -> Trained:
     run = run_from_toml(facts["run"], where=f"{folder}, metadata")
     kept = folder.resolve().parent.parent / TOKENIZER_FILE  # in the run's folder, also if that has moved
     tokenizer = kept if kept.exists() else tokenizer_of(run)
-    return Trained(run.model, weights_in(tensors), tokenizer, folder, facts["steps_done"])
+    return Trained(run.model, weights_in(tensors), tokenizer, folder, facts["steps_done"], dtype_of(facts))
 
 
 def _model_differences(expected: Model, found: Model, folder: str | Path) -> list[Problem]:
-    """Fields that change what is computed and differ."""
-    passed_over = ("name", "model_type", "initializer_range")
-    remedy = f'Set model.path = "{folder}" in the run, and no other field of the model.'
+    """Fields that change what the model computes and differ; how it is trained is the run's own affair."""
+    passed_over = {"name", "model_type", "initializer_range", *_OF_TRAINING}
+    remedy = f'Set model.path = "{folder}" in the run; of the other fields only {", ".join(_OF_TRAINING)} may be set beside it.'
     return [
         Problem(f"model.{f.name}", f"is {getattr(expected, f.name)!r}, in {folder} {getattr(found, f.name)!r}", remedy)
         for f in fields(Model)

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf, isfinite, nan
 
 import torch
 
 from ultrascale import heartbeat
 from ultrascale.data.loader import Sequences
+from ultrascale.heap import keep_freed_memory, return_free_memory
 from ultrascale.kernels.implementation import choose
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.apply import build_share
@@ -35,7 +36,6 @@ from ultrascale.train.gradients import (
     name_bad_gradients,
     watched_gradients,
 )
-from ultrascale.train.heap import keep_freed_memory, return_free_memory
 from ultrascale.train.learning_rate import learning_rate
 from ultrascale.train.loss_scale import DynamicScale, unscale
 from ultrascale.train.micro_batches import MicroBatch, ReadsSequences, micro_batch, sequence_numbers
@@ -44,6 +44,8 @@ from ultrascale.train.optimizer import build_optimizer, create_state, set_learni
 from ultrascale.train.passes import Passes
 from ultrascale.train.repeat import expect_repeatable, is_due, played_twice
 
+NO_TARGET = "no token is a valid target, so there is no loss to train on"
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -51,7 +53,7 @@ class Gradients:
 
     step: int
     loss: float
-    """Mean over the valid targets of the global batch, in nats."""
+    """Mean over the valid targets of the global batch, in nats; NaN if there is none."""
     norm: float
     """2-norm of the whole gradient, before clipping."""
     num_sequences: int
@@ -112,6 +114,8 @@ class Trainer:
     steps_done: int = field(init=False, default=0)
     skipped_steps: int = field(init=False, default=0)
     """Of these, the ones that updated nothing."""
+    imported_dtype: str | None = field(init=False, default=None)
+    """`bf16` or `fp16` if the run began with a Hugging Face folder in it, which export then writes again."""
     norms: Norms = field(init=False)
     to_pass_over: set[int] = field(init=False, default_factory=set)
     """Steps that update nothing if they are anomalous again, whatever `faults.on_anomaly` says: going back did not help."""
@@ -202,12 +206,13 @@ class Trainer:
         loss_sum, *small = self.ranks.sum(own.clone()).tolist()  # `small`: three sums for the noise scale
         may_skip = self.loss_scale is not None and not self.loss_scale.is_lowest
         overflowed = isfinite(loss_sum) and not isfinite(norm) and may_skip
-        anomaly = "" if overflowed else self.norms.judge(loss_sum / max(1, num_targets), norm)
+        loss = loss_sum / num_targets if num_targets else nan
+        anomaly = NO_TARGET if num_targets == 0 else "" if overflowed else self.norms.judge(loss, norm)
         if anomaly and self.run.faults.on_anomaly != "skip" and self.steps_done not in self.to_pass_over:
             raise self._anomalous(anomaly, span, micro_batches, num_targets)
         return Gradients(
             step=self.steps_done,
-            loss=loss_sum / max(1, num_targets),
+            loss=loss,
             norm=norm,
             num_sequences=span.num_sequences,
             num_targets=num_targets,
@@ -320,10 +325,14 @@ class Trainer:
 
     def _anomalous(self, reason: str, span: StepSpan, micro_batches: list[MicroBatch], num_targets: int) -> RuntimeError:
         """The error for a step that must not update."""
-        if "times the usual" in reason:
-            self.optimizer.zero_grad(set_to_none=True)
-            return AnomalousStepError(f"step {self.steps_done + 1}: {reason}. Nothing was updated (faults.spike_factor).")
-        return self._not_finite(span, micro_batches, num_targets)
+        if reason != NO_TARGET and "times the usual" not in reason:
+            return self._not_finite(span, micro_batches, num_targets)
+        self.optimizer.zero_grad(set_to_none=True)
+        what, numbers = f"step {self.steps_done + 1}", span.numbers
+        if reason != NO_TARGET:
+            return AnomalousStepError(f"{what}: {reason}. Nothing was updated (faults.spike_factor).")
+        remedy = 'Look at the data with `ultrascale data inspect`, or pass over such steps with faults.on_anomaly = "skip"'
+        return AnomalousStepError(f"{what}, sequences {numbers[0]} to {numbers[-1]}: {reason}. Nothing was updated. {remedy}.")
 
     def _not_finite(self, span: StepSpan, micro_batches: list[MicroBatch], num_targets: int) -> NonFiniteError:
         """The error for this step. The reduced gradient does not tell where it went wrong, so the step is done once more."""

@@ -16,14 +16,14 @@ from torch import distributed as dist
 from ultrascale import console
 from ultrascale.checkpoint import LostContactError
 from ultrascale.contact import why
-from ultrascale.launch.orphans import end_with_launcher
+from ultrascale.launch.orphans import end_with_starter
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.rank_environment import told_rank
 from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
 from ultrascale.train.loop import train
-from ultrascale.train.signs_of_life import FOLDER_VARIABLE, has_launcher, signs_folder
+from ultrascale.train.signs_of_life import has_launcher, signs_folder
 
 YIELD_SECONDS = 0.5
 """Whoever lost contact leaves so much later than whoever died: the agent, which looks ten times a second, tells of one."""
@@ -44,8 +44,8 @@ def main() -> int:
     parser.add_argument("--speed", type=Path, help="time --speed-steps WARM TIMED into this file, and leave")
     parser.add_argument("--speed-steps", type=int, nargs=2)
     asked = parser.parse_args()
-    if asked.launcher is not None:
-        end_with_launcher(Path(os.environ[FOLDER_VARIABLE]))
+    if not has_launcher():
+        end_with_starter()
     run = resolve(asked.run).run
     if asked.profile is not None:
         first, last = asked.profile_steps

@@ -1,0 +1,136 @@
+"""Temporary folders on a disk that has room for them, which do not outlive those who use them.
+
+$TMPDIR may be full while the run's own disk is healthy, and a run must not end, or fail to be started again, by that.
+
+Whoever makes a folder holds a lock in it for as long as it lives. What a killed process has left is swept away when the next
+one is made: folders of this user with a lock that nobody holds any more, nor any other in them, such as that of ranks which are
+still leaving; and the semaphores that were named after them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import multiprocessing
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from ultrascale import console
+from ultrascale.heartbeat import FILE_BYTES
+
+PREFIX, OWNER = "ultrascale-", "owner.lock"
+MEMORY = Path("/dev/shm")
+SEMAPHORES = MEMORY
+MOST_SOCKET_PATH = 100
+"""Characters, of the 108 and 104 that Linux and macOS allow."""
+SPARE_BYTES = 1 << 16
+"""For the run's description, stores and what ranks die of; stacks of a hang may need more."""
+
+
+def scratch_places(*others: Path | None) -> Iterator[Path]:
+    """Folders in which a temporary one may be made, the usual one first, then memory and `others`."""
+    with suppress(FileNotFoundError):  # where none of the places that Python tries can be written
+        yield Path(tempfile.gettempdir())
+    yield from (place for place in (MEMORY, *others) if place is not None and place.is_dir())
+
+
+def folder_with_room(prefix: str, ranks: int, *others: Path | None, first: Path | None = None) -> Path:
+    """A new temporary folder that has room for the signs of life of so many ranks: in `first`, if given, else in one of
+    `scratch_places`. Says where it is, if not in the usual place.
+
+    Raises OSError if no place has room.
+    """
+    failure = OSError(errno.ENOENT, "no temporary folder can be made", "TMPDIR")
+    places = [*([] if first is None else [first]), *scratch_places(*others)]
+    for number, place in enumerate(places):
+        folder = None
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+            _expect_room(folder / "room", 2 * ranks * FILE_BYTES + SPARE_BYTES)
+        except OSError as error:
+            failure = error if number == 0 else failure
+            if folder is not None:
+                folder.rmdir()
+            continue
+        if number > 0:
+            usual = places[0] if first is None else first.parent
+            console.put(f"note: {usual} cannot be written ({failure.strerror}): the ranks meet in {place}", "stderr")
+        return folder
+    raise failure
+
+
+def _expect_room(file: Path, size: int) -> None:
+    try:
+        with open(file, "wb") as probe:
+            probe.write(bytes(size))
+    finally:
+        file.unlink(missing_ok=True)
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """An empty folder among the temporary ones, until the end of the block. Raises OSError if it can be made nowhere."""
+    sweep()
+    with ExitStack() as leaving:
+        yield _locked(f"{PREFIX}{purpose}-", leaving)
+
+
+def _locked(prefix: str, leaving: ExitStack, places: Iterable[Path] | None = None) -> Path:
+    failure = OSError(errno.ENOENT, "no temporary folder can be made", "TMPDIR")
+    for place in scratch_places() if places is None else places:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+            leaving.callback(shutil.rmtree, folder, ignore_errors=True)
+            owner = leaving.enter_context((folder / OWNER).open("w"))
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return folder
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+@cache
+def launcher_scratch() -> Path:
+    """The one of this process as a launcher, until it ends. What multiprocessing makes is put there and named after it."""
+    leaving = ExitStack()
+    atexit.register(leaving.close)
+    folder = leaving.enter_context(scratch_folder("launch"))
+    private = getattr(multiprocessing.current_process(), "_config", {})
+    if sys.platform == "linux" and "semprefix" in private:
+        private["semprefix"] = f"/{folder.name}"
+    sockets = folder
+    if len(os.fsencode(folder / "listener-12345678")) > MOST_SOCKET_PATH:
+        sockets = _locked(f"{PREFIX}launch-", leaving, (MEMORY, Path("/tmp")))
+    private.setdefault("tempdir", str(sockets))
+    return folder
+
+
+def sweep() -> None:
+    """Remove what killed processes of this user have left."""
+    for place in scratch_places():
+        with suppress(OSError), os.scandir(place) as entries:
+            for entry in entries:
+                if entry.name.startswith(PREFIX):
+                    with suppress(OSError):
+                        _sweep(entry)
+
+
+def _sweep(entry: os.DirEntry[str]) -> None:
+    found = entry.stat(follow_symlinks=False)
+    folder = Path(entry.path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or not (folder / OWNER).is_file():
+        return
+    with ExitStack() as holding:
+        for path in folder.rglob("*.lock"):
+            fcntl.flock(holding.enter_context(open(path)), fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where it is held
+        for semaphore in SEMAPHORES.glob(f"sem.{folder.name}-*"):
+            semaphore.unlink()
+        shutil.rmtree(folder)

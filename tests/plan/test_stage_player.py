@@ -1,0 +1,67 @@
+"""Passes of a pipeline that are played from the books: the same bytes, messages and FLOPs as passes replayed one by one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ultrascale.plan import memory
+from ultrascale.plan.memory import MemoryPlan, plan_fullest_rank, plan_memory
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model_presets import preset
+
+MODELS = ("tiny-llama", "tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt2")
+SCHEDULES = {"afab": 1, "1f1b": 1, "interleaved": 2, "breadth-first": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
+
+
+@st.composite
+def pipelines(draw) -> tuple[str, Layout, dict[str, Any]]:
+    schedule, pp, dp = draw(st.sampled_from([*SCHEDULES])), draw(st.sampled_from([2, 3])), draw(st.sampled_from([1, 2, 4]))
+    layout = Layout(
+        dp=dp, pp=pp, tp=draw(st.sampled_from([1, 2])), schedule=schedule, virtual_stages=SCHEDULES[schedule],
+        zero_stage=draw(st.sampled_from([0, 1, 2, 3])) if dp > 1 else 0, precision=draw(st.sampled_from(["bf16", "fp32"])),
+        recompute=draw(st.sampled_from(["none", "selective", "full", "every-k"])),
+    )  # fmt: skip
+    count = draw(st.sampled_from([1, 3])) * pp * 2
+    asked = {"steps": draw(st.sampled_from([1, 2])), "device": draw(st.sampled_from(["cpu", "cuda"]))}
+    return draw(st.sampled_from(MODELS)), layout, {"sequence_length": 64, "sequences_per_batch": count * dp, **asked}
+
+
+@given(pipelines())
+@settings(max_examples=60, deadline=None)
+def test_what_is_played_is_what_is_replayed(drawn: tuple[str, Layout, dict[str, Any]]) -> None:
+    name, layout, asked = drawn
+    model = preset(name)
+    if layout.num_stages > model.num_hidden_layers:
+        return
+    for rank in range(0, layout.world_size, layout.world_size // layout.pp):
+        plan = partial(plan_memory, model, layout, rank=rank, **asked)
+        with_player = plan()
+        player, memory.StagePlayer = memory.StagePlayer, lambda stage: stage  # type: ignore[assignment]
+        try:
+            assert facts(with_player) == facts(plan())
+        finally:
+            memory.StagePlayer = player
+
+
+def facts(plan: MemoryPlan) -> dict[str, Any]:
+    """All that a replay says, its tally as numbers."""
+    found = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    tally = found.pop("tally")
+    return found | {"products": tally.products, "attention": tally.attention, "traffic": tally.traffic}
+
+
+@given(pipelines())
+@settings(max_examples=30, deadline=None)
+def test_the_fullest_rank_is_among_those_that_are_replayed(drawn: tuple[str, Layout, dict[str, Any]]) -> None:
+    name, layout, asked = drawn
+    model = preset(name)
+    if layout.num_stages > model.num_hidden_layers:
+        return
+    ranks = range(0, layout.world_size, layout.world_size // layout.pp)
+    every = [plan_memory(model, layout, rank=rank, **asked).peak.total for rank in ranks]
+    assert plan_fullest_rank(model, layout, **asked).peak.total >= 0.99 * max(every)
