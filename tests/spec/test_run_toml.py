@@ -12,7 +12,8 @@ from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Log, Optimi
 
 positive = st.floats(1e-12, 1e12)
 share = st.floats(0, 1)
-text = st.text(min_size=1).filter(lambda word: word != "none")
+characters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # what no file and no folder may be called
+text = st.text(characters, min_size=1).filter(lambda word: word != "none")
 sources = st.lists(st.builds(Source, text, positive), max_size=3, unique_by=lambda source: source.path).map(tuple)
 
 
