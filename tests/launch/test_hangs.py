@@ -49,6 +49,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     make_corpus(tmp_path / "tokens")
     signs = tmp_path / "signs"
     signs.mkdir()
+    (tmp_path / "small").mkdir()  # a launcher has made the run's folder before its ranks start
     monkeypatch.setenv(FOLDER_VARIABLE, str(signs))
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "64")
     return tmp_path

@@ -73,7 +73,7 @@ def test_control_memory_that_ran_out_without_an_explanation_is_seen(home, monkey
 def test_memory_that_is_gone_before_the_first_step_is_told_in_the_same_way(home, monkeypatch):
     """Weights are made and moved to the device then; nothing has been written yet, and a trace needs no file of the run."""
     monkeypatch.setattr(out_of_memory, "_traced", lambda run, rank: "7 GiB")
-    monkeypatch.setattr(Session, "start", lambda run, ranks, **options: run_out())
+    monkeypatch.setattr(Session, "start", lambda *given, **options: run_out())
     with pytest.raises(OutOfDeviceMemory, match=r"rank 0 ran out of memory(.|\n)*traced    7 GiB"):
         train_here(small_run(home))
 
