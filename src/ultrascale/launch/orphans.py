@@ -86,6 +86,8 @@ def _watch(wait: Callable[[], None], *, starter: int | None = None, in_order: bo
         wait()
         if starter is not None and os.environ.get("LOCAL_RANK", "0") == "0":
             console.put(f"ultrascale: process {starter}, which started this rank, has ended: stopping", "stderr")
+        elif starter is not None and in_order:
+            time.sleep(2 * LOOK_SECONDS)  # the rank that says why sees it too, and takes the others along
         if in_order:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(GRACE_SECONDS)
