@@ -27,10 +27,10 @@ from validation_tables import Fold, write_markdown
 
 from ultrascale.plan import footprint
 from ultrascale.plan.intervals import COVERAGE
-from ultrascale.plan.measured_rows import MeasuredRow, read_rows
-from ultrascale.plan.measured_stacks import TUNING, Tuning
-from ultrascale.plan.scores import SCAN, Case, Verdicts, score, summarise
-from ultrascale.plan.validate import RowPrediction, predict_rows
+from ultrascale.validation.rows import MeasuredRow, read_rows
+from ultrascale.validation.programs import TUNING, Tuning
+from ultrascale.validation.scores import SCAN, Case, Verdicts, score, summarise
+from ultrascale.validation.predict import RowPrediction, predict_rows
 
 Floats = NDArray[np.float64]
 HUBER = 0.15

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultrascale.plan.intervals import COVERAGE, FACTORS
-from ultrascale.plan.scores import Errors, Picks, Report, Verdicts
+from ultrascale.validation.scores import Errors, Picks, Report, Verdicts
 
 START, END = "<!-- made by benchmarks/plan/cross_validate.py -->", "<!-- end -->"
 

@@ -10,7 +10,7 @@ from fuzz.confined import JSON, changed, confined, damaged, examples, read_confi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.plan.measured_rows import read_rows
+from ultrascale.validation.rows import read_rows
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.custom import read_schedule, to_csv
 from ultrascale.spec.huggingface import from_hf, to_hf

@@ -9,12 +9,11 @@ import pytest
 from ultrascale.cli.main import main
 from ultrascale.plan.search import search
 from ultrascale.plan.space import legal_layouts
-from ultrascale.plan.trainers import stack_called
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS, stack_called
 
 SEARCH = ["plan", "--gpus", "64xh100", "--seq-len", "8192", "--top", "1"]
 

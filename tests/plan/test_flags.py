@@ -18,7 +18,8 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
-from ultrascale.spec.stack import STACKS, with_optimizer
+from ultrascale.spec.stack import with_optimizer
+from ultrascale.spec.stack_files import STACKS
 
 
 def workload(stack: str, model: str = "llama-3-8b") -> Workload:

@@ -12,19 +12,20 @@ from plan.published_collectives import MIB, PLAYBOOK_MEDIANS
 from ultrascale.plan.collectives import bus_bytes, collective_seconds
 from ultrascale.plan.copied_pieces import LAUNCH_SECONDS, copy_seconds
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.measured_machines import HUGGING_FACE_NETWORK
-from ultrascale.plan.measured_rows import read_rows
-from ultrascale.plan.measured_setups import setup_of
+from ultrascale.validation.machines import HUGGING_FACE_NETWORK
+from ultrascale.validation.rows import read_rows
+from ultrascale.validation.setups import setup_of
 from ultrascale.plan.price import predict
 from ultrascale.plan.share_cut import layers_by_share
 from ultrascale.plan.stages import cut_stages
-from ultrascale.plan.validate import predict_rows
+from ultrascale.validation.predict import predict_rows
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.network import network_kind
-from ultrascale.spec.stack import STACKS, Stack
+from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack_files import STACKS
 
 NANOTRON = STACKS["nanotron"]
 

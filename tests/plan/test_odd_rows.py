@@ -9,9 +9,9 @@ from plan.test_validate import LLAMA, RESULTS, asked, write
 
 from ultrascale.cli.main import main
 from ultrascale.plan import validate
-from ultrascale.plan.measured_rows import read_rows
-from ultrascale.plan.measured_setups import setup_of
-from ultrascale.plan.validate import predict_rows
+from ultrascale.validation.rows import read_rows
+from ultrascale.validation.setups import setup_of
+from ultrascale.validation.predict import predict_rows
 from ultrascale.spec.problems import SpecError
 
 

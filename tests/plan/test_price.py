@@ -20,7 +20,8 @@ from ultrascale.spec.cluster import Cluster, Sourced, parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import PRESETS, preset
 from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack import STACKS, with_optimizer
+from ultrascale.spec.stack import with_optimizer
+from ultrascale.spec.stack_files import STACKS
 from ultrascale.spec.weights import num_parameters
 
 

@@ -9,10 +9,10 @@ from plan.test_validate import asked
 
 from ultrascale.plan.footprint import stage_memory
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.measured_setups import setup_of
-from ultrascale.plan.measured_stacks import stack_of
-from ultrascale.plan.validate import predict_rows
-from ultrascale.spec.stack import STACKS
+from ultrascale.validation.setups import setup_of
+from ultrascale.validation.programs import stack_of
+from ultrascale.validation.predict import predict_rows
+from ultrascale.spec.stack_files import STACKS
 
 PIPELINE = {"pp": "8", "tp": "8", "dp": "8", "n_gpus": "512", "layers": "126", "micro_batch": "", "grad_accum": "", "vpp": ""}
 README = "NVIDIA Megatron-LM README, images/model_table.png"

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from ultrascale.plan.measured_rows import Asked
-from ultrascale.plan.measured_stacks import stack_of
+from ultrascale.validation.rows import Asked
+from ultrascale.validation.programs import stack_of
 from ultrascale.plan.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
 
 
 @pytest.mark.parametrize(

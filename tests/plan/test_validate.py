@@ -11,13 +11,13 @@ import pytest
 
 from ultrascale.cli.main import main
 from ultrascale.plan.flops_conventions import flops_per_token
-from ultrascale.plan.measured_machines import cluster_of
-from ultrascale.plan.measured_models import UnrepresentableError
-from ultrascale.plan.measured_rows import Asked, Measured, MeasuredRow, misspelt_columns, read_rows
-from ultrascale.plan.measured_setups import setup_of
-from ultrascale.plan.measured_stacks import VINTAGE, stack_of
-from ultrascale.plan.scores import kendall_tau, score
-from ultrascale.plan.validate import COLUMNS, RowPrediction, predict_rows
+from ultrascale.validation.machines import cluster_of
+from ultrascale.validation.models import UnrepresentableError
+from ultrascale.validation.rows import Asked, Measured, MeasuredRow, misspelt_columns, read_rows
+from ultrascale.validation.setups import setup_of
+from ultrascale.validation.programs import VINTAGE, stack_of
+from ultrascale.validation.scores import kendall_tau, score
+from ultrascale.validation.predict import COLUMNS, RowPrediction, predict_rows
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError
 

@@ -16,7 +16,7 @@ import pytest
 from train.small_runs import make_corpus, small_run
 
 from ultrascale.cli.main import main
-from ultrascale.plan.measured_rows import read_rows
+from ultrascale.validation.rows import read_rows
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Batch, Run
 from ultrascale.sweep import measured as at_work

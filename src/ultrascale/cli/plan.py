@@ -16,12 +16,12 @@ from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.cli.plan_conflicts import refuse_conflicts, refuse_imbalance, refuse_on_measured_device, refuse_precision
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, alternatives, first_that_fits, has_rates, not_trainable, plan_run
 from ultrascale.plan.storage import Storage
-from ultrascale.plan.trainers import stack_called
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.stack import Stack, with_optimizer
+from ultrascale.spec.stack_files import stack_called
 from ultrascale.spec.units import count_of, parse_tokens
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ultrascale.spec.problems import Problem, SpecError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ultrascale.plan.scores import Errors, Picks, Report, Verdicts
+    from ultrascale.validation.scores import Errors, Picks, Report, Verdicts
 
 NAMES = 24
 """Columns for the names of groups: on a narrow terminal they and the headers wrap, and numbers are never cut."""
@@ -48,9 +48,9 @@ def validate(files: Files, /, json: bool = False, out: Path | None = None) -> tu
 def command(arguments: list[str]) -> int:
     """Run the verb."""
     files, as_json, out = parse(validate, "validate", arguments)
-    from ultrascale.plan.measured_rows import misspelt_columns, read_rows
-    from ultrascale.plan.scores import score
-    from ultrascale.plan.validate import predict_rows, write_predictions
+    from ultrascale.validation.predict import predict_rows, write_predictions
+    from ultrascale.validation.rows import misspelt_columns, read_rows
+    from ultrascale.validation.scores import score
 
     if not files:
         raise SpecError([Problem("validate", "no file is given", "Name a CSV file: ultrascale validate runs.csv")])

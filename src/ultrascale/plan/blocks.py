@@ -287,10 +287,10 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
                 pieces = shape.cp_grid[0]
                 scores["keys"] = -(-op.scores.keys // pieces)
                 elementwise += elementwise_seconds(accelerator, (pieces - 1) * _merge_bytes(op.scores))
-            kernel, over = attention_kernel(workload, shape, op.scores), stack.overheads.attention
+            kernel, over = attention_kernel(workload, shape, op.scores), workload.overheads.attention
             attention += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
             inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
-        over = 1.0 if op.kind == "loss" else stack.overheads.elementwise  # every pass of a loss is in the table
+        over = 1.0 if op.kind == "loss" else workload.overheads.elementwise  # every pass of a loss is in the table
         if op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
             elementwise += elementwise_seconds(accelerator, op.moved_bytes * cast_bytes / NARROW_BYTES) if shares else 0.0
         elif op.moved_bytes:
@@ -325,7 +325,7 @@ def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float
     """
     model, ranks = workload.model, shape.ep * shape.expert_tp
     nodes = -(-ranks // workload.cluster.node.num_accelerators)
-    if workload.stack.sends_tokens_once and ranks > 1:
+    if workload.stack.dispatcher != "alltoall" and ranks > 1:
         places = nodes if nodes > 1 else shape.ep
         return places * (1 - (1 - 1 / places) ** model.num_experts_per_tok) / model.num_experts_per_tok
     if model.n_group <= 1 or nodes == 1:

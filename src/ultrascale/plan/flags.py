@@ -16,12 +16,12 @@ from typing import Any
 
 from ultrascale.plan.memory import num_micro_batches
 from ultrascale.plan.stages import chunk_layers_of
-from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.fp8_slots import is_delayed
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack_files import abilities
 
 MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a", "ring+all-to-all": "a2a+p2p"}
 TORCHTITAN_CP = {"ring": "alltoall", "all-gather": "allgather"}

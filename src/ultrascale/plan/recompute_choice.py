@@ -39,7 +39,8 @@ from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.recomputed import blocks_text, mode_name, parse_mode
 from ultrascale.spec.run import Run
-from ultrascale.spec.stack import STACKS, Stack
+from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack_files import STACKS
 from ultrascale.spec.units import format_bytes
 from ultrascale.spec.work import block_work
 

@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], constants: Constants) -> Floats:
     """Of one micro-batch on one rank: [computing, tp traffic, cp traffic that attention does not hide, ep traffic]."""
     part = price_ops(workload, shape, ops)
-    derate = constants.compute_derate * workload.stack.overheads.products
+    derate = constants.compute_derate * workload.overheads.products
     derate *= constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
     attention = part.attention
     ring = np.maximum(part.ring_forward - attention * (1 - 1 / shape.cp_grid[0]), 0.0)

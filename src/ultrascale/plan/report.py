@@ -16,7 +16,8 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator, Cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
-from ultrascale.spec.stack import STACKS, Stack, with_attention, with_optimizer
+from ultrascale.spec.stack import Stack, with_attention, with_optimizer
+from ultrascale.spec.stack_files import STACKS
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.weights import num_parameters
 
@@ -171,12 +172,10 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
 
 def step_interval(prediction: Prediction) -> tuple[float, float]:
     """Seconds between which the step of four runs in five is expected: errors on measured runs (`plan.intervals`)."""
-    from ultrascale.plan.intervals import Kind, interval
+    from ultrascale.plan.intervals import interval, kind_of
 
-    fp8 = prediction.layout.precision == "fp8"
-    kind: Kind = "experts" if prediction.workload.model.num_experts else "fp8" if fp8 else "dense"
     seconds = prediction.step_seconds
-    return interval(seconds, kind, fastest=seconds, slowest=seconds)
+    return interval(seconds, kind_of(prediction.workload, prediction.layout), fastest=seconds, slowest=seconds)
 
 
 def _footprint_json(memory: Footprint) -> dict[str, Any]:

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.share_cut import cannot_run
-from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
 from ultrascale.spec.layout import Layout
+from ultrascale.spec.stack_files import abilities
 from ultrascale.spec.units import count_of, divisors
 
 MIN_TOKENS_PER_CP_RANK = 512

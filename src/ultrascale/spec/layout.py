@@ -34,6 +34,7 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Fp8Scaling = Literal["row", "tensor", "delayed"]
 Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", "expert_dp", "expert_shard"]
 PipelineRuntime = Literal["ultrascale", "torch"]
+CpMethod = Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"]
 AttentionCore = Literal["auto", "fastest", "sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4"]
 SCHEDULES: dict[str, int | None] = {
     "1f1b": 1, "afab": 1, "interleaved": None, "breadth-first": None, "zb-h1": 1, "zb-v": 2, "dualpipe": 1, "dualpipe-v": 2,
@@ -115,7 +116,7 @@ class Layout:
     done, while others are on their way (torch's symmetric memory). The ranks of tp must be in one node. Read only if tp > 1."""
     cp: int = 1
     """Context parallelism: ranks that cut every sequence between them."""
-    cp_method: Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"] = "ring"
+    cp_method: CpMethod = "ring"
     """How keys and values meet all queries. Read only if cp > 1."""
     cp_heads: int = 1
     """For cp_method = "ring+all-to-all": neighbours that swap sequence for heads; rings join cp / cp_heads groups of them."""

@@ -18,8 +18,8 @@ from statistics import fmean, median
 
 import numpy as np
 
-from ultrascale.plan.measured_rows import MeasuredRow
-from ultrascale.plan.validate import RowPrediction
+from ultrascale.validation.predict import RowPrediction
+from ultrascale.validation.rows import MeasuredRow
 
 SCAN = "playbook"
 """Half of all rows, and its failures are told without their reason: memory, crashes and time limits together."""

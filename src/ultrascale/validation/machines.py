@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ultrascale.plan.measured_models import UnrepresentableError
-from ultrascale.plan.measured_rows import Asked
 from ultrascale.spec.cluster import Cluster, Link, Node, Sourced
 from ultrascale.spec.machines import ACCELERATORS, NODES, USUAL_NODE
+from ultrascale.validation.models import UnrepresentableError
+from ultrascale.validation.rows import Asked
 
 # The first pattern found in the name decides: the catalogue's name, and what stands in where it is not in the catalogue.
 _GPUS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -33,10 +33,8 @@ _RATE = re.compile(
 )
 """A rate with how many links have it in front ("4x Omni-Path 100 Gb/s"), or behind ("100 Gbps x 4")."""
 _INSIDE = re.compile(r"intra-?node|in-?side|in node|within|nvlink|nvswitch|pcie", re.IGNORECASE)
-LAST_YEAR_OF_A100 = 2022
-HUGGING_FACE_NODE, HUGGING_FACE_NETWORK = "aws-p5", "EFA v2 under load"
-"""Of Hugging Face's H100s, on which the playbook's scan ran and those before it: AWS p5 with EFA (the Smol Training Playbook of
-2025, on its infrastructure), and what the playbook shows of its bandwidth (`spec.network`)."""
+USUAL_GPU = "h100-sxm"
+"""Of a row that names none."""
 _FAST_DOMAIN = 72
 """GPUs of a rack with NVLink inside; jobs that do not fill whole racks use 64 of each (NVIDIA's recipes: 16 trays of 4)."""
 _USED_OF_DOMAIN = 64
@@ -45,7 +43,7 @@ _USED_OF_DOMAIN = 64
 def cluster_of(asked: Asked, num_gpus: int) -> tuple[Cluster, tuple[str, ...]]:
     """The row's machines and what had to be assumed. Raises UnrepresentableError for a GPU nobody described."""
     name, assumed = _accelerator(asked)
-    usual = _hugging_face_node() if _is_hugging_faces(asked, name) else NODES[USUAL_NODE[name]]
+    usual = _node(asked, name)
     node = replace(usual, num_accelerators=_per_node(asked, usual, num_gpus))
     node, network = _with_network(asked, node, usual)
     return Cluster(f"{num_gpus}x{name}", node, num_gpus), (*assumed, *network)
@@ -54,8 +52,7 @@ def cluster_of(asked: Asked, num_gpus: int) -> tuple[Cluster, tuple[str, ...]]:
 def _accelerator(asked: Asked) -> tuple[str, tuple[str, ...]]:
     text = f"{asked.gpu} {asked.gpu_family}".strip()
     if not text:
-        name = "h100-sxm" if (asked.year or 9999) > LAST_YEAR_OF_A100 else "a100-80"
-        return name, (f"{name}, as most in {asked.year or 'recent years'}",)
+        return USUAL_GPU, (f"{USUAL_GPU}, as most",)
     for pattern, names in _GPUS:
         if re.search(pattern, asked.gpu or asked.gpu_family, re.IGNORECASE):
             known = [name for name in names if name in ACCELERATORS]
@@ -70,21 +67,22 @@ def _per_node(asked: Asked, node: Node, num_gpus: int) -> int:
     return asked.gpus_per_node or node.num_accelerators
 
 
-def _is_hugging_faces(asked: Asked, accelerator: str) -> bool:
-    ran_there = asked.is_playbook or re.search(r"huggingface/bench_cluster", asked.source, re.IGNORECASE)
-    return bool(ran_there) and NODES[HUGGING_FACE_NODE].accelerator.name == accelerator
-
-
-def _hugging_face_node() -> Node:
-    node = NODES[HUGGING_FACE_NODE]
-    assert node.inter_link is not None
-    return replace(node, inter_link=replace(node.inter_link, name=HUGGING_FACE_NETWORK))
+def _node(asked: Asked, accelerator: str) -> Node:
+    """The node that the row names, or else the usual one of its GPU; with the kind of network that the row names."""
+    if asked.machine and asked.machine not in NODES:
+        raise UnrepresentableError(f"machine {asked.machine!r} is not in the catalogue (`ultrascale show clusters`)")
+    node = NODES[asked.machine or USUAL_NODE[accelerator]]
+    if node.accelerator.name != accelerator:
+        node = NODES[USUAL_NODE[accelerator]]
+    if asked.network and node.inter_link is not None:
+        node = replace(node, inter_link=replace(node.inter_link, name=asked.network))
+    return node
 
 
 def _with_network(asked: Asked, node: Node, usual: Node) -> tuple[Node, tuple[str, ...]]:
     """The node with the links the row names; those of the usual node, scaled to its GPUs, where it names none."""
     inside, between = _rates(asked.interconnect, node.num_accelerators)
-    source, year = f"the row's interconnect: {asked.interconnect}", str(asked.year or "")
+    source, year = f"the row's interconnect: {asked.interconnect}", "the row's"
     if inside is not None:
         node = replace(node, intra_link=Link("links inside a node", Sourced(inside, source, year)))
     if between is not None:
