@@ -21,7 +21,7 @@ from ultrascale.spec.fp8_slots import is_delayed
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.stack import Stack
-from ultrascale.spec.stack_files import abilities
+from ultrascale.spec.stack_files import abilities, stack_file, stack_names
 
 MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a", "ring+all-to-all": "a2a+p2p"}
 TORCHTITAN_CP = {"ring": "alltoall", "all-gather": "allgather"}
@@ -58,12 +58,16 @@ def trainer_flags(workload: Workload, layout: Layout) -> str:
     problems = cannot_express(workload, layout)
     if problems:
         raise SpecError(problems)
-    return _WRITERS.get(workload.stack.name, _ultrascale)(_Plan(workload, layout))
+    return _WRITERS[stack_file(workload.stack.name).writes](_Plan(workload, layout))
 
 
 def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
     """What of `layout` the workload's trainer has no setting for."""
     can, name = abilities(workload.stack), workload.stack.name
+    writes = stack_file(name).writes
+    if writes not in _WRITERS:
+        known = ", ".join(stack for stack in stack_names() if stack_file(stack).writes in _WRITERS)
+        return [Problem("stack", f"{name} has no settings that could be printed", f"There are those of {known}.")]
     stages = can.zero_stages_with_pipeline if layout.pp > 1 else can.zero_stages
     checks = [
         ("zero_stage", layout.zero_stage in stages, f"ZeRO stages {', '.join(map(str, stages))}"),
@@ -150,6 +154,7 @@ def _megatron_model(plan: _Plan) -> dict[str, Any]:
         "qk-layernorm": model.qk_norm,
     }
     if model.num_experts:
+        dispatcher = plan.workload.stack.dispatcher
         dense, sparse = model.first_k_dense_replace, model.num_hidden_layers - model.first_k_dense_replace
         words |= {
             "num-experts": model.num_experts,
@@ -158,7 +163,8 @@ def _megatron_model(plan: _Plan) -> dict[str, Any]:
             "moe-shared-expert-intermediate-size": model.shared_expert_intermediate_size,
             "moe-layer-freq": f"'([0]*{dense}+[1]*{sparse})'",
             "moe-grouped-gemm": True,
-            "moe-token-dispatcher-type": "alltoall",
+            "moe-token-dispatcher-type": "alltoall" if dispatcher == "alltoall" else "flex",
+            "moe-flex-dispatcher-backend": "" if dispatcher == "alltoall" else dispatcher,
         }
     if model.latent_attention:
         words |= {
@@ -187,7 +193,8 @@ def _megatron_layout(plan: _Plan) -> dict[str, Any]:
         "num-distributed-optimizer-instances": layout.dp_replicate if layout.zero_stage and layout.dp_replicate > 1 else "",
         "overlap-grad-reduce": layout.dp > 1,
         "overlap-param-gather": layout.zero_stage == 1,
-        "cross-entropy-loss-fusion": True,
+        "cross-entropy-loss-fusion": plan.workload.stack.kernels.cross_entropy == "fused",
+        "tp-comm-overlap": layout.tp > 1 and plan.workload.stack.overlaps_tensor_parallel,
         **_megatron_stages(plan),
         "bf16": layout.precision in ("bf16", "fp8"),
         "fp16": layout.precision == "fp16",

@@ -211,6 +211,27 @@ def with_settings(stack: Stack, settings: Mapping[str, Any]) -> Stack:
     )
 
 
+def changed_stack(name: str, settings: Mapping[str, Any]) -> Stack:
+    """The stack of this name with some settings changed. Raises SpecError, also where they are of our own trainer."""
+    stack = stack_called(name)
+    if settings and name == "ultrascale":
+        told = "Name another trainer with --stack, or leave it out: ours has its settings in the run's file."
+        raise SpecError([Problem(f"stack.{key}", "is a setting of other trainers' stacks", told) for key in settings])
+    return with_settings(stack, settings)
+
+
+def changed_settings(stack: Stack) -> dict[str, Any]:
+    """The settings that are not those of its file; the optimizer, which has a flag of its own, left out."""
+    if stack.name not in stack_names():
+        return settings_of(stack)
+    file = settings_of(stack_file(stack.name).stack)
+    return {
+        key: value
+        for key, value in settings_of(stack).items()
+        if value != file[key] and key not in ("optimizer", "moment_bytes")
+    }
+
+
 def settings_of(stack: Stack) -> dict[str, Any]:
     """Every setting of a stack by its key."""
     parts = {"kernels": stack.kernels, "overheads": stack.overheads}
