@@ -1,4 +1,4 @@
-"""Fit the numbers of the time model that only whole runs show, a source or a kind left out at a time, and write what that leaves.
+"""Fit the numbers of the time model that only whole runs show, a source or a kind left out at a time, and write what is left.
 
     python benchmarks/plan/cross_validate.py measured_runs.csv measured_oom.csv playbook_runs.csv --markdown docs/validation.md
 

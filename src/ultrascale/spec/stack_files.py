@@ -224,12 +224,8 @@ def changed_settings(stack: Stack) -> dict[str, Any]:
     """The settings that are not those of its file; the optimizer, which has a flag of its own, left out."""
     if stack.name not in stack_names():
         return settings_of(stack)
-    file = settings_of(stack_file(stack.name).stack)
-    return {
-        key: value
-        for key, value in settings_of(stack).items()
-        if value != file[key] and key not in ("optimizer", "moment_bytes")
-    }
+    own = settings_of(stack_file(stack.name).stack) | {"optimizer": stack.optimizer, "moment_bytes": stack.moment_bytes}
+    return {key: value for key, value in settings_of(stack).items() if value != own[key]}
 
 
 def settings_of(stack: Stack) -> dict[str, Any]:

@@ -181,11 +181,7 @@ def misspelt_columns(path: str | Path) -> list[tuple[str, str]]:
     known = {field.name for kind in (Asked, Measured) for field in fields(kind)} | {"id", *PLAYBOOK_NAMES}
     missing = sorted(known - {*header})
     unknown = [name for name in header if name not in known and not name.startswith("stack.")]
-    near = (
-        (name, get_close_matches(name.lower(), missing, n=1, cutoff=NEARLY))
-        for name in header
-        if name not in known and not name.startswith("stack.")
-    )
+    near = ((name, get_close_matches(name.lower(), missing, n=1, cutoff=NEARLY)) for name in unknown)
     return [(name, found[0]) for name, found in near if found]
 
 
