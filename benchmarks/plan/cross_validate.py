@@ -7,8 +7,8 @@ it, and how far it may be from that. Knobs are fitted to the logarithm of measur
 source of n rows weighing sqrt(n), by Gauss-Newton steps whose derivatives come from pricing all rows with one knob turned. The
 fit is repeated without each source in turn, and its rows are predicted with what the others say and without everything that is
 written by hand about it (`validation/stated.toml`, stacks that only it judges): those errors are the honest ones. The same is
-done for kinds: all mixtures of experts, all runs of one accelerator, of one trainer, of one year. The playbook's scan is in no
-fit, nor is the older one of the same program, most of whose pipelines waited for the network of the day.
+done for kinds: all mixtures of experts, all runs of one accelerator, of one trainer, of one year. Of the playbook's scan runs on
+few nodes are in the fits; the older one of the same program, most of whose pipelines waited for the network of the day, is not.
 
 The knobs in the code are set by hand from what this prints.
 """
@@ -43,6 +43,7 @@ TURN = 0.1
 """How far a knob is turned for a derivative, in its own scale."""
 ROUNDS = 2
 OLDER_SCAN = "hf-bench-cluster"
+MOST_NODES_OF_SCAN = 2
 SMALLEST_KIND = 5
 """Rows of a kind below which it is not left out as one."""
 MARGINS = (0.0, 0.04, 0.07, 0.10, 0.13, 0.16, 0.20)
@@ -171,7 +172,7 @@ def prior() -> Floats:
 def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPrediction], dict[str, Errors]]:
     """The knobs fitted on all sources but the scan; those of each fit without one; every row predicted without its source; and
     the errors of every kind predicted without that kind."""
-    outside = ~np.isin(data.sources, (SCAN, OLDER_SCAN))
+    outside = np.array([is_fitted(row, source) for row, source in zip(data.rows, data.sources, strict=True)])
     fitted = Data(
         [row for row, keep in zip(data.rows, outside, strict=True) if keep], data.sources[outside], data.log_measured[outside]
     )
@@ -180,7 +181,7 @@ def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPredi
         base = log_predicted(fitted, x)
         slopes = jacobian(fitted, x, base)
         last, x = x, solve(fitted, x, base, slopes, np.ones(len(fitted.rows), dtype=bool))
-    folds = {SCAN: x, OLDER_SCAN: x} | {
+    folds = {OLDER_SCAN: x} | {
         str(source): solve(fitted, last, base, slopes, fitted.sources != source) for source in np.unique(fitted.sources)
     }
     found: dict[int, RowPrediction] = {}
@@ -190,6 +191,11 @@ def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPredi
         found |= dict(zip(index, predict_rows([data.rows[i].asked for i in index], tuning), strict=True))
     kinds = _without_kinds(data, fitted, lambda keep: solve(fitted, last, base, slopes, keep))
     return x, folds, [found[i] for i in range(len(data.rows))], kinds
+
+
+def is_fitted(row: MeasuredRow, source: str) -> bool:
+    """Whether a row takes part in fits: of the scan those on few nodes, where nothing stopped and no network was full."""
+    return source != OLDER_SCAN and (source != SCAN or (row.asked.nodes or 0) <= MOST_NODES_OF_SCAN)
 
 
 def _without_kinds(data: Data, fitted: Data, fit: Callable[[NDArray[np.bool_]], Floats]) -> dict[str, Errors]:

@@ -79,9 +79,9 @@ def test_context_parallelism_of_deepspeed_stands_alone_and_its_hybrid_sharding_a
     assert part.any() and set(table.zero_stage[part]) == {3}
 
 
-def test_only_trainers_whose_abilities_are_known_are_offered() -> None:
-    with pytest.raises(SpecError, match="deepspeed"):
-        stack_called("aleph-alpha")
+def test_a_trainer_that_nobody_knows_is_refused_with_those_there_are() -> None:
+    with pytest.raises(SpecError, match="Did you mean deepspeed"):
+        stack_called("deepsped")
 
 
 def test_experts_are_asked_for_by_their_own_flag(capsys) -> None:

@@ -55,6 +55,10 @@ class _Plan:
 
 def trainer_flags(workload: Workload, layout: Layout) -> str:
     """`layout` as the settings of the workload's stack. Raises SpecError if that trainer has no setting for a part of it."""
+    name = workload.stack.name
+    if stack_file(name).writes not in _WRITERS:
+        known = ", ".join(stack for stack in stack_names() if stack_file(stack).writes in _WRITERS)
+        raise SpecError([Problem("stack", f"{name} has no settings that could be printed", f"There are those of {known}.")])
     problems = cannot_express(workload, layout)
     if problems:
         raise SpecError(problems)
@@ -64,10 +68,6 @@ def trainer_flags(workload: Workload, layout: Layout) -> str:
 def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
     """What of `layout` the workload's trainer has no setting for."""
     can, name = abilities(workload.stack), workload.stack.name
-    writes = stack_file(name).writes
-    if writes not in _WRITERS:
-        known = ", ".join(stack for stack in stack_names() if stack_file(stack).writes in _WRITERS)
-        return [Problem("stack", f"{name} has no settings that could be printed", f"There are those of {known}.")]
     stages = can.zero_stages_with_pipeline if layout.pp > 1 else can.zero_stages
     checks = [
         ("zero_stage", layout.zero_stage in stages, f"ZeRO stages {', '.join(map(str, stages))}"),

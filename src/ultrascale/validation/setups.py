@@ -254,19 +254,12 @@ def _pipeline(asked: Asked, model: Model, usual: Usual, pp: int, assumed: list[s
         if asked.vpp > most:
             assumed.append(f"{most} chunks a rank: there are {layers} layers for {asked.vpp} x {pp}")
         chunks = max(1, min(asked.vpp, most))
-        found = (("interleaved" if chunks > 1 else "1f1b", chunks),)
-        # "1f1b (interleaved for ...)": a number of chunks beside two schedules is of one of them.
-        return (
-            found
-            if chunks > 1 or not ("1f1b" in text and "interleaved" in text.replace("interleaved_1f1b", ""))
-            else (*found, *_interleaved(layers, most, pp, usual))
-        )
-    is_open = not text or "not stated" in text or ("interleaved" in text and "1f1b" in text.replace("interleaved_1f1b", ""))
-    if "interleaved" in text and not is_open:
-        return _interleaved(layers, most, pp, usual) or (("1f1b", 1),)
-    if is_open and usual.virtual_stages == "any":
-        return (("1f1b", 1), *_interleaved(layers, most, pp, usual))
-    return (("1f1b", 1),)
+        return (("interleaved" if chunks > 1 else "1f1b", chunks),)
+    many = _interleaved(layers, most, pp, usual)
+    if re.fullmatch("interleaved[-_ ]*(1f1b)?", text):
+        return many or (("1f1b", 1),)
+    # Nobody says how many stages a rank has: people write "1f1b" of either.
+    return (("1f1b", 1), *many) if usual.virtual_stages == "any" else (("1f1b", 1),)
 
 
 def _interleaved(layers: int, most: int, pp: int, usual: Usual) -> tuple[tuple[str, int], ...]:
