@@ -13,6 +13,7 @@ from ultrascale.plan.measured_models import UnrepresentableError
 from ultrascale.plan.measured_rows import Asked
 from ultrascale.spec.cluster import Cluster, Link, Node, Sourced
 from ultrascale.spec.machines import ACCELERATORS, NODES, USUAL_NODE
+from ultrascale.spec.racks import places_used, using, usual_places
 
 # The first pattern found in the name decides: the catalogue's name, and what stands in where it is not in the catalogue.
 _GPUS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -37,17 +38,13 @@ LAST_YEAR_OF_A100 = 2022
 HUGGING_FACE_NODE, HUGGING_FACE_NETWORK = "aws-p5", "EFA v2 under load"
 """Of Hugging Face's H100s, on which the playbook's scan ran and those before it: AWS p5 with EFA (the Smol Training Playbook of
 2025, on its infrastructure), and what the playbook shows of its bandwidth (`spec.network`)."""
-_FAST_DOMAIN = 72
-"""GPUs of a rack with NVLink inside; jobs that do not fill whole racks use 64 of each (NVIDIA's recipes: 16 trays of 4)."""
-_USED_OF_DOMAIN = 64
 
 
 def cluster_of(asked: Asked, num_gpus: int) -> tuple[Cluster, tuple[str, ...]]:
     """The row's machines and what had to be assumed. Raises UnrepresentableError for a GPU nobody described."""
     name, assumed = _accelerator(asked)
     usual = _hugging_face_node() if _is_hugging_faces(asked, name) else NODES[USUAL_NODE[name]]
-    node = replace(usual, num_accelerators=_per_node(asked, usual, num_gpus))
-    node, network = _with_network(asked, node, usual)
+    node, network = _with_network(asked, using(usual, _per_node(asked, usual, num_gpus)))
     return Cluster(f"{num_gpus}x{name}", node, num_gpus), (*assumed, *network)
 
 
@@ -65,8 +62,8 @@ def _accelerator(asked: Asked) -> tuple[str, tuple[str, ...]]:
 
 
 def _per_node(asked: Asked, node: Node, num_gpus: int) -> int:
-    if node.num_accelerators == _FAST_DOMAIN:
-        return _FAST_DOMAIN if num_gpus <= _FAST_DOMAIN or num_gpus % _FAST_DOMAIN == 0 else _USED_OF_DOMAIN
+    if node.tray is not None:
+        return places_used(num_gpus, node) or usual_places(node)
     return asked.gpus_per_node or node.num_accelerators
 
 
@@ -81,8 +78,8 @@ def _hugging_face_node() -> Node:
     return replace(node, inter_link=replace(node.inter_link, name=HUGGING_FACE_NETWORK))
 
 
-def _with_network(asked: Asked, node: Node, usual: Node) -> tuple[Node, tuple[str, ...]]:
-    """The node with the links the row names; those of the usual node, scaled to its GPUs, where it names none."""
+def _with_network(asked: Asked, node: Node) -> tuple[Node, tuple[str, ...]]:
+    """The node with the links the row names; its own where it names none."""
     inside, between = _rates(asked.interconnect, node.num_accelerators)
     source, year = f"the row's interconnect: {asked.interconnect}", str(asked.year or "")
     if inside is not None:
@@ -91,19 +88,7 @@ def _with_network(asked: Asked, node: Node, usual: Node) -> tuple[Node, tuple[st
         return replace(
             node, inter_link=Link("network between nodes", Sourced(between, source, year)), num_network_cards=None
         ), ()
-    node = _scaled(node, usual)
     return node, (f"network: {node.inter_link.name if node.inter_link else 'none'}",)
-
-
-def _scaled(node: Node, usual: Node) -> Node:
-    """The usual node's network for a node with another number of GPUs: as much for each of them."""
-    share = node.num_accelerators / usual.num_accelerators
-    if usual.inter_link is None or share == 1:
-        return node
-    rate = usual.inter_link.bytes_per_second
-    cards = None if usual.num_network_cards is None else max(1, round(usual.num_network_cards * share))
-    link = replace(usual.inter_link, bytes_per_second=replace(rate, value=rate.value * share))
-    return replace(node, inter_link=link, num_network_cards=cards)
 
 
 def _rates(text: str, per_node: int) -> tuple[float | None, float | None]:

@@ -88,6 +88,8 @@ class RunPlan:
             "model": run.model.name,
             "num_parameters": num_parameters(run.model),
             "cluster": self.cluster.name,
+            "nodes": self.cluster.num_nodes,
+            "accelerators_per_node": self.cluster.node.num_accelerators,
             "stack": self.stack.name,
             "layout": {name: getattr(run.layout, name) for name in run.layout.__dataclass_fields__},
             "sequence_length": run.batch.sequence_length,

@@ -85,8 +85,9 @@ def _node(
     count: int = 8,
     cards: int | None = None,
     watts: Sourced | None = None,
+    tray: int | None = None,
 ) -> Node:
-    return Node(name, title, ACCELERATORS[accelerator], count, intra, inter, cards, watts)
+    return Node(name, title, ACCELERATORS[accelerator], count, intra, inter, cards, watts, tray)
 
 
 NODES: dict[str, Node] = {
@@ -106,8 +107,8 @@ NODES: dict[str, Node] = {
         _node("gh200-quad", "four GH200 (CSCS Alps)", "gh200", _NVLINK4_QUAD, _SLINGSHOT, count=4),
         _node("dgx-b200", "NVIDIA DGX B200", "b200", _NVLINK5, _NDR_B200, watts=_DGX_B200),
         _node("dgx-b300", "NVIDIA DGX B300", "b300", _NVLINK5_B300, _XDR, watts=_DGX_B300),
-        _node("gb200-nvl72", "NVIDIA GB200 NVL72, one rack", "gb200", _NVL72, _GB200_CARDS, count=72, watts=_GB_RACK),
-        _node("gb300-nvl72", "NVIDIA GB300 NVL72, one rack", "gb300", _NVL72, _GB300_CARDS, count=72, watts=_GB_RACK),
+        _node("gb200-nvl72", "NVIDIA GB200 NVL72, one rack", "gb200", _NVL72, _GB200_CARDS, count=72, watts=_GB_RACK, tray=4),
+        _node("gb300-nvl72", "NVIDIA GB300 NVL72, one rack", "gb300", _NVL72, _GB300_CARDS, count=72, watts=_GB_RACK, tray=4),
         _node("aws-p4d", "AWS p4d.24xlarge", "a100-40", _NVLINK3, _EFA, cards=4),
         _node("aws-p4de", "AWS p4de.24xlarge", "a100-80", _NVLINK3, _EFA, cards=4),
         _node("aws-p5", "AWS p5.48xlarge", "h100-sxm", _NVLINK4, _EFA2),
