@@ -32,6 +32,8 @@ SHAPE_FIELDS = (
     "partition_checkpoints", "fp8_scaling", "gathers_fp8",
 )  # fmt: skip
 PASSES = ("forward", "backward")
+HEAD_MULTIPLE = 8
+"""Of a vocabulary's columns, which are always of 16 bits here: other numbers are not aligned."""
 WIDE_BYTES, NARROW_BYTES, CAST_BYTES = 2, 3, 4
 """Memory traffic of an element that is read in bf16; that is written in fp8 then; that is written in both orders."""
 
@@ -266,6 +268,8 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             weights, count = weights + op.pieces * each[4], count + op.pieces * each[7]
         if op.product is not None:
             m, n, k, copies = op.product
+            if head and n % HEAD_MULTIPLE:  # logits; some trainers pad the vocabulary
+                n = -(-n // stack.pads_vocab_to) * stack.pads_vocab_to
             forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, casts=not shares)
             product += forward * op.forward_products
             grouped += forward if op.name.startswith("mlp.experts.") else 0.0

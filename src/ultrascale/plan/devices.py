@@ -37,6 +37,13 @@ FP8_ATTENTION = {"a100": (1.0, 1.0), "hopper": (1.5, 1.0), "blackwell": (1.4, 1.
 """Speed of fp8 attention over bf16, forward and backward. cudnn-frontend's benchmark 2026-09, 4k to 32k, medians: H200
 forward 1.5, backward slower than bf16 (taken as 1: nobody would use it); GB200 1.36 and 1.33 at head dim 128, 1.5 and 1.7 at
 192."""
+UNALIGNED = 1.4
+"""Time of a product whose rows are not multiples of 16 bytes, over an aligned one's. RTX 4090: 156 TFLOP/s aligned, 107 to 116
+with odd sizes (pytorch issue 181718, 2026). A100: 132 with k = 128, 86 with 140, of which tiles of k are 1.14 (issue 83272,
+2022). H100: 509 with k = 2501 where its law has some 690 (float8_experimental pull request 145, 2024). Without cuBLAS 11 there
+would be no tensor cores at all (NVIDIA, Matrix Multiplication Background, 2.2). CPUs' vector loads need no alignment."""
+HEAD_DIM_STEP = 32
+"""Of flash kernels: FlashAttention-2 rounds head dims up to it (`head_size_rounded` in its flash_api.cpp)."""
 MEASURED_EFFICIENCY = 0.95
 """Of a device whose peak is itself a measured product, as the CPU's: other shapes come close to it."""
 CPU_LAUNCH_SECONDS = 2e-5
@@ -84,6 +91,7 @@ def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
         launch_seconds=CPU_LAUNCH_SECONDS if own else law.launch_seconds,
         fill=0.0 if own else law.fill,
         partial_wave=0.0 if own else law.partial_wave,
+        unaligned=1.0 if own else UNALIGNED,
         operand_bytes=DTYPE_BYTES[dtype],
         result_bytes=max(2, DTYPE_BYTES[dtype]),
         multiprocessors=_multiprocessors(accelerator, relative),
@@ -120,6 +128,7 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
     shares = tuple(min(most, share * scale) for share in law.efficiency)
     return replace(
         law,
+        head_dim_step=1 if accelerator.name == "cpu" else HEAD_DIM_STEP,
         efficiency=shares,  # pyright: ignore[reportArgumentType]
         multiprocessors=_multiprocessors(accelerator, relative),
         peak_flops=peak,

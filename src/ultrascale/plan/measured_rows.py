@@ -12,12 +12,14 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ultrascale.spec.machines import accelerator_in
 from ultrascale.spec.parsing import read_bounded
 from ultrascale.spec.problems import Problem, SpecError
 
@@ -39,6 +41,7 @@ PLAYBOOK_FIXED = {
     "year": "2025",
 }  # fmt: skip
 """What the playbook says of all its runs."""
+_HUGGING_FACES = re.compile(r"huggingface/bench_cluster", re.IGNORECASE)
 Columns = TypeVar("Columns", "Asked", "Measured")
 
 
@@ -54,6 +57,10 @@ class Asked:
     gpu: str = ""
     gpu_family: str = ""
     interconnect: str = ""
+    machine: str = ""
+    """A node of the catalogue (`spec.machines.NODES`), such as aws-p5."""
+    network: str = ""
+    """A kind of networks (`spec.network.KINDS`), such as EFA v2 under load: what its wires give."""
     n_gpus: int | None = None
     nodes: int | None = None
     gpus_per_node: int | None = None
@@ -211,10 +218,20 @@ def _row(file: Path, number: int, line: int, row: dict[Any, Any], is_playbook: b
     if is_playbook:
         names = {PLAYBOOK_NAMES.get(name, name): name for name in cells}
         cells = PLAYBOOK_FIXED | {new: cells[old] for new, old in names.items()}
-    asked = _read(Asked, cells, names, f"{file}:{line}", problems)
-    return MeasuredRow(
-        identity, line, replace(asked, is_playbook=is_playbook), _read(Measured, cells, names, f"{file}:{line}", problems)
-    )
+    asked = replace(_read(Asked, cells, names, f"{file}:{line}", problems), is_playbook=is_playbook)
+    return MeasuredRow(identity, line, with_known_machine(asked), _read(Measured, cells, names, f"{file}:{line}", problems))
+
+
+def with_known_machine(asked: Asked) -> Asked:
+    """The row with `machine` and `network` filled where its source is known to have run on them, and it does not say so.
+
+    The only place where a source tells a machine. Hugging Face's H100s, on which the playbook's scan and those before it ran:
+    AWS p5 with EFA (the Smol Training Playbook, 2025), and the bandwidth that the playbook shows of it (`spec.network`).
+    """
+    ran_there = asked.is_playbook or _HUGGING_FACES.search(asked.source)
+    if asked.machine or asked.network or not ran_there or accelerator_in(asked.gpu) != "h100-sxm":
+        return asked
+    return replace(asked, machine="aws-p5", network="EFA v2 under load")
 
 
 def _read(kind: type[Columns], cells: dict[str, str], names: dict[str, str], where: str, problems: list[Problem]) -> Columns:

@@ -16,8 +16,8 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.machines import ACCELERATORS, USUAL_NODE
-from ultrascale.spec.racks import places_used, resized
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.racks import places_used, resized
 
 PAYS = 0.5
 """An added GPU pays while it brings at least this share of what a GPU brings where each brings most."""

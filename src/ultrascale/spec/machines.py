@@ -6,6 +6,7 @@ The accelerators in them are in `spec.accelerators`.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from ultrascale.spec.accelerators import ACCELERATORS as ACCELERATORS
@@ -144,6 +145,7 @@ USUAL_NODE = {
     "rtx-3090": "pcie-3090", "rtx-4090": "pcie-4090", "rtx-5090": "pcie-5090", "mi250x": "frontier",
 }  # fmt: skip
 ALIASES = {
+    "3090": "rtx-3090", "4090": "rtx-4090", "5090": "rtx-5090", "h100-pcie-80": "h100-pcie", "h100-nvl-94": "h100-nvl",
     "a100": "a100-80", "a100-40gb": "a100-40", "a100-80gb": "a100-80", "a100-sxm": "a100-80", "a100-80gb-sxm": "a100-80",
     "a800-80": "a800", "h100": "h100-sxm", "h100-80": "h100-sxm", "h100-80gb": "h100-sxm", "h100-80gb-sxm": "h100-sxm",
     "h100-96gb": "h100-96", "h800-80": "h800", "h800-80gb": "h800", "h200-141": "h200", "h200-141gb": "h200",
@@ -155,6 +157,24 @@ ALIASES = {
     "h100-80gb-pcie": "h100-pcie", "h100-94": "h100-nvl", "h100-94gb": "h100-nvl", "gh200-480gb": "gh200",
     "dgx-a100-80": "dgx-a100", "nvl72": "gb200-nvl72",
 }  # fmt: skip
+
+
+def accelerator_in(text: str) -> str | None:
+    """The accelerator that a text names somewhere, as tables do (`H100-96GB-HBM2e-500W`, `DGX A100 (40GB)`); None if none.
+
+    Of names and aliases whose words all stand in the text the one with most words counts: `a100-pcie-40` before `a100-40`.
+    """
+    words = _words(text)
+    names = [(_words(alias), name) for alias, name in (*((one, one) for one in ACCELERATORS), *ALIASES.items())]
+    found = [(len(of), any(word.isdigit() for word in of), len(name), name) for of, name in names if of <= words]
+    known = [one for one in found if one[-1] in ACCELERATORS]
+    return max(known)[-1] if known else None
+
+
+def _words(text: str) -> frozenset[str]:
+    """Words of a machine's name without its maker and form: 80GB is 80, SXM5 sxm, RTX4090 rtx and 4090."""
+    words = re.split(r"[^a-z0-9.]+", re.sub(r"\brtx(?=\d)", "rtx-", text.lower()))
+    return frozenset(re.sub(r"^(\d+)gb?$|^(sxm)\d$", r"\1\2", word) for word in words if word)
 
 
 def this_machine(num_processes: int) -> Node:

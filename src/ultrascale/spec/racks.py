@@ -1,8 +1,8 @@
 """How many places of a machine a job uses: all of a server of eight, any number of a rack of 72.
 
-    72, 144, 216   whole racks
-    128, 256, 512  64 of each: NVIDIA's recipes leave two trays of 18 out, so that powers of two divide everything
-    96, 160        48 and 40 of each: as many in every rack, the fewest racks
+72, 144, 216   whole racks
+128, 256, 512  64 of each: NVIDIA's recipes leave two trays of 18 out, so that powers of two divide everything
+96, 160        48 and 40 of each: as many in every rack, the fewest racks
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def node_for(count: int, name: str, node: Node) -> Node:
         return using(node, used)
     near = [next(n for n in itertools.count(count + step, step) if places_used(n, node)) for step in (-1, 1)]
     rule = f"{count} {name} are not as many in each rack of {per_node}"
-    remedy = f"Choose {near[0]}x{name} or {near[1]}x{name}, or say how many of each are used: {count}x{name}/{usual_places(node)}."
+    remedy = (
+        f"Choose {near[0]}x{name} or {near[1]}x{name}, or say how many of each are used: {count}x{name}/{usual_places(node)}."
+    )
     raise SpecError([Problem("cluster", rule, remedy)])
 
 
