@@ -19,7 +19,7 @@ from ultrascale.plan.stages import chunk_layers_of
 from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.fp8_slots import is_delayed
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.stack import Stack
 
@@ -31,7 +31,8 @@ TORCHTITAN_SCHEDULES = {
 COMPOSER_STRATEGIES = {0: "NO_SHARD", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 COMPOSER_HYBRIDS = {2: "_HYBRID_SHARD_ZERO2", 3: "HYBRID_SHARD"}
 PRECISIONS = {
-    "torchtitan": ("fp32", "bf16", "fp8"), "megatron": ("fp32", "fp16", "bf16", "fp8"), "nanotron": ("fp32", "fp16", "bf16"),
+    "torchtitan": ("fp32", "bf16", "mxfp8", "fp8"),
+    "megatron": ("fp32", "fp16", "bf16", "mxfp8", "nvfp4", "fp8"), "nanotron": ("fp32", "fp16", "bf16"),
     "llm-foundry": ("fp32", "fp16", "bf16", "fp8"), "deepspeed": ("fp32", "fp16", "bf16"),
 }  # fmt: skip
 OPTIMIZERS = {"megatron": ("adamw", "adamw-bf16")}
@@ -189,9 +190,12 @@ def _megatron_layout(plan: _Plan) -> dict[str, Any]:
         "overlap-param-gather": layout.zero_stage == 1,
         "cross-entropy-loss-fusion": True,
         **_megatron_stages(plan),
-        "bf16": layout.precision in ("bf16", "fp8"),
+        "bf16": layout.precision in ("bf16", *NARROW),
         "fp16": layout.precision == "fp16",
-        "fp8-format": "hybrid" if layout.precision == "fp8" else "",
+        "fp8-format": {"fp8": "hybrid", "mxfp8": "e4m3"}.get(layout.precision, ""),
+        "fp8-recipe": "mxfp8" if layout.precision == "mxfp8" else "",
+        "fp4-format": "e2m1" if layout.precision == "nvfp4" else "",
+        "fp4-recipe": "nvfp4" if layout.precision == "nvfp4" else "",
         **_megatron_delayed(layout),
         "optimizer-cpu-offload": layout.offload_optimizer,
     }
@@ -260,6 +264,9 @@ def _torchtitan(plan: _Plan) -> str:
         sections["quantize.linear.float8"] = {
             "enable_fsdp_float8_all_gather": narrow, "precompute_float8_dynamic_scale_for_fsdp": narrow and one_scale,
         }  # fmt: skip
+    if layout.precision == "mxfp8":
+        sections["model"] = {"converters": ["quantize.linear.mx"]}
+        sections["quantize.linear.mx"] = {"recipe_name": "mxfp8_cublas"}
     return _toml(sections)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.plan.devices import NVFP4_OVER_FP8
 from ultrascale.plan.measured_rows import Asked
 from ultrascale.spec.stack import STACKS, Kernels, Overheads, Stack, with_optimizer
 
@@ -18,8 +19,7 @@ from ultrascale.spec.stack import STACKS, Kernels, Overheads, Stack, with_optimi
 class Vintage:
     """What programs of another kind or year than a stack's own add to its time."""
 
-    nvfp4_over_fp8: float = 0.6
-    """Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026)."""
+    nvfp4_over_fp8: float = NVFP4_OVER_FP8
     eager_op_seconds: float = 1.1e-4
     """`Overheads.op_seconds` of programs without fused kernels and CUDA graphs (Megatron's first years, nanotron): an operation
     of the table is several kernels, each launched by Python, autograd and the dispatcher."""
