@@ -7,8 +7,9 @@ it, and how far it may be from that. Knobs are fitted to the logarithm of measur
 source of n rows weighing sqrt(n), by Gauss-Newton steps whose derivatives come from pricing all rows with one knob turned. The
 fit is repeated without each source in turn, and its rows are predicted with what the others say and without everything that is
 written by hand about it (`validation/stated.toml`, stacks that only it judges): those errors are the honest ones. The same is
-done for kinds: all mixtures of experts, all runs of one accelerator, of one trainer, of one year. Of the playbook's scan runs on
-few nodes are in the fits; the older one of the same program, most of whose pipelines waited for the network of the day, is not.
+done for kinds: all mixtures of experts, all runs of one accelerator, of one trainer, of one year. Of the playbook's scan the
+runs on few nodes are in the fits; the older one of the same program, most of whose pipelines waited for the network of the day,
+is not.
 
 The knobs in the code are set by hand from what this prints.
 """

@@ -11,7 +11,10 @@ import pytest
 
 from ultrascale.cli.main import main
 from ultrascale.plan.flops_conventions import flops_per_token
+from ultrascale.plan.network import fabric_of
+from ultrascale.spec.machines import accelerator_in
 from ultrascale.spec.model_presets import preset
+from ultrascale.spec.network import network_kind
 from ultrascale.spec.problems import SpecError
 from ultrascale.validation.machines import cluster_of
 from ultrascale.validation.models import UnrepresentableError
@@ -209,22 +212,89 @@ def test_blank_cells_follow_from_the_others_and_are_said():
 
 
 @pytest.mark.parametrize(
-    ("text", "per_node"),
-    [
-        ("8x HDR InfiniBand 200 Gb/s per node; NVLink/NVSwitch in node (Selene)", 200e9),
-        ("1600 Gb/s per node RoCE (NVLink in node)", 200e9),
-        ("NVLink in node; RDMA 400 Gb/s (CX-7) per GPU", 400e9),
-        ("400 Gb/s per node inter-node; NVLink in node", 50e9),
-        ("4x Omni-Path 100 Gb/s per node", 50e9),
-        ("Omni-Path 100 Gbps x 4", 50e9),
-        ("4 x Slingshot-11 200 Gb/s", 100e9),
-        ("", 400e9),
+    ("text", "gbytes", "cards", "kind"),
+    [  # of all cards of a node of eight H100, whose usual machine has eight of 400 Gb/s
+        ("8x HDR InfiniBand 200 Gb/s per node; NVLink/NVSwitch in node (Selene)", 200, 8, "InfiniBand"),
+        ("1600 Gb/s per node RoCE (NVLink in node)", 200, None, "RoCE"),
+        ("NVLink in node; RDMA 400 Gb/s (CX-7) per GPU", 400, None, "network"),
+        ("NVLink (400 GB/s H800) in node; InfiniBand NDR 400 Gb/s per GPU", 400, None, "InfiniBand"),
+        ("400 Gb/s per node inter-node; NVLink in node", 50, None, "network"),
+        ("4x Omni-Path 100 Gb/s per node", 50, 4, "network"),
+        ("Omni-Path 100 Gbps x 4", 50, 4, "network"),
+        ("4 x Slingshot-11 200 Gb/s", 100, 4, "Slingshot"),
+        ("4x400", 200, 4, "network"), ("8x400G RoCE", 400, 8, "RoCE"),
+        ("3.2 Tb/s InfiniBand per node", 400, None, "InfiniBand"),
+        ("200 Gb/s per card", 200, None, "network"), ("NDR 400 Gb/s", 400, None, "InfiniBand"),
+        ("IB 200 Gbps", 200, None, "InfiniBand"), ("400 Gb/s per NIC; NVLink 900 GB/s in node", 400, None, "network"),
+        ("EFA 400 Gb/s", 50, None, "EFA"), ("EFA 3200 Gb/s", 400, None, "EFA v2"),
+        ("RoCE 200 Gb/s per server", 25, None, "RoCE"),
+        ("3200 Gb/s InfiniBand", 400, None, "InfiniBand"),
+        ("", 400, None, "InfiniBand"), ("InfiniBand between nodes", 400, None, "InfiniBand"),
     ],
-)
-def test_networks_are_read_from_text(text: str, per_node: float):
-    cluster, _ = cluster_of(asked(interconnect=text), 64)
-    assert cluster.node.inter_link is not None
-    assert cluster.node.inter_link.bytes_per_second.value == per_node
+)  # fmt: skip
+def test_networks_are_read_from_text(text: str, gbytes: float, cards: int | None, kind: str):
+    node = cluster_of(asked(interconnect=text), 64)[0].node
+    assert node.inter_link is not None
+    assert node.inter_link.bytes_per_second.value == pytest.approx(gbytes * 1e9)
+    assert (node.num_network_cards, network_kind(node.inter_link).name) == (cards, kind)
+
+
+def test_a_rate_of_a_card_is_times_the_cards_that_such_machines_have():
+    node = cluster_of(asked(gpu="A100-40GB", machine="aws-p4d", interconnect="InfiniBand 100 Gb/s per card"), 64)[0].node
+    assert node.inter_link is not None and node.inter_link.bytes_per_second.value == 4 * 12.5e9
+
+
+@pytest.mark.parametrize(
+    ("text", "nominal", "reached"),
+    [("measured busbw 340 GB/s", 400, 340), ("8x NDR 400 Gb/s; nccl-tests bus bandwidth 355 GB/s", 400, 355),
+     ("busbw 460 GB/s", 460, 460), ("achieved 92 GB/s; 4 x 200 Gb/s", 100, 92)],
+)  # fmt: skip
+def test_a_measured_bus_rate_is_what_is_reached_and_not_derated_again(text: str, nominal: float, reached: float):
+    cluster = cluster_of(asked(interconnect=text), 64)[0]
+    link = cluster.node.inter_link
+    assert link is not None and link.bytes_per_second.value == nominal * 1e9
+    assert fabric_of(cluster).node_bytes_per_second == reached * 1e9
+
+
+def test_a_bus_rate_measured_inside_a_node_is_what_its_large_collectives_reach():
+    usual, measured = (
+        cluster_of(asked(interconnect=text), 8)[0].node.intra_link for text in ("", "NVLink in node measured busbw 357 GB/s")
+    )
+    assert usual is not None and measured is not None and measured.name == usual.name
+    assert measured.bytes_per_second.value == pytest.approx(usual.bytes_per_second.value)
+
+
+def test_a_row_may_name_its_machine_and_its_kind_of_network():
+    cluster, assumed = cluster_of(asked(machine="gcp-a3-mega", network="RoCE"), 64)
+    assert cluster.node.name == "gcp-a3-mega" and cluster.node.inter_link is not None
+    assert network_kind(cluster.node.inter_link).name == "RoCE"
+    assert assumed == ("network: RoCE",)
+    assert cluster_of(asked(gpu="", machine="gb200-nvl72"), 256)[0].node.num_accelerators == 64
+    for cells, reason in (
+        ({"machine": "aws-p9"}, "machine 'aws-p9' is not in the catalogue"),
+        ({"machine": "aws-p4d"}, "machine aws-p4d has a100-40, gpu says h100-sxm"),
+        ({"network": "pigeons"}, "network 'pigeons' is none of EFA v2 under load, EFA v2, EFA,"),
+    ):
+        with pytest.raises(UnrepresentableError, match=reason):
+            cluster_of(asked(**cells), 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("A100-80GB", "a100-80"), ("A100", "a100-80"), ("A100-40GB", "a100-40"), ("NVIDIA A100 PCIe 40GB", "a100-40"),
+        ("A100 (40GB) SXM", "a100-40"), ("A100-PCIE-80GB", "a100-pcie"), ("DGX A100", "a100-80"), ("A100-64GB", "a100-80"),
+        ("H100-80GB-SXM", "h100-sxm"), ("H100-96GB-HBM2e-500W", "h100-96"), ("H100 SXM5 96GB", "h100-96"),
+        ("H100 PCIe", "h100-pcie"), ("H100 NVL 94GB", "h100-nvl"), ("GH200 96GB (Grace Hopper)", "gh200"),
+        ("H200-141GB-SXM", "h200"),
+        ("H800-80GB-SXM", "h800"), ("NVIDIA H20", "h20"), ("GB200 (B200)", "gb200"), ("GB300 NVL72", "gb300"), ("B300", "b300"),
+        ("B200-180GB-SXM (power limited)", "b200"), ("AMD Instinct MI300X OAM", "mi300x"), ("MI355X", "mi355x"),
+        ("V100-SXM2-16GB", "v100-16"), ("Tesla V100", "v100-32"), ("RTX4090", "rtx-4090"), ("GeForce RTX 3090", "rtx-3090"),
+        ("RTX 6000 Ada", "rtx-6000-ada"), ("NVIDIA L4", "l4"), ("TPU v5p", None), ("A10", None), ("", None),
+    ],
+)  # fmt: skip
+def test_accelerators_are_found_in_the_words_of_tables(text: str, name: str | None):
+    assert accelerator_in(text) == name
 
 
 def test_the_playbook_s_scan_ran_on_a_network_of_efa(tmp_path: Path):

@@ -94,7 +94,8 @@ def plan(
         dp_shard: GPUs that share one copy of the training state. Default: searched.
         recompute: Activations computed again in the backward pass: none, selective, full, every-k, or several.
         micro_batch_size: Sequences in one forward pass of one GPU.
-        precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8. Default: bf16, fp16 where there is none, fp32 on a CPU.
+        precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16, fp16 where there is no
+            bf16, fp32 on a CPU.
         stack: The trainer that is planned for: ultrascale, torchtitan, megatron, nanotron, ... (`ultrascale show stacks`). What
             it does may be changed: --stack megatron --stack.dispatcher deepep.
         optimizer: Its optimizer: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw.

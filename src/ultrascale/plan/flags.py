@@ -18,7 +18,7 @@ from ultrascale.plan.memory import num_micro_batches
 from ultrascale.plan.stages import chunk_layers_of
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.fp8_slots import is_delayed
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.stack import Stack
 from ultrascale.spec.stack_files import abilities, stack_file, stack_names
@@ -30,14 +30,6 @@ TORCHTITAN_SCHEDULES = {
 }  # fmt: skip
 COMPOSER_STRATEGIES = {0: "NO_SHARD", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 COMPOSER_HYBRIDS = {2: "_HYBRID_SHARD_ZERO2", 3: "HYBRID_SHARD"}
-PRECISIONS = {
-    "torchtitan": ("fp32", "bf16", "fp8"), "megatron": ("fp32", "fp16", "bf16", "fp8"), "nanotron": ("fp32", "fp16", "bf16"),
-    "llm-foundry": ("fp32", "fp16", "bf16", "fp8"), "deepspeed": ("fp32", "fp16", "bf16"),
-}  # fmt: skip
-OPTIMIZERS = {"megatron": ("adamw", "adamw-bf16")}
-"""Of trainers that have more than AdamW with moments in fp32."""
-OFFLOAD_OPTIMIZER = ("ultrascale", "torchtitan", "megatron", "deepspeed")
-OFFLOAD_ACTIVATIONS = ("ultrascale", "llm-foundry")
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -93,16 +85,15 @@ def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
 
 def not_searched(stack: Stack, layout: Layout) -> list[Problem]:
     """What `stack` has no setting for, of what a search takes as it is given: dtype, optimizer, offload."""
-    name, found = stack.name, []
-    known, optimizers = PRECISIONS.get(name, (layout.precision,)), OPTIMIZERS.get(name, ("adamw",))
-    if layout.precision not in known:
-        rule = f"{name} trains in {', '.join(known)}, the plan wants {layout.precision}"
-        found.append(Problem("layout.precision", rule, f"Use --precision {known[-1]}, or another --stack."))
-    if name != "ultrascale" and stack.optimizer not in optimizers:
-        rule = f"{name} has {', '.join(optimizers)}, the plan wants {stack.optimizer}"
+    can, name, found = abilities(stack), stack.name, []
+    if layout.precision not in can.precisions:
+        rule = f"{name} trains in {', '.join(can.precisions)}, the plan wants {layout.precision}"
+        found.append(Problem("layout.precision", rule, f"Use --precision {can.precisions[-1]}, or another --stack."))
+    if stack.optimizer not in can.optimizers:
+        rule = f"{name} has {', '.join(can.optimizers)}, the plan wants {stack.optimizer}"
         found.append(Problem("--optimizer", rule, "Leave it out, or use another --stack."))
-    for key, able in (("offload_optimizer", OFFLOAD_OPTIMIZER), ("offload_activations", OFFLOAD_ACTIVATIONS)):
-        if getattr(layout, key) and name not in able:
+    for key, able in (("offload_optimizer", can.offloads_optimizer), ("offload_activations", can.offloads_activations)):
+        if getattr(layout, key) and not able:
             what = key.removeprefix("offload_")
             found.append(Problem(f"layout.{key}", f"{name} has no offload of {what} that is planned", "Leave it out."))
     return found
@@ -196,9 +187,12 @@ def _megatron_layout(plan: _Plan) -> dict[str, Any]:
         "cross-entropy-loss-fusion": plan.workload.stack.kernels.cross_entropy == "fused",
         "tp-comm-overlap": layout.tp > 1 and plan.workload.stack.overlaps_tensor_parallel,
         **_megatron_stages(plan),
-        "bf16": layout.precision in ("bf16", "fp8"),
+        "bf16": layout.precision in ("bf16", *NARROW),
         "fp16": layout.precision == "fp16",
-        "fp8-format": "hybrid" if layout.precision == "fp8" else "",
+        "fp8-format": {"fp8": "hybrid", "mxfp8": "e4m3"}.get(layout.precision, ""),
+        "fp8-recipe": "mxfp8" if layout.precision == "mxfp8" else "",
+        "fp4-format": "e2m1" if layout.precision == "nvfp4" else "",
+        "fp4-recipe": "nvfp4" if layout.precision == "nvfp4" else "",
         **_megatron_delayed(layout),
         "optimizer-cpu-offload": layout.offload_optimizer,
     }
@@ -267,6 +261,9 @@ def _torchtitan(plan: _Plan) -> str:
         sections["quantize.linear.float8"] = {
             "enable_fsdp_float8_all_gather": narrow, "precompute_float8_dynamic_scale_for_fsdp": narrow and one_scale,
         }  # fmt: skip
+    if layout.precision == "mxfp8":
+        sections["model"] = {"converters": ["quantize.linear.mx"]}
+        sections["quantize.linear.mx"] = {"recipe_name": "mxfp8_cublas"}
     return _toml(sections)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import NARROW, Layout
 
 COVERAGE = 0.8
 """Share of runs that an interval is meant to hold."""
@@ -37,7 +37,7 @@ def kind_of(workload: Workload, layout: Layout) -> Kind:
         return "experts"
     if workload.stack.overheads.op_seconds > EAGER_OP_SECONDS:
         return "eager"
-    return "dense" if layout.precision in ("bf16", "fp16", "fp32", "fp64") else "fp8"
+    return "fp8" if layout.precision in NARROW else "dense"
 
 
 def interval(seconds: float, kind: Kind, *, fastest: float, slowest: float) -> tuple[float, float]:

@@ -47,6 +47,10 @@ class Abilities:
     """Interleaved pipelines run any number of micro-batches; else they want a multiple of pp."""
     equal_stages: bool = False
     """All stages but the last hold as many layers: a number of layers a stage is what can be asked for."""
+    precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
+    optimizers: tuple[str, ...] = ("adamw",)
+    offloads_optimizer: bool = False
+    offloads_activations: bool = False
     cp_pieces: int = 1
     """Of one length, that a rank holds of a sequence: 2 where an early and a late one must be as long."""
 

@@ -1,124 +1,71 @@
 """The cluster of a measured run: from the name of its GPU and what the row says of its network.
 
-A blank network is that of the GPU's usual node (`spec.machines`). A rack with one fast network inside (GB200 NVL72) counts as
-one node even where the row counts its trays of four: what matters is who shares the fast links.
+The machine is the one that the row's `machine` names, else its GPU's usual one (`spec.machines`); `network` names the kind of
+network (`spec.network`), `interconnect` its links (`validation.networks`); blank, they are the machine's. A rack with one
+fast network inside (GB200 NVL72) counts as one node even where the row counts its trays of four: what matters is who shares the
+fast links.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
-from ultrascale.spec.cluster import Cluster, Link, Node, Sourced
-from ultrascale.spec.machines import ACCELERATORS, NODES, USUAL_NODE
+from ultrascale.spec.cluster import Cluster, Node
+from ultrascale.spec.machines import ALIASES, NODES, USUAL_NODE, accelerator_in
+from ultrascale.spec.network import KINDS
+from ultrascale.spec.racks import places_used, using, usual_places
 from ultrascale.validation.models import UnrepresentableError
+from ultrascale.validation.networks import with_links
 from ultrascale.validation.rows import Asked
 
-# The first pattern found in the name decides: the catalogue's name, and what stands in where it is not in the catalogue.
-_GPUS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"A100.*40", ("a100-40",)), (r"A100.*PCI", ("a100-pcie", "a100-80")), (r"A100", ("a100-80",)),
-    (r"A800", ("a800", "a100-80")), (r"H100.*96", ("h100-96", "h100-sxm")), (r"H100.*PCI", ("h100-pcie",)),
-    (r"H100.*NVL", ("h100-nvl", "h100-pcie")), (r"GH200", ("gh200", "h200")), (r"H100", ("h100-sxm",)),
-    (r"H800", ("h800", "h100-sxm")), (r"H200", ("h200",)), (r"H20\b", ("h20",)), (r"GB300", ("gb300", "gb200")),
-    (r"GB200", ("gb200",)), (r"B300", ("b300", "b200")), (r"B200", ("b200",)), (r"MI300X", ("mi300x",)),
-    (r"MI325X", ("mi325x", "mi300x")), (r"MI250X", ("mi250x",)),
-    (r"L40S", ("l40s",)), (r"\bL4\b", ("l4",)), (r"A10G", ("a10g",)), (r"6000.?Ada", ("rtx-6000-ada",)), (r"A6000", ("a6000",)),
-    (r"3090", ("rtx-3090",)), (r"4090", ("rtx-4090",)), (r"5090", ("rtx-5090",)),
-    (r"MI355X", ("mi355x",)), (r"V100.*16", ("v100-16", "v100-32")), (r"V100", ("v100-32",)),
-)  # fmt: skip
-_RATE = re.compile(
-    r"(?:(\d+)\s*[x\u00d7]\s*(?:(?:[EFHNX]DR|InfiniBand|IB|RoCE|EFA|Omni-?Path|OPA|Slingshot|ConnectX|CX|Ethernet|RDMA)[-\w]*\s+){0,3})?"
-    r"(\d+(?:\.\d+)?)\s*(Gb/s|Gbps|Gbit/s|GB/s)(?:\s*[x\u00d7]\s*(\d+))?",
-    re.IGNORECASE,
-)
-"""A rate with how many links have it in front ("4x Omni-Path 100 Gb/s"), or behind ("100 Gbps x 4")."""
-_INSIDE = re.compile(r"intra-?node|in-?side|in node|within|nvlink|nvswitch|pcie", re.IGNORECASE)
 USUAL_GPU = "h100-sxm"
 """Of a row that names none."""
-_FAST_DOMAIN = 72
-"""GPUs of a rack with NVLink inside; jobs that do not fill whole racks use 64 of each (NVIDIA's recipes: 16 trays of 4)."""
-_USED_OF_DOMAIN = 64
 
 
 def cluster_of(asked: Asked, num_gpus: int) -> tuple[Cluster, tuple[str, ...]]:
     """The row's machines and what had to be assumed. Raises UnrepresentableError for a GPU nobody described."""
     name, assumed = _accelerator(asked)
-    usual = _node(asked, name)
-    node = replace(usual, num_accelerators=_per_node(asked, usual, num_gpus))
-    node, network = _with_network(asked, node, usual)
+    usual = _machine(asked, name)
+    node, says_network = with_links(using(usual, _per_node(asked, usual, num_gpus)), asked.interconnect)
+    if asked.network and node.inter_link is not None:
+        node = replace(node, inter_link=replace(node.inter_link, name=_kind(asked.network)))
+    network = () if says_network else (f"network: {node.inter_link.name if node.inter_link else 'none'}",)
     return Cluster(f"{num_gpus}x{name}", node, num_gpus), (*assumed, *network)
 
 
 def _accelerator(asked: Asked) -> tuple[str, tuple[str, ...]]:
+    if asked.machine in NODES and not asked.gpu:
+        return NODES[asked.machine].accelerator.name, ()
     text = f"{asked.gpu} {asked.gpu_family}".strip()
     if not text:
         return USUAL_GPU, (f"{USUAL_GPU}, as most",)
-    for pattern, names in _GPUS:
-        if re.search(pattern, asked.gpu or asked.gpu_family, re.IGNORECASE):
-            known = [name for name in names if name in ACCELERATORS]
-            if known:
-                return known[0], () if known[0] == names[0] else (f"{known[0]} stands for {asked.gpu}",)
-    raise UnrepresentableError(f"gpu {text!r} is not in the catalogue (`ultrascale show clusters`)")
+    name = accelerator_in(asked.gpu or asked.gpu_family)
+    if name is None:
+        raise UnrepresentableError(f"gpu {text!r} is not in the catalogue (`ultrascale show clusters`)")
+    return name, ()
+
+
+def _machine(asked: Asked, accelerator: str) -> Node:
+    """The machine the row names; the usual one of its accelerator where it names none."""
+    if not asked.machine:
+        return NODES[USUAL_NODE[accelerator]]
+    name = ALIASES.get(asked.machine, asked.machine)
+    if name not in NODES:
+        raise UnrepresentableError(f"machine {asked.machine!r} is not in the catalogue (`ultrascale show clusters`)")
+    if NODES[name].accelerator.name != accelerator:
+        raise UnrepresentableError(f"machine {name} has {NODES[name].accelerator.name}, gpu says {accelerator}")
+    return NODES[name]
+
+
+def _kind(network: str) -> str:
+    """The name of a kind of networks. Raises UnrepresentableError if there is none of that name."""
+    for kind in KINDS:
+        if kind.name.lower() == network.lower():
+            return kind.name
+    raise UnrepresentableError(f"network {network!r} is none of {', '.join(kind.name for kind in KINDS)}")
 
 
 def _per_node(asked: Asked, node: Node, num_gpus: int) -> int:
-    if node.num_accelerators == _FAST_DOMAIN:
-        return _FAST_DOMAIN if num_gpus <= _FAST_DOMAIN or num_gpus % _FAST_DOMAIN == 0 else _USED_OF_DOMAIN
+    if node.tray is not None:
+        return places_used(num_gpus, node) or usual_places(node)
     return asked.gpus_per_node or node.num_accelerators
-
-
-def _node(asked: Asked, accelerator: str) -> Node:
-    """The node that the row names, or else the usual one of its GPU; with the kind of network that the row names."""
-    if asked.machine and asked.machine not in NODES:
-        raise UnrepresentableError(f"machine {asked.machine!r} is not in the catalogue (`ultrascale show clusters`)")
-    node = NODES[asked.machine or USUAL_NODE[accelerator]]
-    if node.accelerator.name != accelerator:
-        node = NODES[USUAL_NODE[accelerator]]
-    if asked.network and node.inter_link is not None:
-        node = replace(node, inter_link=replace(node.inter_link, name=asked.network))
-    return node
-
-
-def _with_network(asked: Asked, node: Node, usual: Node) -> tuple[Node, tuple[str, ...]]:
-    """The node with the links the row names; those of the usual node, scaled to its GPUs, where it names none."""
-    inside, between = _rates(asked.interconnect, node.num_accelerators)
-    source, year = f"the row's interconnect: {asked.interconnect}", "the row's"
-    if inside is not None:
-        node = replace(node, intra_link=Link("links inside a node", Sourced(inside, source, year)))
-    if between is not None:
-        return replace(
-            node, inter_link=Link("network between nodes", Sourced(between, source, year)), num_network_cards=None
-        ), ()
-    node = _scaled(node, usual)
-    return node, (f"network: {node.inter_link.name if node.inter_link else 'none'}",)
-
-
-def _scaled(node: Node, usual: Node) -> Node:
-    """The usual node's network for a node with another number of GPUs: as much for each of them."""
-    share = node.num_accelerators / usual.num_accelerators
-    if usual.inter_link is None or share == 1:
-        return node
-    rate = usual.inter_link.bytes_per_second
-    cards = None if usual.num_network_cards is None else max(1, round(usual.num_network_cards * share))
-    link = replace(usual.inter_link, bytes_per_second=replace(rate, value=rate.value * share))
-    return replace(node, inter_link=link, num_network_cards=cards)
-
-
-def _rates(text: str, per_node: int) -> tuple[float | None, float | None]:
-    """Bytes per second inside a node (of a GPU) and between nodes (of a node) as a text tells them; None where it does not."""
-    inside = between = None
-    for clause in re.split(r"[;,]", re.sub(r"\([^)]*\)", "", text)):
-        match = _RATE.search(clause)
-        if match is None:
-            continue
-        rate = (
-            float(match[2])
-            * int(match[1] or match[4] or 1)
-            * 1e9
-            / (1 if match[3].lower() == "gb/s" and match[3][1] == "B" else 8)
-        )
-        if _INSIDE.search(clause):
-            inside = rate
-        else:
-            between = rate * per_node if re.search(r"per (?:gpu|accelerator)", clause, re.IGNORECASE) else rate
-    return inside, between

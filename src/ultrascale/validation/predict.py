@@ -21,7 +21,7 @@ from ultrascale.plan.intervals import interval, kind_of
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.price import PriceTable, half_precision_peak, predict, price
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.stack_files import settings_of
 from ultrascale.validation.models import UnrepresentableError, UnrunnableError
@@ -112,7 +112,7 @@ def _choose(setup: Setup, prices: Sequence[PriceTable], rows: np.ndarray, consta
     seconds = np.array([one.step_seconds[rows] for one in prices])
     fits = np.array([one.fits[rows] for one in prices])
     reserved = np.array([np.asarray(one.memory.reserved)[rows] for one in prices])
-    candidates = np.flatnonzero(fits) if fits.any() else np.array([reserved.argmin()])
+    candidates = np.flatnonzero(fits if fits.any() else reserved == reserved.min())
     which, best = divmod(int(candidates[seconds.flat[candidates].argmin()]), len(rows))
     step = float(seconds[which, best])
     if not 0 < step < math.inf:
@@ -156,8 +156,9 @@ def _reason(setup: Setup, workload: Workload, layout: Layout) -> str:
 def _peak(workload: Workload, layout: Layout) -> float:
     """Dense FLOPs per second that the row's MFU is over: those of its precision."""
     accelerator = workload.cluster.accelerator
-    if layout.precision == "fp8" and "fp8" in accelerator.peak_flops:
-        return accelerator.peak_flops_per_second("fp8")
+    narrow = layout.precision if layout.precision in accelerator.peak_flops else "fp8"
+    if layout.precision in NARROW and narrow in accelerator.peak_flops:
+        return accelerator.peak_flops_per_second(narrow)
     return half_precision_peak(accelerator)
 
 

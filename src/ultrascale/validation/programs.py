@@ -27,8 +27,6 @@ UNFUSED = {"kernels.norm": False, "kernels.rotary": False, "kernels.swiglu": Fal
 LIMITED_POWER = 0.75
 """Of a device's power, where it is said to be limited and not to what: an assumption, told with the prediction. Clocks follow
 its third root, as for an H100 of 500 W (`constants.DEVICE_DERATES`)."""
-NVFP4_OVER_FP8 = 0.6
-"""Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026)."""
 _SELECTIVE = (("core", "attention"), ("save_dot", "wide-products"), ("norm", "elementwise"), ("moe_act", "elementwise"),
               ("mla_up_proj", "elementwise"))  # fmt: skip
 """Words of `recompute_detail`, and what is computed again."""
@@ -104,9 +102,6 @@ def _of_cells(asked: Asked, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     detail = asked.recompute_detail.lower()
     found |= next(({"selective": what} for word, what in _SELECTIVE if word in detail), {})
     products, attention = stack.overheads.products, stack.overheads.attention
-    if "fp4" in asked.precision.lower():
-        products *= NVFP4_OVER_FP8
-        found["overheads.products"] = products
     if re.search(r"power.?(?:limited|capped)", asked.gpu, re.IGNORECASE):
         slower = LIMITED_POWER ** (-1 / 3)
         found |= {"overheads.products": products * slower, "overheads.attention": attention * slower}

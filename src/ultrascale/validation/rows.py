@@ -54,6 +54,10 @@ class Asked:
     gpu: str = ""
     gpu_family: str = ""
     interconnect: str = ""
+    machine: str = ""
+    """A node of the catalogue (`spec.machines.NODES`), such as aws-p5."""
+    network: str = ""
+    """A kind of networks (`spec.network.KINDS`), such as EFA v2 under load: what its wires give."""
     n_gpus: int | None = None
     nodes: int | None = None
     gpus_per_node: int | None = None
@@ -96,10 +100,6 @@ class Asked:
     """How the source counts FLOPs: decides what its MFU would be, not how fast it is."""
     stack: str = ""
     """A stack by its name; blank: what `framework` says."""
-    machine: str = ""
-    """A node of the catalogue; blank: the usual one of the GPU."""
-    network: str = ""
-    """A kind of network between nodes (`spec.network`); blank: what the link's name tells."""
     settings: tuple[tuple[str, Any], ...] = ()
     """Of the stack, from columns called `stack.KEY`."""
     is_playbook: bool = False

@@ -25,7 +25,7 @@ from typing import Literal
 from ultrascale.plan.share_cut import cannot_run
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator
-from ultrascale.spec.layout import Layout, Precision
+from ultrascale.spec.layout import NARROW, Layout, Precision
 from ultrascale.spec.model import Model
 from ultrascale.spec.stack_files import Usual
 from ultrascale.validation.machines import cluster_of
@@ -43,8 +43,8 @@ USUAL_NODE_GPUS = 8
 USUAL_SEQUENCE = 4096
 """Tokens of a sequence in most of the rows that state them."""
 _PRECISIONS: dict[str, Precision] = {
-    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "fp8",
-    "fp4": "fp8", "float8": "fp8", "mx-fp8": "fp8", "e4m3": "fp8", "float32": "fp32", "half": "fp16",
+    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32", "mxfp8": "mxfp8",
+    "mx-fp8": "mxfp8", "fp4": "nvfp4", "fp8": "fp8", "float8": "fp8", "e4m3": "fp8", "float32": "fp32", "half": "fp16",
 }  # fmt: skip
 """Words of a precision, and what it is priced as."""
 _VAGUE = re.compile("mixed|amp|16")
@@ -223,8 +223,9 @@ def _precision(asked: Asked, accelerator: Accelerator, assumed: list[str]) -> Pr
         assumed.append(f"precision {asked.precision!r} is {name}")
     if name is None:
         raise UnrepresentableError(f"precision {asked.precision!r} is not one of {', '.join(_PRECISIONS)}")
-    if "fp4" in text:
+    if _PRECISIONS[name] in NARROW and _PRECISIONS[name] not in accelerator.peak_flops and "fp8" in accelerator.peak_flops:
         assumed.append(f"fp8 stands for {asked.precision}")
+        return "fp8"
     return _PRECISIONS[name]
 
 
