@@ -66,10 +66,15 @@ def _one(file: StackFile, console: Console) -> None:
     console.print(table)
     can = {key: value for key, value in asdict(file.can).items() if value not in ((), False, 1)}
     console.print("\n[bold]can[/bold]    " + "; ".join(f"{key} {_text(value)}" for key, value in can.items()), soft_wrap=True)
-    usual = {key: value for key, value in asdict(file.usual).items() if value not in ((), None) and key != "settings"}
+    usual = {
+        key: value for key, value in asdict(file.usual).items() if value not in ((), None) and not key.startswith("settings")
+    }
     console.print("[bold]usual[/bold]  " + "; ".join(f"{key} {_text(value)}" for key, value in usual.items()), soft_wrap=True)
     for key, values in file.usual.settings.items():
-        console.print(f"       {key} differs between its runs: {_text(values)}", soft_wrap=True)
+        console.print(f"       {key} differs between its runs: {_text(tuple(values))}", soft_wrap=True)
+    for precision, settings in file.usual.settings_in.items():
+        for key, values in settings.items():
+            console.print(f"       {key} differs between its runs in {precision}: {_text(tuple(values))}", soft_wrap=True)
 
 
 def _as_json(file: StackFile) -> dict:

@@ -93,6 +93,13 @@ class Usual:
     """How the program counts FLOPs (`plan.flops_conventions`)."""
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings of the stack that differ between its runs, each with its values."""
+    settings_in: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
+    """The same, of runs in a precision alone."""
+
+    def open_settings(self, precision: str) -> dict[str, tuple[Any, ...]]:
+        """What differs between runs in this precision."""
+        found = {key: tuple(values) for key, values in self.settings.items()}
+        return found | {key: tuple(values) for key, values in self.settings_in.get(precision, {}).items()}
 
 
 @dataclass(frozen=True)
@@ -130,9 +137,6 @@ def stack_file(name: str) -> StackFile:
         replace(base.stack, name=name) if base else Stack(name), {key: leaf["is"] for key, leaf in leaves.items()}
     )
     usual, can = dict(told.get("usual", {})), told.get("can")
-    settings = {key: tuple(values) for key, values in usual.pop("settings", {}).items()}
-    if settings:
-        usual["settings"] = settings
     return StackFile(
         stack,
         told["title"],

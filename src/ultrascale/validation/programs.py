@@ -20,15 +20,17 @@ from ultrascale.spec.stack_files import Usual, program_of, stack_file, stack_nam
 from ultrascale.validation.models import UnrepresentableError
 from ultrascale.validation.rows import Asked
 
-WITH_AXES, WITHOUT_AXES = "megatron", "torchtitan"
+WITH_AXES, WITHOUT_AXES = "eager", "torchtitan"
 """What stands for a program that nobody knows: with tensor or pipeline parallelism, and without."""
 UNFUSED = {"kernels.norm": False, "kernels.rotary": False, "kernels.swiglu": False, "kernels.cross_entropy": "eager"}
 """Norms, rotary positions, SwiGLU and the loss as torch's own operations: what a program of FSDP2 is that does not compile."""
 LIMITED_POWER = 0.75
 """Of a device's power, where it is said to be limited and not to what: an assumption, told with the prediction. Clocks follow
 its third root, as for an H100 of 500 W (`constants.DEVICE_DERATES`)."""
-_SELECTIVE = (("core", "attention"), ("save_dot", "wide-products"), ("norm", "elementwise"), ("moe_act", "elementwise"),
-              ("mla_up_proj", "elementwise"))  # fmt: skip
+_SELECTIVE = (
+    ("save_dot", "wide-products"), ("norm", "elementwise"), ("moe_act", "elementwise"), ("mla_up_proj", "elementwise"),
+    ("core", "attention"),
+)  # fmt: skip
 """Words of `recompute_detail`, and what is computed again."""
 
 
@@ -67,7 +69,8 @@ def program_of_row(asked: Asked, tuning: Tuning = TUNING) -> Program:
         stack = with_settings(stack, dict(asked.settings))
     except SpecError as error:
         raise UnrepresentableError("; ".join(f"{one.key} {one.rule}" for one in error.problems)) from None
-    choices = {key: values for key, values in file.usual.settings.items() if key not in dict(asked.settings)}
+    choices = file.usual.open_settings(asked.precision.lower())
+    choices = {key: values for key, values in choices.items() if key not in dict(asked.settings)}
     if not asked.experts:
         choices.pop("dispatcher", None)
     stacks = tuple(with_settings(stack, dict(zip(choices, values, strict=True))) for values in product(*choices.values()))

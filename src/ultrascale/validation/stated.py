@@ -2,7 +2,7 @@
 
     [[stated]]
     source_key = "megatron-sc21"        whose rows
-    when = { framework = "Megatron-LM" }   only those whose cells say this, or hold this text (`source` = a part of it)
+    when = { framework = "Megatron-LM" }   only those whose cells hold this text (`source` = a part of it), or are not blank (true)
     cells = { stack = "megatron-2022" } cells of theirs that are blank
     from = "where it says so"
 
@@ -49,4 +49,7 @@ def _entries() -> list[dict[str, Any]]:
 
 def _holds(asked: Asked, when: dict[str, Any]) -> bool:
     found = {name: getattr(asked, name) for name in when}
-    return all(want in found[name] if isinstance(want, str) and want else found[name] == want for name, want in when.items())
+    return all(
+        want in found[name] if isinstance(want, str) else bool(found[name]) if want is True else found[name] == want
+        for name, want in when.items()
+    )
