@@ -12,8 +12,7 @@ from plan.published_collectives import MIB, PLAYBOOK_MEDIANS
 from ultrascale.plan.collectives import bus_bytes, collective_seconds
 from ultrascale.plan.copied_pieces import LAUNCH_SECONDS, copy_seconds
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.measured_machines import HUGGING_FACE_NETWORK
-from ultrascale.plan.measured_rows import read_rows
+from ultrascale.plan.measured_rows import HUGGING_FACE_NETWORK, read_rows
 from ultrascale.plan.measured_setups import setup_of
 from ultrascale.plan.price import predict
 from ultrascale.plan.share_cut import layers_by_share

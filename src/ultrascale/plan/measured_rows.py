@@ -41,6 +41,7 @@ PLAYBOOK_FIXED = {
     "year": "2025",
 }  # fmt: skip
 """What the playbook says of all its runs."""
+HUGGING_FACE_MACHINE, HUGGING_FACE_NETWORK = "aws-p5", "EFA v2 under load"
 _HUGGING_FACES = re.compile(r"huggingface/bench_cluster", re.IGNORECASE)
 Columns = TypeVar("Columns", "Asked", "Measured")
 
@@ -231,7 +232,7 @@ def with_known_machine(asked: Asked) -> Asked:
     ran_there = asked.is_playbook or _HUGGING_FACES.search(asked.source)
     if asked.machine or asked.network or not ran_there or accelerator_in(asked.gpu) != "h100-sxm":
         return asked
-    return replace(asked, machine="aws-p5", network="EFA v2 under load")
+    return replace(asked, machine=HUGGING_FACE_MACHINE, network=HUGGING_FACE_NETWORK)
 
 
 def _read(kind: type[Columns], cells: dict[str, str], names: dict[str, str], where: str, problems: list[Problem]) -> Columns:
