@@ -2,7 +2,7 @@
 
     [[stated]]
     source_key = "megatron-sc21"        whose rows
-    when = { framework = "Megatron-LM" }   only those whose cells hold this text (`source` = a part of it), or are not blank (true)
+    when = { framework = "Megatron-LM" }   of them those whose cells hold this text, or are not blank (true)
     cells = { stack = "megatron-2022" } cells of theirs that are blank
     from = "where it says so"
 
