@@ -332,7 +332,7 @@ def test_what_a_source_states_fills_blank_cells_and_is_left_out_with_it():
 def test_a_stack_that_one_source_alone_judges_is_left_out_with_it():
     row = asked(framework="Aleph Alpha Scaling (AA-Scaling)", source_key="aleph-alpha-want", tp="2", dp="32")
     assert setup_of(row).workload.stack.name == "aleph-alpha"
-    assert setup_of(row, Tuning(without=frozenset(("aleph-alpha-want",)))).workload.stack.name == "megatron"
+    assert setup_of(row, Tuning(without=frozenset(("aleph-alpha-want",)))).workload.stack.name == "eager"
 
 
 def test_settings_are_columns(tmp_path: Path):
