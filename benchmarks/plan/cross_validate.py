@@ -1,13 +1,15 @@
-"""Fit the numbers of the time model that only whole runs show, a source left out at a time, and write what that leaves.
+"""Fit the numbers of the time model that only whole runs show, a source or a kind left out at a time, and write what is left.
 
     python benchmarks/plan/cross_validate.py measured_runs.csv measured_oom.csv playbook_runs.csv --markdown docs/validation.md
 
-Each such number (`plan.constants`, `measured_stacks.Vintage`) is a knob with a prior: what literature or arithmetic says of it,
-and how far it may be from that. Knobs are fitted to the logarithm of measured over predicted time with a Huber loss, a source
-of n rows weighing sqrt(n), by Gauss-Newton steps whose derivatives come from pricing all rows with one knob turned. The fit is
-repeated without each source in turn, and its rows are predicted with what the others say: those errors are the honest ones.
-The playbook's scan is in no fit, nor is the older one of the same program, most of whose pipelines waited for the network of
-the day. Left out, the scan has no overheads of its own: nanotron is priced as the other eager programs are.
+Each such number (`plan.constants`, or `shared` by stacks' files) is a knob with a prior: what literature or arithmetic says of
+it, and how far it may be from that. Knobs are fitted to the logarithm of measured over predicted time with a Huber loss, a
+source of n rows weighing sqrt(n), by Gauss-Newton steps whose derivatives come from pricing all rows with one knob turned. The
+fit is repeated without each source in turn, and its rows are predicted with what the others say and without everything that is
+written by hand about it (`validation/stated.toml`, stacks that only it judges): those errors are the honest ones. The same is
+done for kinds: all mixtures of experts, all runs of one accelerator, of one trainer, of one year. Of the playbook's scan the
+runs on few nodes are in the fits; the older one of the same program, most of whose pipelines waited for the network of the day,
+is not.
 
 The knobs in the code are set by hand from what this prints.
 """
@@ -15,9 +17,10 @@ The knobs in the code are set by hand from what this prints.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import numpy as np
@@ -27,10 +30,12 @@ from validation_tables import Fold, write_markdown
 
 from ultrascale.plan import footprint
 from ultrascale.plan.intervals import COVERAGE
-from ultrascale.plan.measured_rows import MeasuredRow, read_rows
-from ultrascale.plan.measured_stacks import TUNING, Tuning
-from ultrascale.plan.scores import SCAN, Case, Verdicts, score, summarise
-from ultrascale.plan.validate import RowPrediction, predict_rows
+from ultrascale.spec.stack_files import program_of, settings_of, stack_file, stack_names
+from ultrascale.validation.predict import RowPrediction, predict_rows
+from ultrascale.validation.programs import TUNING, Tuning
+from ultrascale.validation.rows import MeasuredRow, read_rows
+from ultrascale.validation.scores import Case, Errors, Verdicts, score, summarise
+from ultrascale.validation.stated import SCAN
 
 Floats = NDArray[np.float64]
 HUBER = 0.15
@@ -38,9 +43,11 @@ HUBER = 0.15
 TURN = 0.1
 """How far a knob is turned for a derivative, in its own scale."""
 ROUNDS = 2
-SCAN_KIND, OLDER_SCAN = "scan", "hf-bench-cluster"
-WITHOUT_SCAN = {"stop_seconds": 0.0, "scan_hops": 1.0, "scan_hop_growth": 0.0}
-"""What is known of the scan without its own runs: nothing stops, and a hop is a hop."""
+OLDER_SCAN = "hf-bench-cluster"
+MOST_NODES_OF_SCAN = 2
+OF_SCAN = "eager on many nodes"
+SMALLEST_KIND = 5
+"""Rows of a kind below which it is not left out as one."""
 MARGINS = (0.0, 0.04, 0.07, 0.10, 0.13, 0.16, 0.20)
 """Tried for the table: `footprint.MARGIN` is the one in the code."""
 
@@ -50,7 +57,7 @@ class Knob:
     """A number to fit."""
 
     owner: str
-    """constants, vintage, or device."""
+    """constants, device, or shared."""
     name: str
     prior: float
     spread: float
@@ -67,7 +74,15 @@ class Knob:
     def in_code(self) -> float:
         if self.owner == "device":
             return TUNING.constants.device_derates.get(self.name, 1.0)
-        return getattr(getattr(TUNING, self.owner), self.name)
+        if self.owner == "shared":
+            return next(_shared_values(self.name))
+        return getattr(TUNING.constants, self.name)
+
+
+def _shared_values(name: str) -> Iterator[float]:
+    """The value that each stack has of a number that several have."""
+    for file in map(stack_file, stack_names()):
+        yield from (settings_of(file.stack)[key] for key, shared in file.shared.items() if shared == name)
 
 
 KNOBS = (
@@ -80,11 +95,10 @@ KNOBS = (
     Knob("device", "h100-96", 1.12, 0.05),  # third root of its power
     Knob("device", "b200", 1.06, 0.1),
     Knob("device", "gb300", 0.95, 0.1),
-    Knob("vintage", "flash_1_over_2", 1.7, 0.3),  # Dao 2023
-    Knob("vintage", "eager_over_bytes", 1.0, 0.7),
-    Knob("vintage", "eager_op_seconds", 4e-5, 1.0),
-    Knob("vintage", "expert_op_seconds", 4e-5, 1.0),
-    Knob("vintage", "nvfp4_over_fp8", 0.5, 0.3),  # peaks
+    Knob("shared", "flash attention 1", 1.7, 0.3),  # Dao 2023
+    Knob("shared", "eager bytes", 1.0, 0.7),
+    Knob("shared", "eager launches", 4e-5, 1.0),
+    Knob("shared", "expert launches", 4e-5, 1.0),
 )
 
 
@@ -104,7 +118,7 @@ def tuning_at(x: Floats) -> Tuning:
         changes[knob.owner][knob.name] = knob.value(at)
     devices = {**TUNING.constants.device_derates, **changes["device"]}
     constants = replace(TUNING.constants, device_derates=devices, **changes["constants"])
-    return replace(TUNING, constants=constants, vintage=replace(TUNING.vintage, **changes["vintage"]))
+    return Tuning(constants, changes["shared"])
 
 
 def fittable(rows: Iterable[MeasuredRow]) -> Data:
@@ -157,9 +171,10 @@ def prior() -> Floats:
     return np.array([knob.scaled(knob.prior) for knob in KNOBS])
 
 
-def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPrediction]]:
-    """The knobs fitted on all sources but the scan; those of each fit without one; every row predicted without its source."""
-    outside = ~np.isin(data.sources, (SCAN, OLDER_SCAN))
+def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPrediction], dict[str, Errors]]:
+    """The knobs fitted on all sources but the scan; those of each fit without one; every row predicted without its source; and
+    the errors of every kind predicted without that kind."""
+    outside = np.array([is_fitted(row, source) for row, source in zip(data.rows, data.sources, strict=True)])
     fitted = Data(
         [row for row, keep in zip(data.rows, outside, strict=True) if keep], data.sources[outside], data.log_measured[outside]
     )
@@ -168,17 +183,47 @@ def cross_validate(data: Data) -> tuple[Floats, dict[str, Floats], list[RowPredi
         base = log_predicted(fitted, x)
         slopes = jacobian(fitted, x, base)
         last, x = x, solve(fitted, x, base, slopes, np.ones(len(fitted.rows), dtype=bool))
-    folds = {SCAN: x, OLDER_SCAN: x} | {
+    folds = {OLDER_SCAN: x} | {
         str(source): solve(fitted, last, base, slopes, fitted.sources != source) for source in np.unique(fitted.sources)
     }
     found: dict[int, RowPrediction] = {}
     for source, at in folds.items():
-        tuning = tuning_at(at)
-        if source == SCAN:
-            tuning = replace(tuning, vintage=replace(tuning.vintage, **WITHOUT_SCAN))
         index = np.flatnonzero(data.sources == source).tolist()
+        tuning = replace(tuning_at(at), without=frozenset((source,)))
         found |= dict(zip(index, predict_rows([data.rows[i].asked for i in index], tuning), strict=True))
-    return x, folds, [found[i] for i in range(len(data.rows))]
+    kinds = _without_kinds(data, fitted, lambda keep: solve(fitted, last, base, slopes, keep))
+    return x, folds, [found[i] for i in range(len(data.rows))], kinds
+
+
+def is_fitted(row: MeasuredRow, source: str) -> bool:
+    """Whether a row takes part in fits: of the scan those on few nodes, where nothing stopped and no network was full."""
+    return source != OLDER_SCAN and (source != SCAN or (row.asked.nodes or 0) <= MOST_NODES_OF_SCAN)
+
+
+def _without_kinds(data: Data, fitted: Data, fit: Callable[[NDArray[np.bool_]], Floats]) -> dict[str, Errors]:
+    """Errors of every kind of run, fitted without all of it and without what is written of its sources."""
+    found = {}
+    kinds = sorted({kind for row in data.rows for kind in kinds_of(row)})
+    for kind in kinds:
+        index = [i for i, row in enumerate(data.rows) if kind in kinds_of(row) and data.sources[i] not in (SCAN, OLDER_SCAN)]
+        if len(index) < SMALLEST_KIND:
+            continue
+        at = fit(np.array([kind not in kinds_of(row) for row in fitted.rows]))
+        tuning = replace(tuning_at(at), without=frozenset(data.sources[index].tolist()))
+        predicted = predict_rows([data.rows[i].asked for i in index], tuning)
+        measured = np.exp(data.log_measured[index])
+        errors = [(one.step_seconds or 0.0) / seconds - 1 for one, seconds in zip(predicted, measured, strict=True)]
+        found[kind] = summarise(kind, errors)
+    return found
+
+
+def kinds_of(row: MeasuredRow) -> list[str]:
+    """What kinds a run is of: its sort of model, accelerator, trainer and year."""
+    asked, program = row.asked, program_of(row.asked.framework)
+    return [
+        "model: experts" if asked.experts else "model: dense", f"accelerator: {asked.gpu_family or asked.gpu}",
+        f"trainer: {program[0] if program else 'unnamed'}", f"year: {asked.year}",
+    ]  # fmt: skip
 
 
 def interval_factors(data: Data, predictions: Sequence[RowPrediction]) -> dict[str, tuple[float, float, float]]:
@@ -234,22 +279,27 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, markdown: 
         raise SystemExit(f"{markdown} is not there: the tables go between two markers of a file that is")
     rows = [row for file in files for row in read_rows(file)]
     data = fittable(rows)
-    x, folds, left_out = cross_validate(data)
+    x, folds, left_out, kinds = cross_validate(data)
     shipped = predict_rows([row.asked for row in data.rows])
     for index, knob in enumerate(KNOBS):
         ends = [knob.value(one[index]) for one in folds.values()]
         numbers = f"{knob.in_code():9.4g} in the code {knob.value(x[index]):9.4g} fitted {min(ends):9.4g} .. {max(ends):.4g}"
         print(f"{knob.owner + ' ' + knob.name:36s} {numbers}")
-    # The scan has no other of its kind: its own errors are all there is to tell them by.
-    factors = interval_factors(data, [a if a.kind == SCAN_KIND else b for a, b in zip(shipped, left_out, strict=True)])
+    # Nothing else is of the scan's kind: on many nodes its own errors are all there is to tell them by.
+    own = [a if a.kind == OF_SCAN else b for a, b in zip(shipped, left_out, strict=True)]
+    factors = interval_factors(data, own)
     for kind, (low, high, covered) in factors.items():
-        print(f"interval {kind:8s} {low:.3f} .. {high:.3f} covers {covered:.0%} of sources left out")
+        print(f"interval {kind:20s} {low:.3f} .. {high:.3f} covers {covered:.0%} of sources left out")
     table = _folds(data, shipped, left_out)
     for fold in table:
         ends = "   ".join(f"{one.median_absolute:6.1%} {one.median_error:+6.1%}" for one in (fold.in_code, fold.left_out))
         print(f"{fold.source:26s} {fold.in_code.count:5d}   {ends}")
+    for one in kinds.values():
+        print(f"without {one.group:30s} {one.count:5d}   {one.median_absolute:6.1%} {one.median_error:+6.1%}")
+    print(f"mean of sources, left out: {fmean(fold.left_out.median_absolute for fold in table[:-2]):.1%}")
     if markdown is not None:
-        write_markdown(markdown, score(rows, predict_rows([row.asked for row in rows])), table, factors, _margins(rows))
+        report = score(rows, predict_rows([row.asked for row in rows]))
+        write_markdown(markdown, report, table, kinds, factors, _margins(rows))
     return 0
 
 

@@ -33,7 +33,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
 
 PEERS = (
     ("Calculon", "one layout of many", 13e-3, "quoted: 4,866 layouts in 71 s"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultrascale.plan.intervals import COVERAGE, FACTORS
-from ultrascale.plan.scores import Errors, Picks, Report, Verdicts
+from ultrascale.validation.scores import Errors, Picks, Report, Verdicts
 
 START, END = "<!-- made by benchmarks/plan/cross_validate.py -->", "<!-- end -->"
 
@@ -22,7 +22,8 @@ class Fold:
 
 
 def write_markdown(
-    path: Path, report: Report, folds: Sequence[Fold], intervals: Mapping[str, tuple[float, float, float]],
+    path: Path, report: Report, folds: Sequence[Fold], kinds: Mapping[str, Errors],
+    intervals: Mapping[str, tuple[float, float, float]],
     margins: Mapping[float, Sequence[Verdicts]],
 ) -> None:  # fmt: skip
     """Put the tables between the two markers of a file; the rest of it stays."""
@@ -30,7 +31,8 @@ def write_markdown(
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     body = "\n\n".join(
-        (_folds(folds), _intervals(report, intervals), _memory(report.memory), _verdicts(report.verdicts), _margins(margins),
+        (_folds(folds), _errors("A whole kind left out", list(kinds.values())), _intervals(report, intervals),
+         _memory(report.memory), _verdicts(report.verdicts), _margins(margins),
          _picks(report.picks), _errors("Accelerator", report.time["accelerator"]), _missing(report))
     )  # fmt: skip
     path.write_text(f"{before}{START}\n\n{body}\n\n{END}{after}", encoding="utf-8")

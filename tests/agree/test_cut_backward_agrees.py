@@ -33,7 +33,8 @@ from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.places import Coordinates
-from ultrascale.spec.stack import STACKS, Overheads
+from ultrascale.spec.stack import Overheads
+from ultrascale.spec.stack_files import STACKS
 
 CLUSTER = parse_cluster("16xh100")
 STACK = replace(STACKS["ultrascale"], overheads=Overheads(op_seconds=0.0, collective_seconds=0.0))

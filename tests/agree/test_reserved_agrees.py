@@ -24,7 +24,7 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import PRESETS
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.run import Batch, Checkpoint, Data, Run
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
 from ultrascale.spec.trainable import expect_trainable
 from ultrascale.trace.allocator import reserved_bytes
 from ultrascale.trace.rank import trace_rank

@@ -10,7 +10,6 @@ from fuzz.confined import JSON, changed, confined, damaged, examples, read_confi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.plan.measured_rows import read_rows
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.custom import read_schedule, to_csv
 from ultrascale.spec.huggingface import from_hf, to_hf
@@ -20,6 +19,7 @@ from ultrascale.spec.resolve import resolve
 from ultrascale.spec.run import Run
 from ultrascale.spec.run_toml import to_toml
 from ultrascale.spec.schema import leaves
+from ultrascale.validation.rows import read_rows
 
 RUNS = sorted((Path(__file__).parents[2] / "runs").glob("*.toml"))
 ODD_VALUES = [

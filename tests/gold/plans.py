@@ -21,7 +21,7 @@ from ultrascale.plan.search_view import layout_words
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
 
 RECORD = Path(__file__).with_name("plans.json")
 COUNT = 500

@@ -9,12 +9,11 @@ import pytest
 from ultrascale.cli.main import main
 from ultrascale.plan.search import search
 from ultrascale.plan.space import legal_layouts
-from ultrascale.plan.trainers import stack_called
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS, stack_called
 
 SEARCH = ["plan", "--gpus", "64xh100", "--seq-len", "8192", "--top", "1"]
 
@@ -80,9 +79,9 @@ def test_context_parallelism_of_deepspeed_stands_alone_and_its_hybrid_sharding_a
     assert part.any() and set(table.zero_stage[part]) == {3}
 
 
-def test_only_trainers_whose_abilities_are_known_are_offered() -> None:
-    with pytest.raises(SpecError, match="deepspeed"):
-        stack_called("aleph-alpha")
+def test_a_trainer_that_nobody_knows_is_refused_with_those_there_are() -> None:
+    with pytest.raises(SpecError, match="Did you mean deepspeed"):
+        stack_called("deepsped")
 
 
 def test_experts_are_asked_for_by_their_own_flag(capsys) -> None:

@@ -19,7 +19,8 @@ from ultrascale.spec.layout import AttentionCore, Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.ops import Shape
 from ultrascale.spec.run import Batch, Data, Run
-from ultrascale.spec.stack import KERNEL_OF_CORE, STACKS, with_attention
+from ultrascale.spec.stack import KERNEL_OF_CORE, with_attention
+from ultrascale.spec.stack_files import STACKS
 from ultrascale.spec.work import block_work
 
 KERNELS: dict[AttentionCore, Kernel] = {"sdpa": "flash-2", "varlen": "flash-2", **KERNEL_OF_CORE}

@@ -15,7 +15,7 @@ from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.machines import ACCELERATORS, NODES
 from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
 
 MODEL = replace(preset("llama-3.2-1b"), num_hidden_layers=8)
 SEQUENCES = 64

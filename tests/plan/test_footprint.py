@@ -21,7 +21,8 @@ from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack import STACKS, Stack
+from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack_files import STACKS
 from ultrascale.spec.weights import layer_weights, num_parameters
 
 GIB = 2**30

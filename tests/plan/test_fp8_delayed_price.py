@@ -16,7 +16,7 @@ from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import PRESETS
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
 
 
 def test_delayed_scales_save_every_message_for_scales_but_one() -> None:

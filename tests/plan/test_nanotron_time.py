@@ -12,19 +12,19 @@ from plan.published_collectives import MIB, PLAYBOOK_MEDIANS
 from ultrascale.plan.collectives import bus_bytes, collective_seconds
 from ultrascale.plan.copied_pieces import LAUNCH_SECONDS, copy_seconds
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.measured_machines import HUGGING_FACE_NETWORK
-from ultrascale.plan.measured_rows import read_rows
-from ultrascale.plan.measured_setups import setup_of
 from ultrascale.plan.price import predict
 from ultrascale.plan.share_cut import layers_by_share
 from ultrascale.plan.stages import cut_stages
-from ultrascale.plan.validate import predict_rows
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.network import network_kind
-from ultrascale.spec.stack import STACKS, Stack
+from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack_files import STACKS
+from ultrascale.validation.predict import predict_rows
+from ultrascale.validation.rows import read_rows
+from ultrascale.validation.setups import setup_of
 
 NANOTRON = STACKS["nanotron"]
 
@@ -38,7 +38,7 @@ def busy(nodes: int) -> Cluster:
     cluster = parse_cluster(f"{nodes}xaws-p5")
     link = cluster.node.inter_link
     assert link is not None
-    node = replace(cluster.node, inter_link=replace(link, name=HUGGING_FACE_NETWORK))
+    node = replace(cluster.node, inter_link=replace(link, name="EFA v2 under load"))
     return Cluster(cluster.name, node, cluster.num_accelerators)
 
 

@@ -8,11 +8,11 @@ import pytest
 from plan.test_validate import LLAMA, RESULTS, asked, write
 
 from ultrascale.cli.main import main
-from ultrascale.plan import validate
-from ultrascale.plan.measured_rows import read_rows
-from ultrascale.plan.measured_setups import setup_of
-from ultrascale.plan.validate import predict_rows
 from ultrascale.spec.problems import SpecError
+from ultrascale.validation import predict
+from ultrascale.validation.predict import predict_rows
+from ultrascale.validation.rows import read_rows
+from ultrascale.validation.setups import setup_of
 
 
 def test_predictions_never_replace_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -86,12 +86,12 @@ def test_experts_of_a_model_known_by_name_are_cut():
 
 
 def test_a_row_that_breaks_the_arithmetic_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch):
-    whole = validate.setup_of
+    whole = predict.setup_of
 
     def breaks(row, tuning):
         return whole(row, tuning) if row.model != "odd" else 1 / 0
 
-    monkeypatch.setattr(validate, "setup_of", breaks)
+    monkeypatch.setattr(predict, "setup_of", breaks)
     first, odd = predict_rows([asked(), asked(model="odd")])
     assert first.step_seconds is not None and odd.reason == "cannot be described: division by zero"
 

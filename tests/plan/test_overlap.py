@@ -12,7 +12,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
 
 
 @pytest.mark.parametrize(("sequence_parallel", "share"), [(True, 2 / 3), (False, 1.0)])
@@ -22,7 +22,9 @@ def test_a_column_parallel_layer_hides_its_own_backward_traffic_where_it_is_fuse
     """With sequence parallelism a block's backward pass gathers twice and scatters once for each pair of layers, all as large:
     gathering the gradient of a row-parallel layer has nothing beside it. Without, it sums the column-parallel layer's alone."""
     layout = Layout(dp=8, tp=8, sequence_parallel=sequence_parallel, zero_stage=1, precision="bf16")
-    fused = Workload(preset("llama-3-70b"), parse_cluster("64xh100"), 8192, 64, STACKS["megatron"])
+    fused = Workload(
+        preset("llama-3-70b"), parse_cluster("64xh100"), 8192, 64, replace(STACKS["megatron"], overlaps_tensor_parallel=True)
+    )
     block = price_blocks(fused, LayoutTable.of([layout])).part(0)
     assert block.tp_beside[0] / block.tp_backward[0] == pytest.approx(share, rel=0.02)
     alone = replace(fused, stack=replace(fused.stack, overlaps_tensor_parallel=False))

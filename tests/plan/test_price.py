@@ -20,14 +20,19 @@ from ultrascale.spec.cluster import Cluster, Sourced, parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import PRESETS, preset
 from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack import STACKS, with_optimizer
+from ultrascale.spec.stack import with_optimizer
+from ultrascale.spec.stack_files import STACKS
 from ultrascale.spec.weights import num_parameters
 
 
 def on(
     gpus: str, preset: str = "llama-3-70b", *, sequences: int = 512, length: int = 8192, stack: str = "megatron"
 ) -> Workload:
-    return Workload(PRESETS[preset], parse_cluster(gpus), length, sequences, STACKS[stack])
+    """With tp overlapped where the trainer can: of what shows of it a stand-in's stragglers would be a share."""
+    overlaps = stack in ("megatron", "nemo") or STACKS[stack].overlaps_tensor_parallel
+    return Workload(
+        PRESETS[preset], parse_cluster(gpus), length, sequences, replace(STACKS[stack], overlaps_tensor_parallel=overlaps)
+    )
 
 
 layouts = st.builds(

@@ -9,24 +9,24 @@ from plan.test_validate import asked
 
 from ultrascale.plan.footprint import stage_memory
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.measured_setups import setup_of
-from ultrascale.plan.measured_stacks import stack_of
-from ultrascale.plan.validate import predict_rows
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
+from ultrascale.validation.predict import predict_rows
+from ultrascale.validation.programs import program_of_row
+from ultrascale.validation.setups import setup_of
 
 PIPELINE = {"pp": "8", "tp": "8", "dp": "8", "n_gpus": "512", "layers": "126", "micro_batch": "", "grad_accum": "", "vpp": ""}
 README = "NVIDIA Megatron-LM README, images/model_table.png"
 
 
-@pytest.mark.parametrize(("year", "size"), [("2024", 4), ("2025", 1), ("", 1)])
-def test_torchtitan_cuts_a_batch_in_as_many_micro_batches_as_stages_and_later_in_single_sequences(year: str, size: int):
-    setup = setup_of(asked(**PIPELINE, global_batch="256", pp_schedule="1f1b", year=year))
+@pytest.mark.parametrize(("stack", "size"), [("torchtitan-2024", 4), ("torchtitan", 1), ("", 1)])
+def test_torchtitan_cuts_a_batch_in_as_many_micro_batches_as_stages_and_later_in_single_sequences(stack: str, size: int):
+    setup = setup_of(asked(**PIPELINE, global_batch="256", pp_schedule="1f1b", stack=stack))
     assert [layout.micro_batch_size for layout in setup.layouts] == [size] and "micro_batch" not in setup.open_cells
-    assert f"micro_batch = {size}, torchtitan's default in a pipeline" in setup.assumed
+    assert f"micro_batch = {size}, its program's default in a pipeline" in setup.assumed
 
 
 def test_a_batch_that_torchtitan_could_not_cut_so_stays_open():
-    setup = setup_of(asked(**PIPELINE, global_batch="96", pp_schedule="1f1b", year="2024"))  # 12 sequences in 8
+    setup = setup_of(asked(**PIPELINE, global_batch="96", pp_schedule="1f1b", stack="torchtitan-2024"))  # 12 sequences in 8
     assert "micro_batch" in setup.open_cells
 
 
@@ -38,36 +38,39 @@ def test_torchtitan_s_interleaved_pipelines_have_two_stages_a_rank():
 def test_embedding_and_head_may_count_as_layers_where_megatron_cuts_chunks():
     cells = PIPELINE | {"framework": "Megatron-LM", "micro_batch": "1", "zero_stage": "1"}
     setup = setup_of(asked(**cells, global_batch="256"))
-    assert sorted({layout.virtual_stages for layout in setup.layouts}) == [2, 4, 8, 16]  # of 128
+    assert sorted({layout.virtual_stages for layout in setup.layouts}) == [1, 2, 4, 8, 16]  # of 128
 
 
-@pytest.mark.parametrize(("source", "chunks"), [(README, {3, 4, 6, 12, 2}), ("a paper", {1})])
-def test_megatron_s_own_table_overlaps_sends_and_so_interleaves(source: str, chunks: set[int]):
-    cells = PIPELINE | {"framework": "Megatron-LM", "micro_batch": "1", "zero_stage": "1", "layers": "96"}
-    setup = setup_of(asked(**cells, global_batch="256", pp_schedule="1f1b", source=source))
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "chunks"),
+    [
+        ("1f1b", "", {1, 2, 3, 4, 6, 12}), ("1f1b (interleaving not stated)", "", {1, 2, 3, 4, 6, 12}),
+        ("interleaved_1f1b", "", {2, 3, 4, 6, 12}), ("1f1b", "1", {1}), ("", "3", {3}), ("zb-h1", "", {1}),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_is_not_stated_is_open(schedule: str, vpp: str, chunks: set[int]):
+    cells = PIPELINE | {"vpp": vpp, "framework": "Megatron-LM", "micro_batch": "1", "zero_stage": "1", "layers": "96"}
+    setup = setup_of(asked(**cells, global_batch="256", pp_schedule=schedule))
     assert {layout.virtual_stages for layout in setup.layouts} == chunks
 
 
-@pytest.mark.parametrize(("framework", "overlaps"), [("Megatron-LM (commit 285068c8)", False), ("MegaScale", True)])
-def test_megascale_s_baseline_has_nothing_beside_its_passes(framework: str, overlaps: bool):
-    stack, _ = stack_of(asked(framework=framework, source="MegaScale (NSDI'24, arXiv 2402.15627) Table 2", year="2024"))
-    assert stack.overlaps_data_parallel is overlaps
+@pytest.mark.parametrize("key", ["megascale", "somewhere"])
+def test_megascale_s_baseline_has_nothing_beside_its_passes(key: str):
+    setup = setup_of(asked(framework="Megatron-LM (commit 285068c8)", source_key=key))
+    assert setup.workload.stack.overlaps_data_parallel is (key != "megascale")
 
 
 @pytest.mark.parametrize(("framework", "num_bytes"), [("fms-fsdp (PyTorch FSDP1)", 2), ("PyTorch FSDP", 4)])
 def test_fms_fsdp_reduces_in_bf16(framework: str, num_bytes: int):
-    assert stack_of(asked(framework=framework))[0].reduce_bytes == num_bytes
+    assert program_of_row(asked(framework=framework)).stacks[0].reduce_bytes == num_bytes
 
 
 @pytest.mark.parametrize(
-    ("framework", "year", "stage"),
-    [
-        ("OLMo-core", "2025", 3), ("NeMo AutoModel", "2026", 3), ("", "2025", 3), ("nanoGPT", "2025", 0), ("OLMo", "2022", 0),
-        ("PyTorch FSDP", "2022", 3), ("InternEvo", "2024", 1), ("GPT-NeoX", "2022", 0), ("vTrain (Megatron)", "2024", 0),
-    ],
-)  # fmt: skip
-def test_a_blank_zero_stage_is_what_programs_of_the_kind_do(framework: str, year: str, stage: int):
-    assert setup_of(asked(framework=framework, year=year, zero_stage="")).layouts[0].zero_stage == stage
+    ("framework", "stage"),
+    [("OLMo-core", 3), ("NeMo AutoModel", 3), ("", 3), ("PyTorch FSDP", 3), ("InternEvo", 1), ("vTrain (Megatron)", 0)],
+)
+def test_a_blank_zero_stage_is_what_programs_of_the_kind_do(framework: str, stage: int):
+    assert setup_of(asked(framework=framework, zero_stage="")).layouts[0].zero_stage == stage
 
 
 @pytest.mark.parametrize(
@@ -85,12 +88,12 @@ def test_words_for_zero_are_known_and_told(word: str, stage: int, shard: int | N
 
 
 @pytest.mark.parametrize(
-    ("word", "year", "precision"),
-    [("float8 rowwise", "", "fp8"), ("e4m3", "", "fp8"), ("half", "", "fp16"), ("float32", "", "fp32"), ("mixed", "", "bf16"),
-     ("16-bit", "2020", "fp16")],
+    ("word", "gpu", "precision"),
+    [("float8 rowwise", "H100", "fp8"), ("e4m3", "H100", "fp8"), ("half", "H100", "fp16"), ("float32", "H100", "fp32"),
+     ("mixed", "H100", "bf16"), ("16-bit", "V100", "fp16"), ("", "V100", "fp16")],
 )  # fmt: skip
-def test_words_of_a_precision_are_known(word: str, year: str, precision: str):
-    assert setup_of(asked(precision=word, year=year)).layouts[0].precision == precision
+def test_words_of_a_precision_are_known(word: str, gpu: str, precision: str):
+    assert setup_of(asked(precision=word, gpu=gpu)).layouts[0].precision == precision
 
 
 def test_a_batch_of_no_whole_micro_batches_is_rounded_and_told():
@@ -125,12 +128,16 @@ def test_automodel_s_recomputation_is_open_where_nemo_s_recipes_have_none():
 
 
 def test_automodel_attends_with_transformer_engine_and_sends_tokens_once():
-    stack, _ = stack_of(asked(framework="NeMo AutoModel", experts="128", topk="8", expert_ffn="768"))
-    assert (stack.name, stack.attention_kernel, stack.sends_tokens_once) == ("torchtitan", "cudnn", True)
-    assert not stack_of(asked(framework="torchtitan", experts="128", topk="8", expert_ffn="768"))[0].sends_tokens_once
+    stacks = [
+        program_of_row(asked(framework=framework, experts="128", topk="8", expert_ffn="768")).stacks[0]
+        for framework in ("NeMo AutoModel", "torchtitan")
+    ]
+    assert [(stack.name, stack.attention_kernel, stack.dispatcher) for stack in stacks] == [
+        ("automodel", "cudnn", "deepep"), ("torchtitan", "flash-2", "alltoall"),
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("framework", "pp", "stage"), [("torchtitan", "8", 1), ("torchtitan", "1", 3), ("IBM FSDP", "8", 3)])
+@pytest.mark.parametrize(("framework", "pp", "stage"), [("torchtitan", "8", 1), ("torchtitan", "1", 3), ("MaxText", "8", 3)])
 def test_torchtitan_s_pipelines_gather_parameters_and_reduce_gradients_once_a_step(framework: str, pp: str, stage: int):
     """Its `fsdp_reshard_after_forward = "default"` reshards only without pp, and torch's stages reduce at the last backward."""
     cells = PIPELINE | {"pp": pp, "n_gpus": str(64 * int(pp)), "framework": framework, "zero_stage": "3"}
@@ -141,12 +148,12 @@ def test_logits_of_all_micro_batches_stay_on_torchtitan_s_last_stage_where_its_c
     cells = PIPELINE | {"layers": "16", "hidden": "4096", "pp": "2", "tp": "1", "n_gpus": "16", "framework": "torchtitan"}
     cells |= {"heads": "32", "kv_heads": "8", "ffn_hidden": "14336", "vocab": "128256", "seq_len": "8192", "recompute": "full"}
     at_end = {}
-    for year in ("2024", "2026"):
-        setup = setup_of(asked(**cells, global_batch="64", pp_schedule="1f1b", year=year))
+    for stack in ("torchtitan-2024", "torchtitan"):
+        setup = setup_of(asked(**cells, global_batch="64", pp_schedule="1f1b", stack=stack))
         layout = replace(setup.layouts[0], micro_batch_size=1)  # of 8
         workload = replace(setup.workload, stack=replace(setup.workload.stack, kernels=STACKS["torchtitan"].kernels))
-        at_end[year] = stage_memory(workload, LayoutTable.of([layout])).by_rank[-1, 0]
-    assert at_end["2024"] - at_end["2026"] == (8 - 1) * 8192 * 128_256 * 2
+        at_end[stack] = stage_memory(workload, LayoutTable.of([layout])).by_rank[-1, 0]
+    assert at_end["torchtitan-2024"] - at_end["torchtitan"] == (8 - 1) * 8192 * 128_256 * 2
 
 
 @pytest.mark.parametrize(
@@ -154,7 +161,7 @@ def test_logits_of_all_micro_batches_stay_on_torchtitan_s_last_stage_where_its_c
 )
 def test_fp8_of_jax_s_programs_has_scales_of_steps_before(framework: str, at_once: bool):
     """flax.linen.fp8_ops keeps a history of largest magnitudes; torchao reads each tensor once more."""
-    assert stack_of(asked(framework=framework, precision="fp8"))[0].scales_at_once is at_once
+    assert program_of_row(asked(framework=framework, precision="fp8")).stacks[0].scales_at_once is at_once
 
 
 def test_gpt_oss_has_its_biases_and_sinks_in_rows_too():

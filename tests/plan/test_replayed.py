@@ -15,7 +15,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
 
 GIB = 2**30
 # The layouts of an audit: columns say 13.3 and 40 GiB of live bytes, trace and replay 19.4 and 92.2.

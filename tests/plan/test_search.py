@@ -22,7 +22,7 @@ from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
 
 SMALL = replace(preset("llama-3-8b"), num_hidden_layers=8, vocab_size=32_000)
 

@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from ultrascale.plan.measured_rows import Asked
-from ultrascale.plan.measured_stacks import stack_of
 from ultrascale.plan.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
 
 
 @pytest.mark.parametrize(
@@ -25,23 +23,9 @@ from ultrascale.spec.stack import STACKS
 )
 def test_a_token_goes_once_to_each_rank_of_a_node_or_to_each_node(nodes: int, share: float) -> None:
     def seconds(once: bool) -> float:
-        stack = replace(STACKS["megatron"], sends_tokens_once=once)
+        stack = replace(STACKS["megatron"], dispatcher="deepep" if once else "alltoall")
         workload = Workload(preset("qwen3-30b-a3b"), parse_cluster(f"{nodes}xdgx-h100"), 4096, 512, stack)
         layout = Layout(dp=8 * nodes, ep=8 * nodes, zero_stage=1, precision="bf16", micro_batch_size=4)
         return predict(workload, layout).waterfall["expert_parallel"]
 
     assert seconds(True) / seconds(False) == pytest.approx(share, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("asked", "once"),
-    [
-        (Asked(framework="megatron-bridge", experts=128, topk=8, source="summary, 26.02 NeMo container"), True),
-        (Asked(framework="megatron-bridge", experts=128, topk=8, source="summary, 25.11 NeMo container"), False),
-        (Asked(framework="megatron-bridge", experts=256, topk=8, attn_kind="mla", source="25.09 NeMo container"), True),
-        (Asked(framework="hai-llm", experts=256, topk=8), True),
-        (Asked(framework="megatron-bridge", source="26.02 NeMo container"), False),
-    ],
-)
-def test_which_programs_do_is_read_from_a_row(asked: Asked, once: bool) -> None:
-    assert stack_of(asked)[0].sends_tokens_once is once

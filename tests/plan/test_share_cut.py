@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ultrascale.plan.measured_rows import Asked
 from ultrascale.plan.share_cut import cannot_run, layers_by_share, ranks_by_share
-from ultrascale.plan.validate import predict_rows
 from ultrascale.spec.model import Model
+from ultrascale.validation.predict import predict_rows
+from ultrascale.validation.rows import Asked
 
 ONE_B = Model(131072, 2048, 8192, 16, 32, 32, 64, 4096, name="1B")
 """The playbook's: its head costs four blocks."""

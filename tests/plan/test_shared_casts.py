@@ -12,7 +12,7 @@ from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.ops import Op, Product
-from ultrascale.spec.stack import STACKS
+from ultrascale.spec.stack_files import STACKS
 
 M, N, K = 4096, 13312, 16384
 PRODUCT = Op("mlp.gate_up_proj", "matmul", (), (), product=Product(M, N, K, 1))

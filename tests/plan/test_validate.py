@@ -11,15 +11,18 @@ import pytest
 
 from ultrascale.cli.main import main
 from ultrascale.plan.flops_conventions import flops_per_token
-from ultrascale.plan.measured_machines import cluster_of
-from ultrascale.plan.measured_models import UnrepresentableError
-from ultrascale.plan.measured_rows import Asked, Measured, MeasuredRow, misspelt_columns, read_rows
-from ultrascale.plan.measured_setups import setup_of
-from ultrascale.plan.measured_stacks import VINTAGE, stack_of
-from ultrascale.plan.scores import kendall_tau, score
-from ultrascale.plan.validate import COLUMNS, RowPrediction, predict_rows
+from ultrascale.plan.network import fabric_of
+from ultrascale.spec.machines import accelerator_in
 from ultrascale.spec.model_presets import preset
+from ultrascale.spec.network import network_kind
 from ultrascale.spec.problems import SpecError
+from ultrascale.validation.machines import cluster_of
+from ultrascale.validation.models import UnrepresentableError
+from ultrascale.validation.predict import COLUMNS, RowPrediction, predict_rows
+from ultrascale.validation.programs import Tuning, program_of_row
+from ultrascale.validation.rows import Asked, Measured, MeasuredRow, misspelt_columns, read_rows
+from ultrascale.validation.scores import kendall_tau, score
+from ultrascale.validation.setups import setup_of
 
 LLAMA = {
     "id": "run-1", "model": "Llama-3-8B", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8",
@@ -204,43 +207,110 @@ def test_blank_cells_follow_from_the_others_and_are_said():
     layout = setup.layouts[0]
     assert (layout.dp, layout.tp, layout.cp, layout.pp) == (4, 8, 1, 2)
     assert setup.workload.sequence_length == 4096
-    assert {"tp = 8, cp = 1, pp = 2, from n_gpus / dp", "seq_len = 4096", "h100-sxm, as most in 2025"} <= set(setup.assumed)
+    assert {"tp = 8, cp = 1, pp = 2, from n_gpus / dp", "seq_len = 4096", "h100-sxm, as most"} <= set(setup.assumed)
     assert setup_of(asked(n_gpus="", dp="", global_batch="128", grad_accum="2")).layouts[0].dp == 64
 
 
 @pytest.mark.parametrize(
-    ("text", "per_node"),
-    [
-        ("8x HDR InfiniBand 200 Gb/s per node; NVLink/NVSwitch in node (Selene)", 200e9),
-        ("1600 Gb/s per node RoCE (NVLink in node)", 200e9),
-        ("NVLink in node; RDMA 400 Gb/s (CX-7) per GPU", 400e9),
-        ("400 Gb/s per node inter-node; NVLink in node", 50e9),
-        ("4x Omni-Path 100 Gb/s per node", 50e9),
-        ("Omni-Path 100 Gbps x 4", 50e9),
-        ("4 x Slingshot-11 200 Gb/s", 100e9),
-        ("", 400e9),
+    ("text", "gbytes", "cards", "kind"),
+    [  # of all cards of a node of eight H100, whose usual machine has eight of 400 Gb/s
+        ("8x HDR InfiniBand 200 Gb/s per node; NVLink/NVSwitch in node (Selene)", 200, 8, "InfiniBand"),
+        ("1600 Gb/s per node RoCE (NVLink in node)", 200, None, "RoCE"),
+        ("NVLink in node; RDMA 400 Gb/s (CX-7) per GPU", 400, None, "network"),
+        ("NVLink (400 GB/s H800) in node; InfiniBand NDR 400 Gb/s per GPU", 400, None, "InfiniBand"),
+        ("400 Gb/s per node inter-node; NVLink in node", 50, None, "network"),
+        ("4x Omni-Path 100 Gb/s per node", 50, 4, "network"),
+        ("Omni-Path 100 Gbps x 4", 50, 4, "network"),
+        ("4 x Slingshot-11 200 Gb/s", 100, 4, "Slingshot"),
+        ("4x400", 200, 4, "network"), ("8x400G RoCE", 400, 8, "RoCE"),
+        ("3.2 Tb/s InfiniBand per node", 400, None, "InfiniBand"),
+        ("200 Gb/s per card", 200, None, "network"), ("NDR 400 Gb/s", 400, None, "InfiniBand"),
+        ("IB 200 Gbps", 200, None, "InfiniBand"), ("400 Gb/s per NIC; NVLink 900 GB/s in node", 400, None, "network"),
+        ("EFA 400 Gb/s", 50, None, "EFA"), ("EFA 3200 Gb/s", 400, None, "EFA v2"),
+        ("RoCE 200 Gb/s per server", 25, None, "RoCE"),
+        ("3200 Gb/s InfiniBand", 400, None, "InfiniBand"),
+        ("", 400, None, "InfiniBand"), ("InfiniBand between nodes", 400, None, "InfiniBand"),
     ],
-)
-def test_networks_are_read_from_text(text: str, per_node: float):
-    cluster, _ = cluster_of(asked(interconnect=text), 64)
-    assert cluster.node.inter_link is not None
-    assert cluster.node.inter_link.bytes_per_second.value == per_node
+)  # fmt: skip
+def test_networks_are_read_from_text(text: str, gbytes: float, cards: int | None, kind: str):
+    node = cluster_of(asked(interconnect=text), 64)[0].node
+    assert node.inter_link is not None
+    assert node.inter_link.bytes_per_second.value == pytest.approx(gbytes * 1e9)
+    assert (node.num_network_cards, network_kind(node.inter_link).name) == (cards, kind)
+
+
+def test_a_rate_of_a_card_is_times_the_cards_that_such_machines_have():
+    node = cluster_of(asked(gpu="A100-40GB", machine="aws-p4d", interconnect="InfiniBand 100 Gb/s per card"), 64)[0].node
+    assert node.inter_link is not None and node.inter_link.bytes_per_second.value == 4 * 12.5e9
+
+
+@pytest.mark.parametrize(
+    ("text", "nominal", "reached"),
+    [("measured busbw 340 GB/s", 400, 340), ("8x NDR 400 Gb/s; nccl-tests bus bandwidth 355 GB/s", 400, 355),
+     ("busbw 460 GB/s", 460, 460), ("achieved 92 GB/s; 4 x 200 Gb/s", 100, 92)],
+)  # fmt: skip
+def test_a_measured_bus_rate_is_what_is_reached_and_not_derated_again(text: str, nominal: float, reached: float):
+    cluster = cluster_of(asked(interconnect=text), 64)[0]
+    link = cluster.node.inter_link
+    assert link is not None and link.bytes_per_second.value == nominal * 1e9
+    assert fabric_of(cluster).node_bytes_per_second == reached * 1e9
+
+
+def test_a_bus_rate_measured_inside_a_node_is_what_its_large_collectives_reach():
+    usual, measured = (
+        cluster_of(asked(interconnect=text), 8)[0].node.intra_link for text in ("", "NVLink in node measured busbw 357 GB/s")
+    )
+    assert usual is not None and measured is not None and measured.name == usual.name
+    assert measured.bytes_per_second.value == pytest.approx(usual.bytes_per_second.value)
+
+
+def test_a_row_may_name_its_machine_and_its_kind_of_network():
+    cluster, assumed = cluster_of(asked(machine="gcp-a3-mega", network="RoCE"), 64)
+    assert cluster.node.name == "gcp-a3-mega" and cluster.node.inter_link is not None
+    assert network_kind(cluster.node.inter_link).name == "RoCE"
+    assert assumed == ("network: RoCE",)
+    assert cluster_of(asked(gpu="", machine="gb200-nvl72"), 256)[0].node.num_accelerators == 64
+    for cells, reason in (
+        ({"machine": "aws-p9"}, "machine 'aws-p9' is not in the catalogue"),
+        ({"machine": "aws-p4d"}, "machine aws-p4d has a100-40, gpu says h100-sxm"),
+        ({"network": "pigeons"}, "network 'pigeons' is none of EFA v2 under load, EFA v2, EFA,"),
+    ):
+        with pytest.raises(UnrepresentableError, match=reason):
+            cluster_of(asked(**cells), 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("A100-80GB", "a100-80"), ("A100", "a100-80"), ("A100-40GB", "a100-40"), ("NVIDIA A100 PCIe 40GB", "a100-40"),
+        ("A100 (40GB) SXM", "a100-40"), ("A100-PCIE-80GB", "a100-pcie"), ("DGX A100", "a100-80"), ("A100-64GB", "a100-80"),
+        ("H100-80GB-SXM", "h100-sxm"), ("H100-96GB-HBM2e-500W", "h100-96"), ("H100 SXM5 96GB", "h100-96"),
+        ("H100 PCIe", "h100-pcie"), ("H100 NVL 94GB", "h100-nvl"), ("GH200 96GB (Grace Hopper)", "gh200"),
+        ("H200-141GB-SXM", "h200"),
+        ("H800-80GB-SXM", "h800"), ("NVIDIA H20", "h20"), ("GB200 (B200)", "gb200"), ("GB300 NVL72", "gb300"), ("B300", "b300"),
+        ("B200-180GB-SXM (power limited)", "b200"), ("AMD Instinct MI300X OAM", "mi300x"), ("MI355X", "mi355x"),
+        ("V100-SXM2-16GB", "v100-16"), ("Tesla V100", "v100-32"), ("RTX4090", "rtx-4090"), ("GeForce RTX 3090", "rtx-3090"),
+        ("RTX 6000 Ada", "rtx-6000-ada"), ("NVIDIA L4", "l4"), ("TPU v5p", None), ("A10", None), ("", None),
+    ],
+)  # fmt: skip
+def test_accelerators_are_found_in_the_words_of_tables(text: str, name: str | None):
+    assert accelerator_in(text) == name
 
 
 def test_the_playbook_s_scan_ran_on_a_network_of_efa(tmp_path: Path):
     scan = read_rows(write(tmp_path / "rows.csv", PLAYBOOK))[0].asked
-    older = asked(source="nanotron/old_bench logs (huggingface/bench_cluster, July 2024)", gpu="H100-80GB", interconnect="")
+    older = asked(source_key="hf-bench-cluster", framework="nanotron", gpu="H100-80GB", interconnect="")
     names = []
     for row in (scan, older, asked(interconnect="", gpu="H100-80GB")):
-        link = cluster_of(row, 64)[0].node.inter_link
+        link = setup_of(row).workload.cluster.node.inter_link
         assert link is not None
         names.append(link.name.split()[0])
     assert names[:2] == ["EFA", "EFA"] and names[2] != "EFA"
 
 
 def test_jax_programs_attend_with_cudnn():
-    assert stack_of(asked(framework="MaxText (JAX/XLA)"))[0].attention_kernel == "cudnn"
-    assert stack_of(asked(framework="torchtitan"))[0].attention_kernel == "flash-2"
+    assert program_of_row(asked(framework="MaxText (JAX/XLA)")).stacks[0].attention_kernel == "cudnn"
+    assert program_of_row(asked(framework="torchtitan")).stacks[0].attention_kernel == "flash-2"
 
 
 def test_links_inside_a_node_are_read_from_text():
@@ -248,36 +318,41 @@ def test_links_inside_a_node_are_read_from_text():
     assert cluster.node.intra_link is not None and cluster.node.intra_link.bytes_per_second.value == 150e9
 
 
-def test_moments_of_the_deepseek_family_are_narrow_where_its_recipes_say_so():
-    cells = {"attn_kind": "mla0", "kv_heads": "32", "experts": "64", "topk": "6", "expert_ffn": "1408"}
-    frameworks = ("Megatron-Bridge / Megatron-Core", "HAI-LLM", "Megatron-LM", "torchtitan")
-    stacks = [setup_of(asked(**cells, framework=framework)).workload.stack for framework in frameworks]
-    assert [stack.moment_bytes for stack in stacks] == [4, 4, 8, 8]
+def test_what_a_source_states_fills_blank_cells_and_is_left_out_with_it():
+    cells = {"attn_kind": "mla0", "kv_heads": "32", "experts": "64", "topk": "6", "expert_ffn": "1408", "framework": "NeMo"}
+    known, other = asked(**cells, source_key="megatron-bridge"), asked(**cells)
+    assert setup_of(known).workload.stack.optimizer == "adamw-bf16"
+    assert any("stack.optimizer = adamw-bf16" in text for text in setup_of(known).assumed)
+    without = Tuning(without=frozenset(("megatron-bridge",)))
+    assert setup_of(known, without).workloads == setup_of(other).workloads
+    own = replace(known, settings=(("optimizer", "adamw"),))
+    assert setup_of(own).workload.stack.optimizer == "adamw"
 
 
-def test_steps_captured_as_one_graph_wait_for_no_launches():
-    moe = {"experts": "64", "topk": "6", "expert_ffn": "1408", "ep": "8", "dp": "64", "tp": "1", "framework": "Megatron-Bridge",
-           "gpu": "GB200"}  # fmt: skip
-    waits = VINTAGE.expert_op_seconds
-    releases = {"26.04 NeMo container": waits, "26.06 NeMo container": 0.0, "26.06.01 NeMo container, line 9": 0.0}
-    for source, launch in releases.items():
-        assert setup_of(asked(**moe, source=source, precision="mxfp8")).workload.stack.overheads.op_seconds == launch
-    in_bf16 = setup_of(asked(**moe, source="26.06 NeMo container"))
-    assert in_bf16.workload.stack.overheads.op_seconds == waits
-    narrow, wide, nvfp4 = (
-        setup_of(asked(**moe | {"gpu": "GB300"}, source="26.08 NeMo container", precision=precision)).workload.stack
-        for precision in ("mxfp8", "bf16", "nvfp4")
-    )
-    assert [stack.overlaps_expert_parallel for stack in (narrow, wide, nvfp4)] == [True, False, False]
-    assert (narrow.overheads.attention, wide.overheads.attention) == (pytest.approx(1 / 1.4), 1.0)
+def test_a_stack_that_one_source_alone_judges_is_left_out_with_it():
+    row = asked(framework="Aleph Alpha Scaling (AA-Scaling)", source_key="aleph-alpha-want", tp="2", dp="32")
+    assert setup_of(row).workload.stack.name == "aleph-alpha"
+    assert setup_of(row, Tuning(without=frozenset(("aleph-alpha-want",)))).workload.stack.name == "eager"
 
 
-def test_megatrons_own_table_overlaps_what_its_text_says():
-    stacks = [
-        setup_of(asked(framework="Megatron-LM", source=source)).workload.stack
-        for source in ("NVIDIA Megatron-LM README, model table", "a paper")
-    ]
-    assert [stack.overlaps_tensor_parallel for stack in stacks] == [True, False]
+def test_settings_are_columns(tmp_path: Path):
+    moe = LLAMA | {"experts": "64", "topk": "6", "expert_ffn": "1408", "ep": "8", "stack": "megatron"}
+    rows = [moe, moe | {"stack.dispatcher": "deepep", "stack.cuda_graphs": "1"}, moe | {"stack.dispatcher": "pigeons"}]
+    found = predict_rows([row.asked for row in read_rows(write(tmp_path / "rows.csv", *rows))])
+    assert found[0].step_seconds and found[1].step_seconds and found[1].step_seconds < found[0].step_seconds
+    assert found[2].step_seconds is None and "stack.dispatcher must be one of alltoall, deepep, hybridep" in found[2].reason
+    with pytest.raises(SpecError, match=r"stack\.speed, which is no setting"):
+        read_rows(write(tmp_path / "rows.csv", LLAMA | {"stack.speed": "9"}))
+
+
+def test_settings_that_differ_between_runs_are_open_unless_a_cell_states_them():
+    moe = {"experts": "64", "topk": "6", "expert_ffn": "1408", "ep": "8", "framework": "Megatron-Bridge", "zero_stage": "1"}
+    one = predict_rows([asked(**moe)])[0]
+    assert "dispatcher is open: deepep is the fastest that fits" in one.reason
+    told = replace(asked(**moe), settings=(("dispatcher", "alltoall"),))
+    other = predict_rows([told])[0]
+    assert "dispatcher is open" not in other.reason and other.step_seconds and one.step_seconds
+    assert other.step_seconds > one.step_seconds and one.high and one.high > other.step_seconds
 
 
 def test_a_device_said_to_be_power_limited_is_priced_slower():

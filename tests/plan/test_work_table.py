@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ultrascale.plan.block_memory import block_memory
 from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import preset
-from ultrascale.spec.stack import STACKS, Kernels
+from ultrascale.spec.stack import Kernels
+from ultrascale.spec.stack_files import STACKS
 from ultrascale.spec.weights import layer_weights
 from ultrascale.spec.work import Shape, block_work, embedding_work, head_work
 

@@ -5,6 +5,7 @@ import pytest
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE, machine_memory_bytes
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.racks import places_used, resized, using
 
 
 def sourced_numbers():
@@ -149,3 +150,53 @@ def test_a_count_alone_is_no_machine_and_a_near_name_is_told():
 def test_counts_that_no_cluster_has_are_refused_at_once(count):
     with pytest.raises(SpecError, match="has no machine" if not count.strip("0") else "more machines than anybody plans for"):
         parse_cluster(f"{count}xh100")
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "used"),
+    [
+        ("8xgb200", 1, 72), ("72xgb200", 1, 72), ("144xgb200", 2, 72), ("576xgb300", 8, 72),
+        ("128xgb200", 2, 64), ("192xgb200", 3, 64), ("256xgb200", 4, 64), ("512xgb200", 8, 64), ("256xgb300", 4, 64),
+        ("96xgb200", 2, 48), ("100xgb200", 2, 50), ("1000xgb300", 25, 40),
+        ("256xgb200/32", 8, 32), ("4xgb200-nvl72/64", 4, 64), ("146xgb200/64", 3, 64), ("256 x GB200 / 72", 4, 72),
+        ("16xh100/4", 4, 4),
+    ],
+)  # fmt: skip
+def test_racks_are_filled_with_as_many_in_each_and_the_name_may_say_how_many(text: str, nodes: int, used: int):
+    cluster = parse_cluster(text)
+    assert (cluster.num_nodes, cluster.node.num_accelerators) == (nodes, used)
+    again = parse_cluster(cluster.name)
+    assert again == cluster
+
+
+def test_a_rack_used_in_part_keeps_each_accelerator_s_share_of_network_and_power():
+    whole, part = NODES["gb200-nvl72"], parse_cluster("256xgb200").node
+    assert whole.inter_link is not None and part.inter_link is not None
+    shares = [one.bytes_per_second.value / n for one, n in ((whole.inter_link, 72), (part.inter_link, 64))]
+    assert shares[0] == shares[1] == 50e9
+    assert part.watts_per_accelerator == pytest.approx(whole.watts_per_accelerator)
+    assert parse_cluster("256xgb200").places_words == "64 of 72 in each"
+    assert parse_cluster("144xgb200").places_words == parse_cluster("64xh100").places_words == ""
+    few = using(NODES["aws-p4d"], 4)  # four cards for eight
+    assert few.num_network_cards == 2
+
+
+def test_every_count_is_as_many_in_every_rack_or_refused_with_counts_and_a_name_that_work():
+    rack = NODES["gb200-nvl72"]
+    for count in range(1, 1200):
+        used = places_used(count, rack)
+        if used is not None:
+            assert count <= 72 or count % used == 0
+            continue
+        with pytest.raises(SpecError) as caught:
+            parse_cluster(f"{count}xgb200")
+        offered = re.findall(r"\d+xgb200(?:/\d+)?", caught.value.problems[0].remedy)
+        assert len(offered) == 3 and all(parse_cluster(one) for one in offered)
+    with pytest.raises(SpecError, match="Write a number from 1 to 72"):
+        parse_cluster("64xgb200/73")
+
+
+def test_more_of_a_rack_s_accelerators_fill_racks_anew_and_named_places_stay():
+    one_rack = parse_cluster("64xgb200")
+    assert resized(one_rack, 128) == parse_cluster("128xgb200")
+    assert resized(parse_cluster("256xgb200/32"), 64).num_nodes == 2

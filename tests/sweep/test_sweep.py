@@ -16,7 +16,6 @@ import pytest
 from train.small_runs import make_corpus, small_run
 
 from ultrascale.cli.main import main
-from ultrascale.plan.measured_rows import read_rows
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Batch, Run
 from ultrascale.sweep import measured as at_work
@@ -26,6 +25,7 @@ from ultrascale.sweep.held import Measured, fastest_first, hold
 from ultrascale.sweep.measured import failure_of, measure_cell, measure_cells
 from ultrascale.sweep.pictures import best_by
 from ultrascale.sweep.rows import write_rows
+from ultrascale.validation.rows import read_rows
 
 ZERO = Axis("layout.zero_stage", ("0", "3"))
 

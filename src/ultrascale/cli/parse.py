@@ -40,6 +40,23 @@ def parse_with_overrides(verb: Callable[..., T], name: str, arguments: list[str]
     return result, [*settings, *unknown]  # type: ignore[return-value]
 
 
+def take_settings(arguments: list[str], prefix: str) -> tuple[dict[str, str], list[str]]:
+    """Flags `--PREFIX.KEY VALUE` or `--PREFIX.KEY=VALUE` as settings by key, `true` without a value; and all other words."""
+    settings: dict[str, str] = {}
+    others: list[str] = []
+    words = deque(arguments)
+    while words:
+        word = words.popleft()
+        if not word.startswith(f"--{prefix}."):
+            others.append(word)
+            continue
+        key, equals, value = word.removeprefix(f"--{prefix}.").partition("=")
+        if not equals:
+            value = words.popleft() if words and not words[0].startswith("--") else "true"
+        settings[key.replace("-", "_")] = value
+    return settings, others
+
+
 def what_it_does(verb: Any) -> str | None:
     """The docstring above its arguments, examples right below what they are of: tyro begins a line of its own for each, and
     would put two empty ones above that. None for a choice of verbs, each of which has its own."""

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ultrascale.cli.parse import parse_with_overrides
+from ultrascale.cli.parse import parse_with_overrides, take_settings
 from ultrascale.cli.plan_conflicts import refuse_conflicts, refuse_imbalance, refuse_on_measured_device, refuse_precision
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, alternatives, first_that_fits, has_rates, not_trainable, plan_run
 from ultrascale.plan.storage import Storage
-from ultrascale.plan.trainers import stack_called
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.stack import Stack, with_optimizer
+from ultrascale.spec.stack_files import changed_settings, changed_stack
 from ultrascale.spec.units import count_of, parse_tokens
 
 if TYPE_CHECKING:
@@ -94,8 +94,10 @@ def plan(
         dp_shard: GPUs that share one copy of the training state. Default: searched.
         recompute: Activations computed again in the backward pass: none, selective, full, every-k, or several.
         micro_batch_size: Sequences in one forward pass of one GPU.
-        precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8. Default: bf16, fp16 where there is none, fp32 on a CPU.
-        stack: The trainer that is planned for: ultrascale, torchtitan, megatron, nanotron, llm-foundry, deepspeed.
+        precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16, fp16 where there is no
+            bf16, fp32 on a CPU.
+        stack: The trainer that is planned for: ultrascale, torchtitan, megatron, nanotron, ... (`ultrascale show stacks`). What
+            it does may be changed: --stack megatron --stack.dispatcher deepep.
         optimizer: Its optimizer: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw.
         expert_imbalance: Tokens of the busiest rank's experts over the mean, such as 1.3.
         checkpoint_minutes: Of training between two checkpoints that the step waits for; needs --storage-gbytes.
@@ -121,8 +123,9 @@ def command(arguments: list[str]) -> int:
         from ultrascale.cli import plan_far
 
         return plan_far.command(arguments[1:])
-    parsed, rest = parse_with_overrides(plan, "plan", arguments)
-    stack = stack_called(parsed["stack"])
+    settings, words = take_settings(arguments, "stack")
+    parsed, rest = parse_with_overrides(plan, "plan", words)
+    stack = changed_stack(parsed["stack"], settings)
     if parsed["optimizer"] is not None:
         stack = with_optimizer(stack, parsed["optimizer"])
     refuse_conflicts(parsed, arguments)
@@ -366,7 +369,9 @@ def next_of_run(chosen: RunPlan, words: list[str]) -> str:
     said = [] if optimizer == DEFAULT_OPTIMIZER or "--optimizer.name" in words else ["--optimizer.name", optimizer]
     told = shlex.join([*words, *said])
     if chosen.stack.name != "ultrascale":
-        return f"ultrascale plan {told} --stack {chosen.stack.name} --print-flags"
+        changed = changed_settings(chosen.stack).items()
+        stack = shlex.join([chosen.stack.name, *(word for key, value in changed for word in (f"--stack.{key}", str(value)))])
+        return f"ultrascale plan {told} --stack {stack} --print-flags"
     if not_trainable(chosen.run):
         return f"ultrascale plan {told} --perfetto step.json   (our trainer does not run it yet)"
     return f"ultrascale check {told}   then  ultrascale train {told}"

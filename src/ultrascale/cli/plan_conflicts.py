@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.spec.cluster import Cluster
+from ultrascale.spec.machines import lacks
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.schema import leaves
@@ -69,12 +70,9 @@ def refuse_imbalance(parsed: dict[str, Any], model: Model) -> None:
 def refuse_precision(parsed: dict[str, Any], cluster: Cluster) -> None:
     """Raises SpecError if the accelerator has no such dtype."""
     accelerator, asked = cluster.accelerator, parsed["precision"]
-    has = ["fp16", *accelerator.peak_flops]
-    known = leaves()["layout.precision"].kind
-    if asked is None or accelerator.measured_at_run_time or asked in has or asked not in getattr(known, "__args__", ()):
-        return
-    fitting = ", ".join(dict.fromkeys(name for name in has if name in getattr(known, "__args__", ())))
-    raise SpecError([Problem("--precision", f"{accelerator.title} has no {asked}", f"Choose one of {fitting}.")])
+    known = getattr(leaves()["layout.precision"].kind, "__args__", ())
+    if asked in known and not accelerator.measured_at_run_time and asked not in ("fp16", *accelerator.peak_flops):
+        raise SpecError([lacks(accelerator, asked, "--precision")])
 
 
 def _together(parsed: dict[str, Any]) -> list[Problem]:

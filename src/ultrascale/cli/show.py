@@ -33,6 +33,8 @@ def show(
 
         ultrascale show clusters --resolved
 
+        ultrascale show stacks megatron
+
     Pipeline schedules, drawn and compared (`show schedule --help` says more):
 
         ultrascale show schedule 1f1b --pp 4 --micro-batches 8
@@ -40,7 +42,7 @@ def show(
         ultrascale show schedules --pp 8 --micro-batches 32
 
     Args:
-        what: A run's TOML file or folder, or `models`, or `clusters`.
+        what: A run's TOML file or folder, or `models`, `clusters`, or `stacks`: the trainers that can be planned for.
         resolved: Show every value, defaults too; for clusters, where each number comes from.
         json: Print one JSON object.
     """
@@ -53,6 +55,10 @@ def command(arguments: list[str]) -> int:
         from ultrascale.cli import show_schedule
 
         return show_schedule.command(arguments)
+    if arguments[:1] == ["stacks"]:
+        from ultrascale.cli import show_stacks
+
+        return show_stacks.command(arguments[1:])
     parsed, rest = parse_with_overrides(show, "show", arguments)
     what, every, as_json = parsed
     if what in ("models", "clusters"):

@@ -16,7 +16,7 @@ from ultrascale.spec.problems import Problem, SpecError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ultrascale.plan.scores import Errors, Picks, Report, Verdicts
+    from ultrascale.validation.scores import Errors, Picks, Report, Verdicts
 
 NAMES = 24
 """Columns for the names of groups: on a narrow terminal they and the headers wrap, and numbers are never cut."""
@@ -25,7 +25,9 @@ MOST_REASONS, MOST_NAMED = 20, 12
 Files = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(help_behavior_hint="(required)")]
 
 
-def validate(files: Files, /, json: bool = False, out: Path | None = None) -> tuple[tuple[Path, ...], bool, Path | None]:
+def validate(
+    files: Files, /, json: bool = False, out: Path | None = None, overwrite: bool = False
+) -> tuple[tuple[Path, ...], bool, Path | None, bool]:  # fmt: skip
     """Predict every run of CSV files without looking at its result, then say how far off the predictions are.
 
     For example:
@@ -33,29 +35,31 @@ def validate(files: Files, /, json: bool = False, out: Path | None = None) -> tu
         ultrascale validate runs.csv --out predictions.csv
 
     A file has the columns of published runs (model, n_gpus, tp, pp, dp, seq_len, ...) or those of the playbook's scan (model,
-    nodes, mbs, ga, ...). Blank cells are inferred, and the prediction says how. Result columns may be blank as well: then there
-    is nothing to compare with, and --out still has every prediction.
+    nodes, mbs, ga, ...); a column `stack` names a trainer (`ultrascale show stacks`), `stack.KEY` changes one of its settings.
+    Blank cells are inferred, and the prediction says how. Result columns may be blank as well: then there is nothing to compare
+    with, and --out still has every prediction.
 
     Args:
         files: CSV files of measured runs.
         json: Print one JSON object.
         out: Write a prediction for every row to this CSV file: step time in seconds, tokens/s per GPU, MFU, peak memory in GiB,
             whether it fits, the interval of the step time (low, high), and what was assumed.
+        overwrite: Let --out replace a file.
     """
-    return files, json, out
+    return files, json, out, overwrite
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb."""
-    files, as_json, out = parse(validate, "validate", arguments)
-    from ultrascale.plan.measured_rows import misspelt_columns, read_rows
-    from ultrascale.plan.scores import score
-    from ultrascale.plan.validate import predict_rows, write_predictions
+    files, as_json, out, overwrite = parse(validate, "validate", arguments)
+    from ultrascale.validation.predict import predict_rows, write_predictions
+    from ultrascale.validation.rows import misspelt_columns, read_rows
+    from ultrascale.validation.scores import score
 
     if not files:
         raise SpecError([Problem("validate", "no file is given", "Name a CSV file: ultrascale validate runs.csv")])
     if out is not None:
-        _check_writable(out)
+        _check_writable(out, overwrite=overwrite)
     rows = [row for file in files for row in read_rows(file)]
     for file in files:
         for name, meant in misspelt_columns(file):
@@ -71,12 +75,12 @@ def command(arguments: list[str]) -> int:
     return 0
 
 
-def _check_writable(out: Path) -> None:
+def _check_writable(out: Path, *, overwrite: bool) -> None:
     """Raise SpecError before anything is predicted if the predictions would replace a file, or have no folder."""
     if out.is_dir():
         raise SpecError([Problem("out", f"{out} is a folder", "Name a file in it.")])
-    if out.is_file() and out.stat().st_size:
-        raise SpecError([Problem("out", f"{out} is there already", "Name another file, or remove it.")])
+    if out.is_file() and out.stat().st_size and not overwrite:
+        raise SpecError([Problem("out", f"{out} is there already", "Name another file, or say --overwrite.")])
     if not out.parent.is_dir():
         raise SpecError([Problem("out", f"there is no folder {out.parent}", "Make it, or name another file.")])
 

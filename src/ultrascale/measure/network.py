@@ -149,7 +149,10 @@ def planned_cluster(world: int, per_node: int, gpu: str | None, machine: str | N
         return None
     usual = NODES[USUAL_NODE[gpu]].num_accelerators
     other_node = per_node > usual or (per_node < min(world, usual) and usual <= LARGEST_HOST)
-    return None if other_node or (world > usual and world % usual) else parse_cluster(f"{world}x{gpu}")
+    try:
+        return None if other_node else parse_cluster(f"{world}x{gpu}")
+    except SpecError:  # so many do not fill machines of that kind
+        return None
 
 
 def _own_group(ranks: Ranks, size: int, stride: int) -> dist.ProcessGroup:

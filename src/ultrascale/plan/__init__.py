@@ -13,5 +13,4 @@ footprint           memory of many layouts at once, from parts (with rank_state,
 space, search       all legal layouts of some devices; the best of them
 explain             why this layout, and what would change the choice
 flops               model FLOPs and hardware FLOPs, which MFU and HFU count
-validate            predictions for runs that were measured (the files measured_... read those)
 """

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import CP_METHODS, RECOMPUTE, SCHEDULES, LayoutTable
 from ultrascale.plan.space import Asked, Space
-from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import is_file
 from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem
+from ultrascale.spec.stack_files import abilities
 from ultrascale.spec.units import count_of, divisors
 
 AXES = ("tp", "cp", "pp", "dp")

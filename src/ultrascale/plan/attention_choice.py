@@ -12,7 +12,7 @@ from __future__ import annotations
 from ultrascale.plan.compute import Kernel, attention_seconds
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.attention_cores import Wanted, why_not, windows_of
-from ultrascale.spec.layout import AttentionCore
+from ultrascale.spec.layout import NARROW, AttentionCore
 from ultrascale.spec.ops import Scores, Shape
 
 TORCH_CORES: tuple[tuple[Kernel, AttentionCore], ...] = (("flash-2", "sdpa"), ("cudnn", "cudnn"))
@@ -39,7 +39,7 @@ def wanted_of(workload: Workload, shape: Shape) -> Wanted:
 
 
 def _both_ways(workload: Workload, shape: Shape, scores: Scores, kernel: Kernel) -> float:
-    dtype = "bf16" if shape.precision == "fp8" else shape.precision
+    dtype = "bf16" if shape.precision in NARROW else shape.precision
     return sum(
         attention_seconds(
             workload.cluster.accelerator, **scores._asdict(), dtype=dtype, backward=backward, kernel=kernel

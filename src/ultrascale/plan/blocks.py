@@ -20,6 +20,7 @@ from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matm
 from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
 from ultrascale.plan.layouts import CP_METHODS, FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import NARROW
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import without_fp8
 from ultrascale.spec.ops import Op, Scores, Shape
@@ -32,6 +33,8 @@ SHAPE_FIELDS = (
     "partition_checkpoints", "fp8_scaling", "gathers_fp8",
 )  # fmt: skip
 PASSES = ("forward", "backward")
+HEAD_MULTIPLE = 8
+"""Of a vocabulary's columns, which are always of 16 bits here: other numbers are not aligned."""
 WIDE_BYTES, NARROW_BYTES, CAST_BYTES = 2, 3, 4
 """Memory traffic of an element that is read in bf16; that is written in fp8 then; that is written in both orders."""
 
@@ -252,11 +255,11 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
     # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in another pass.
     gradient_bytes = 2.0 * stack.gradient_bytes if stack.fuses_gradient_accumulation else float(shape.itemsize)
     added_bytes = 0 if stack.fuses_gradient_accumulation else 2 * stack.gradient_bytes + shape.itemsize
-    dtype = "bf16" if head and shape.precision == "fp8" else shape.precision
-    shares = dtype == "fp8" and not shape.kernels.own_fp8
+    dtype = "bf16" if head and shape.precision in NARROW else shape.precision
+    shares = dtype in NARROW and not shape.kernels.own_fp8
     cast_bytes = CAST_BYTES + (WIDE_BYTES if stack.scales_at_once else 0)
     weight_cast_bytes = cast_bytes - 1 if shares and stack.gathers == "buckets" else 0  # in one order
-    wide = "bf16" if shape.precision == "fp8" else shape.precision
+    wide = "bf16" if shape.precision in NARROW else shape.precision
     for op in ops:
         count += 1
         if op.inside:
@@ -266,6 +269,8 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             weights, count = weights + op.pieces * each[4], count + op.pieces * each[7]
         if op.product is not None:
             m, n, k, copies = op.product
+            if head and n % HEAD_MULTIPLE:  # logits; some trainers pad the vocabulary
+                n = -(-n // stack.pads_vocab_to) * stack.pads_vocab_to
             forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, casts=not shares)
             product += forward * op.forward_products
             grouped += forward if op.name.startswith("mlp.experts.") else 0.0
@@ -287,10 +292,10 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
                 pieces = shape.cp_grid[0]
                 scores["keys"] = -(-op.scores.keys // pieces)
                 elementwise += elementwise_seconds(accelerator, (pieces - 1) * _merge_bytes(op.scores))
-            kernel, over = attention_kernel(workload, shape, op.scores), stack.overheads.attention
+            kernel, over = attention_kernel(workload, shape, op.scores), workload.overheads.attention
             attention += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
             inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
-        over = 1.0 if op.kind == "loss" else stack.overheads.elementwise  # every pass of a loss is in the table
+        over = 1.0 if op.kind == "loss" else workload.overheads.elementwise  # every pass of a loss is in the table
         if op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
             elementwise += elementwise_seconds(accelerator, op.moved_bytes * cast_bytes / NARROW_BYTES) if shares else 0.0
         elif op.moved_bytes:
@@ -325,13 +330,13 @@ def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float
     """
     model, ranks = workload.model, shape.ep * shape.expert_tp
     nodes = -(-ranks // workload.cluster.node.num_accelerators)
-    if workload.stack.sends_tokens_once and ranks > 1:
+    if workload.stack.dispatcher != "alltoall" and ranks > 1:
         places = nodes if nodes > 1 else shape.ep
         return places * (1 - (1 - 1 / places) ** model.num_experts_per_tok) / model.num_experts_per_tok
     if model.n_group <= 1 or nodes == 1:
         return 1.0
     share = min(1.0, model.topk_group / model.num_experts_per_tok)
-    return share / 2 if shape.precision == "fp8" and "dispatch" in name and when == "forward" else share
+    return share / 2 if shape.precision in NARROW and "dispatch" in name and when == "forward" else share
 
 
 def _merge_bytes(scores: Scores) -> int:

@@ -18,8 +18,10 @@ from ultrascale.plan.curves import (
     TILE,
     AttentionCurve,
     MatmulCurve,
+    alignment_work,
     attention_efficiency,
     attention_law,
+    kernel_head_dim,
     matmul_law,
 )
 from ultrascale.spec.cluster import Accelerator
@@ -113,12 +115,13 @@ def direction_seconds(curve: MatmulCurve, m: float, n: float, k: float, count: f
     """Seconds of a product or of one of its gradients under one curve."""
     if min(m, n, k, count) <= 0:
         return 0.0
+    work = alignment_work(curve, n, k)
     if kind == "forward":
-        return matmul_law(curve, m, n, k, count)
+        return matmul_law(curve, m, n, k, count, work=work)
     if kind == "input-gradient":
-        return matmul_law(curve, m, k, n, count)
+        return matmul_law(curve, m, k, n, count, work=work)
     wide = max(0.0, output_bytes - curve.result_bytes) * count * n * k
-    return matmul_law(curve, n, k, m, count) + EXPOSED_OUTPUT * wide / curve.bytes_per_second
+    return matmul_law(curve, n, k, m, count, work=work) + EXPOSED_OUTPUT * wide / curve.bytes_per_second
 
 
 @lru_cache(maxsize=1 << 16)
@@ -139,11 +142,12 @@ def flash_seconds(
     if min(batch, heads, queries, keys, share) <= 0:
         return 0.0
     dims = head_dim + value_head_dim
+    computed = kernel_head_dim(curve, head_dim) + kernel_head_dim(curve, value_head_dim)
     work = BACKWARD_WORK if backward else 1.0
     num_bytes = work * itemsize * batch * dims * (queries * heads + keys * key_value_heads)
     tiles = batch * heads * math.ceil(queries / TILE)
-    efficiency = attention_efficiency(curve, dims / 2)
-    return attention_law(curve, tiles, keys, share, dims, num_bytes, efficiency, work)
+    efficiency = attention_efficiency(curve, computed / 2)
+    return attention_law(curve, tiles, keys, share, computed, num_bytes, efficiency, work)
 
 
 def _matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:

@@ -15,8 +15,12 @@ Attention (flash kernels: a processor takes 128 queries of a head and walks the 
     t_c    = max(longest, tiles mean / multiprocessors + tail longest) x FLOPs of a key / (peak x efficiency(head_dim))
     t      = launch + max(t_c, bytes / bandwidth)
 
+A product whose n or k is not a multiple of 16 bytes is read in narrower words, which slows t_c by `unaligned`; flash kernels
+are compiled for multiples of `head_dim_step` and compute the padding of other head dims.
+
 `tail` is the wait for the last, longest tile: with few heads per device it is most of the time, which is what tensor
-parallelism pays for. Every term grows with every size, so a larger product is never cheaper. Efficiencies stay below 1: no
+parallelism pays for. Every term grows with every size, so a larger product that is aligned no
+better is never cheaper. Efficiencies stay below 1: no
 price is below the roofline. The constants are fitted by `benchmarks/plan/fit_compute.py` (`plan.fitted_curves`); errors:
 docs/compute-model.md. The laws take floats, or NumPy arrays with `ceil=numpy.ceil` and so on.
 """
@@ -36,6 +40,8 @@ STREAM_EFFICIENCY = 0.85
 """Share of the memory bandwidth that an attention kernel reaches when it is bound by it (H200: 2.1 to 4.1 TB/s of 4.8)."""
 BACKWARD_WORK = 2.5
 """FLOPs of the backward pass over the forward pass: five products instead of two (FlashAttention-2, section 4.1)."""
+ALIGNED_BYTES = 16
+"""What a thread loads at once, and Hopper's copy engine asks of a row's length: rows of multiples of it run at full speed."""
 HEAD_DIMS = (64.0, 128.0, 160.0, 256.0)
 """Where `AttentionCurve.efficiency` is given: mean of query and value head dim (DeepSeek: 160); log-linear between."""
 
@@ -66,6 +72,8 @@ class MatmulCurve:
     """Share of time that the power limit adds to very large products."""
     cast_efficiency: float = 0.0
     """Share of the bandwidth at which the left operand is read in bf16 and written in fp8. 0: no cast."""
+    unaligned: float = 1.0
+    """Time over that of an aligned product, where n or k is not a multiple of `ALIGNED_BYTES`."""
     operand_bytes: int = 2
     result_bytes: int = 2
     multiprocessors: int = 1
@@ -85,13 +93,24 @@ class AttentionCurve:
     """Longest tiles that the end of the kernel waits for."""
     edge: float
     """Keys that are computed and masked at each end of a tile's row of scores."""
+    head_dim_step: int = 1
+    """Head dims the kernels are compiled for are multiples of it."""
     multiprocessors: int = 1
     peak_flops: float = 1.0
     bytes_per_second: float = math.inf
 
 
-def matmul_law(curve: MatmulCurve, m: Any, n: Any, k: Any, count: Any = 1, ceil: Callable[[Any], Any] = math.ceil) -> Any:
-    """Seconds of `count` products [m, k] x [k, n] in one launch; see the head of this file."""
+def alignment_work(curve: MatmulCurve, n: Any, k: Any) -> Any:
+    """What the lengths of rows multiply a product's work by. Rows are n or k long in the forward product and both gradients; m,
+    the tokens, is the length of none."""
+    multiple = ALIGNED_BYTES // curve.operand_bytes
+    return 1 + (curve.unaligned - 1) * ((n % multiple != 0) | (k % multiple != 0))
+
+
+def matmul_law(
+    curve: MatmulCurve, m: Any, n: Any, k: Any, count: Any = 1, ceil: Callable[[Any], Any] = math.ceil, work: Any = 1
+) -> Any:
+    """Seconds of `count` products [m, k] x [k, n] in one launch; see the head of this file. `work`: `alignment_work`."""
     rows, columns = ceil(m / TILE), ceil(n / TILE)
     padded_m = m + curve.padding * (rows * TILE - m)
     padded_n = n + curve.padding * (columns * TILE - n)
@@ -99,7 +118,7 @@ def matmul_law(curve: MatmulCurve, m: Any, n: Any, k: Any, count: Any = 1, ceil:
     waves = count * padded_m * padded_n / tiles
     shared_k = k * curve.split / (k + curve.split)
     idle = curve.partial_wave * (ceil(count * rows * columns / curve.multiprocessors) - waves) + curve.fill
-    work = 2 * tiles * (waves * (k + curve.ramp) + idle * shared_k)
+    work = work * 2 * tiles * (waves * (k + curve.ramp) + idle * shared_k)
     flops = 2.0 * count * m * n * k
     compute = work / (curve.peak_flops * curve.efficiency) * (1 + curve.power * flops / (flops + curve.power_flops))
     num_bytes = count * (curve.operand_bytes * (m * k + k * n) + curve.result_bytes * m * n)
@@ -134,6 +153,11 @@ def attention_law(
     walked = maximum(longest, tiles * mean / curve.multiprocessors + curve.tail * longest)
     key_seconds = 2 * TILE * head_dims * work * curve.multiprocessors / (curve.peak_flops * efficiency)
     return FLASH_LAUNCH_SECONDS + maximum(walked * key_seconds, num_bytes / (curve.bytes_per_second * STREAM_EFFICIENCY))
+
+
+def kernel_head_dim(curve: AttentionCurve, head_dim: float) -> float:
+    """The head dim a kernel computes with: the next it was compiled for."""
+    return curve.head_dim_step * math.ceil(head_dim / curve.head_dim_step)
 
 
 def attention_efficiency(curve: AttentionCurve, head_dim: float) -> float:

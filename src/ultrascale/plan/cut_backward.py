@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.spec.op_builders import FP8_BYTES, is_fp8
+from ultrascale.spec.layout import NARROW
+from ultrascale.spec.op_builders import is_fp8, narrow_bytes
 from ultrascale.spec.ops import Collective, Op, Shape
 
 Half = Literal["input", "weight"]
@@ -53,8 +54,8 @@ def sent_in_half(op: Op, half: Half, shape: Shape) -> Op:
         return (in_both or in_w) and gathers if half == "weight" else not (in_w and gathers)
 
     sent = tuple(one for one in op.collectives if is_sent(one))
-    if in_both and half == "weight" and shape.precision == "fp8":  # it waits as it was rounded for the products
-        sent = tuple(one._replace(num_bytes=one.num_bytes // shape.itemsize) for one in sent)
+    if in_both and half == "weight" and shape.precision in NARROW:  # it waits as it was rounded for the products
+        sent = tuple(one._replace(num_bytes=narrow_bytes(shape, one.num_bytes // shape.itemsize)) for one in sent)
     return replace(op, collectives=sent)
 
 
@@ -72,7 +73,8 @@ def gathered_input_bytes(op: Op, shape: Shape) -> int:
     """Of a column product's input, which W gathers once for all products of it; 0 of others."""
     if op.product is None or not (shape.kernels.gathers_again and shape.cuts_sequence and reads_gathered(op)):
         return 0
-    return op.product.m * op.product.k * (FP8_BYTES if is_fp8(op) else shape.itemsize)
+    elements = op.product.m * op.product.k
+    return narrow_bytes(shape, elements) if is_fp8(op) else elements * shape.itemsize
 
 
 def cut_share(table: LayoutTable, num_micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:

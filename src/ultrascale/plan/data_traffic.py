@@ -32,7 +32,6 @@ from ultrascale.plan.passes import Passes
 from ultrascale.plan.rank_state import COMPUTE_BYTES
 from ultrascale.plan.stages import Stages
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.op_builders import FP8_BYTES
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -77,7 +76,7 @@ def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, a
         size, stride = shard
         whole = parameters / buckets
         gathered = (
-            parameters * itemsize - narrow * (itemsize - FP8_BYTES) if narrow.any() else parameters * itemsize
+            parameters * itemsize - narrow * (itemsize - table.narrow_bytes) if narrow.any() else parameters * itemsize
         ) / buckets
         gather = collective_seconds(cluster, "all_gather", gathered, size=size, stride=stride)
         reduce = collective_seconds(cluster, "reduce_scatter", whole * reduce_bytes, size=size, stride=stride)

@@ -19,14 +19,15 @@ from ultrascale.spec.cluster import Accelerator
 from ultrascale.spec.machines import ACCELERATORS
 from ultrascale.spec.problems import Problem, SpecError
 
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8-block": 1}
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8-block": 1, "mxfp8": 1, "nvfp4": 0.5}
 FAMILIES = {"a100-80": "a100", "h100-sxm": "hopper", "h200": "hopper", "b200": "blackwell", "gb200": "blackwell"}
 RELATIVES = {
     "a100-40": "a100-80", "a800": "a100-80", "a800-80": "a100-80",  # the same chip; the A800 has fewer NVLinks
     "h100-96": "h100-sxm", "h100-pcie": "h100-sxm", "h800": "h100-sxm", "h20": "h100-sxm",
     "gh200": "h200",  # the same chip beside a CPU: 828 TFLOP/s best shape, H100 SXM 795 (ml-engineering, 2025)
     "b300": "b200", "gb300": "gb200",  # bf16 as Blackwell: 1769 TFLOP/s best shape, B200 1745 (ml-engineering, 2025)
-    "v100": "a100-80", "v100-16": "a100-80", "v100-32": "a100-80", "mi300x": "a100-80", "mi325x": "a100-80", "mi355x": "b200",
+    "v100": "a100-80", "v100-16": "a100-80", "v100-32": "a100-80", "mi300x": "a100-80", "mi325x": "a100-80",
+    "mi350x": "b200", "mi355x": "b200",
     # Their tensor cores take Ampere's instructions (sm_86, 89 and 120 have none of Hopper's wgmma, nor of Blackwell's tcgen05).
     **dict.fromkeys(
         ("l40s", "l4", "a10g", "a6000", "rtx-6000-ada", "rtx-3090", "rtx-4090", "rtx-5090", "mi250x", "a100-pcie"), "a100-80"
@@ -37,6 +38,16 @@ FP8_ATTENTION = {"a100": (1.0, 1.0), "hopper": (1.5, 1.0), "blackwell": (1.4, 1.
 """Speed of fp8 attention over bf16, forward and backward. cudnn-frontend's benchmark 2026-09, 4k to 32k, medians: H200
 forward 1.5, backward slower than bf16 (taken as 1: nobody would use it); GB200 1.36 and 1.33 at head dim 128, 1.5 and 1.7 at
 192."""
+UNALIGNED = 1.4
+"""Time of a product whose rows are not multiples of 16 bytes, over an aligned one's. RTX 4090: 156 TFLOP/s aligned, 107 to 116
+with odd sizes (pytorch issue 181718, 2026). A100: 132 with k = 128, 86 with 140, of which tiles of k are 1.14 (issue 83272,
+2022). H100: 509 with k = 2501 where its law has some 690 (float8_experimental pull request 145, 2024). Without cuBLAS 11 there
+would be no tensor cores at all (NVIDIA, Matrix Multiplication Background, 2.2). CPUs' vector loads need no alignment."""
+NVFP4_OVER_FP8 = 0.6
+"""Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026). MXFP8's is
+FP8's, whose tensor cores it has."""
+HEAD_DIM_STEP = 32
+"""Of flash kernels: FlashAttention-2 rounds head dims up to it (`head_size_rounded` in its flash_api.cpp)."""
 MEASURED_EFFICIENCY = 0.95
 """Of a device whose peak is itself a measured product, as the CPU's: other shapes come close to it."""
 CPU_LAUNCH_SECONDS = 2e-5
@@ -68,7 +79,7 @@ def relative_of(accelerator: Accelerator) -> str:
 
 
 def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
-    """The law of products of `dtype` (`bf16 fp16 fp32 tf32 fp64 fp8 fp8-block`) on a device.
+    """The law of products of `dtype` (`bf16 fp16 fp32 tf32 fp64 fp8 fp8-block mxfp8 nvfp4`) on a device.
 
     Raises SpecError if the device's peak is not known: not in the catalogue, or measured at run time and not filled in yet.
     """
@@ -76,7 +87,11 @@ def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
         raise SpecError([Problem("dtype", f"there is no price for {dtype!r}", f"Choose {', '.join(DTYPE_BYTES)}.")])
     relative = relative_of(accelerator)
     # The A100 has no fp8: a device that takes after it and has, takes Hopper's cast.
-    law = MATMUL.get((relative, dtype)) or (MATMUL["h100-sxm", dtype] if dtype.startswith("fp8") else MATMUL[relative, "bf16"])
+    fitted = "fp8" if dtype in ("mxfp8", "nvfp4") else dtype
+    law = MATMUL.get((relative, fitted)) or MATMUL[("h100-sxm", fitted) if fitted.startswith("fp8") else (relative, "bf16")]
+    peak = _peak(accelerator, "fp8" if dtype == "fp8-block" else dtype)
+    if dtype == "nvfp4":  # what was measured is time over fp8's, whatever the peaks
+        law = replace(law, efficiency=law.efficiency * _peak(accelerator, "fp8") / (NVFP4_OVER_FP8 * peak))
     own = accelerator.name == "cpu"
     return replace(
         law,
@@ -84,10 +99,11 @@ def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
         launch_seconds=CPU_LAUNCH_SECONDS if own else law.launch_seconds,
         fill=0.0 if own else law.fill,
         partial_wave=0.0 if own else law.partial_wave,
+        unaligned=1.0 if own else UNALIGNED,
         operand_bytes=DTYPE_BYTES[dtype],
         result_bytes=max(2, DTYPE_BYTES[dtype]),
         multiprocessors=_multiprocessors(accelerator, relative),
-        peak_flops=_peak(accelerator, "fp8" if dtype == "fp8-block" else dtype),
+        peak_flops=peak,
         bytes_per_second=_bandwidth(accelerator),
     )
 
@@ -120,6 +136,7 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
     shares = tuple(min(most, share * scale) for share in law.efficiency)
     return replace(
         law,
+        head_dim_step=1 if accelerator.name == "cpu" else HEAD_DIM_STEP,
         efficiency=shares,  # pyright: ignore[reportArgumentType]
         multiprocessors=_multiprocessors(accelerator, relative),
         peak_flops=peak,

@@ -16,12 +16,12 @@ from typing import Any
 
 from ultrascale.plan.memory import num_micro_batches
 from ultrascale.plan.stages import chunk_layers_of
-from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.fp8_slots import is_delayed
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack_files import abilities, stack_file, stack_names
 
 MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a", "ring+all-to-all": "a2a+p2p"}
 TORCHTITAN_CP = {"ring": "alltoall", "all-gather": "allgather"}
@@ -30,14 +30,6 @@ TORCHTITAN_SCHEDULES = {
 }  # fmt: skip
 COMPOSER_STRATEGIES = {0: "NO_SHARD", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 COMPOSER_HYBRIDS = {2: "_HYBRID_SHARD_ZERO2", 3: "HYBRID_SHARD"}
-PRECISIONS = {
-    "torchtitan": ("fp32", "bf16", "fp8"), "megatron": ("fp32", "fp16", "bf16", "fp8"), "nanotron": ("fp32", "fp16", "bf16"),
-    "llm-foundry": ("fp32", "fp16", "bf16", "fp8"), "deepspeed": ("fp32", "fp16", "bf16"),
-}  # fmt: skip
-OPTIMIZERS = {"megatron": ("adamw", "adamw-bf16")}
-"""Of trainers that have more than AdamW with moments in fp32."""
-OFFLOAD_OPTIMIZER = ("ultrascale", "torchtitan", "megatron", "deepspeed")
-OFFLOAD_ACTIVATIONS = ("ultrascale", "llm-foundry")
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -55,10 +47,14 @@ class _Plan:
 
 def trainer_flags(workload: Workload, layout: Layout) -> str:
     """`layout` as the settings of the workload's stack. Raises SpecError if that trainer has no setting for a part of it."""
+    name = workload.stack.name
+    if stack_file(name).writes not in _WRITERS:
+        known = ", ".join(stack for stack in stack_names() if stack_file(stack).writes in _WRITERS)
+        raise SpecError([Problem("stack", f"{name} has no settings that could be printed", f"There are those of {known}.")])
     problems = cannot_express(workload, layout)
     if problems:
         raise SpecError(problems)
-    return _WRITERS.get(workload.stack.name, _ultrascale)(_Plan(workload, layout))
+    return _WRITERS[stack_file(workload.stack.name).writes](_Plan(workload, layout))
 
 
 def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
@@ -89,16 +85,15 @@ def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
 
 def not_searched(stack: Stack, layout: Layout) -> list[Problem]:
     """What `stack` has no setting for, of what a search takes as it is given: dtype, optimizer, offload."""
-    name, found = stack.name, []
-    known, optimizers = PRECISIONS.get(name, (layout.precision,)), OPTIMIZERS.get(name, ("adamw",))
-    if layout.precision not in known:
-        rule = f"{name} trains in {', '.join(known)}, the plan wants {layout.precision}"
-        found.append(Problem("layout.precision", rule, f"Use --precision {known[-1]}, or another --stack."))
-    if name != "ultrascale" and stack.optimizer not in optimizers:
-        rule = f"{name} has {', '.join(optimizers)}, the plan wants {stack.optimizer}"
+    can, name, found = abilities(stack), stack.name, []
+    if layout.precision not in can.precisions:
+        rule = f"{name} trains in {', '.join(can.precisions)}, the plan wants {layout.precision}"
+        found.append(Problem("layout.precision", rule, f"Use --precision {can.precisions[-1]}, or another --stack."))
+    if stack.optimizer not in can.optimizers:
+        rule = f"{name} has {', '.join(can.optimizers)}, the plan wants {stack.optimizer}"
         found.append(Problem("--optimizer", rule, "Leave it out, or use another --stack."))
-    for key, able in (("offload_optimizer", OFFLOAD_OPTIMIZER), ("offload_activations", OFFLOAD_ACTIVATIONS)):
-        if getattr(layout, key) and name not in able:
+    for key, able in (("offload_optimizer", can.offloads_optimizer), ("offload_activations", can.offloads_activations)):
+        if getattr(layout, key) and not able:
             what = key.removeprefix("offload_")
             found.append(Problem(f"layout.{key}", f"{name} has no offload of {what} that is planned", "Leave it out."))
     return found
@@ -150,6 +145,7 @@ def _megatron_model(plan: _Plan) -> dict[str, Any]:
         "qk-layernorm": model.qk_norm,
     }
     if model.num_experts:
+        dispatcher = plan.workload.stack.dispatcher
         dense, sparse = model.first_k_dense_replace, model.num_hidden_layers - model.first_k_dense_replace
         words |= {
             "num-experts": model.num_experts,
@@ -158,7 +154,8 @@ def _megatron_model(plan: _Plan) -> dict[str, Any]:
             "moe-shared-expert-intermediate-size": model.shared_expert_intermediate_size,
             "moe-layer-freq": f"'([0]*{dense}+[1]*{sparse})'",
             "moe-grouped-gemm": True,
-            "moe-token-dispatcher-type": "alltoall",
+            "moe-token-dispatcher-type": "alltoall" if dispatcher == "alltoall" else "flex",
+            "moe-flex-dispatcher-backend": "" if dispatcher == "alltoall" else dispatcher,
         }
     if model.latent_attention:
         words |= {
@@ -187,11 +184,15 @@ def _megatron_layout(plan: _Plan) -> dict[str, Any]:
         "num-distributed-optimizer-instances": layout.dp_replicate if layout.zero_stage and layout.dp_replicate > 1 else "",
         "overlap-grad-reduce": layout.dp > 1,
         "overlap-param-gather": layout.zero_stage == 1,
-        "cross-entropy-loss-fusion": True,
+        "cross-entropy-loss-fusion": plan.workload.stack.kernels.cross_entropy == "fused",
+        "tp-comm-overlap": layout.tp > 1 and plan.workload.stack.overlaps_tensor_parallel,
         **_megatron_stages(plan),
-        "bf16": layout.precision in ("bf16", "fp8"),
+        "bf16": layout.precision in ("bf16", *NARROW),
         "fp16": layout.precision == "fp16",
-        "fp8-format": "hybrid" if layout.precision == "fp8" else "",
+        "fp8-format": {"fp8": "hybrid", "mxfp8": "e4m3"}.get(layout.precision, ""),
+        "fp8-recipe": "mxfp8" if layout.precision == "mxfp8" else "",
+        "fp4-format": "e2m1" if layout.precision == "nvfp4" else "",
+        "fp4-recipe": "nvfp4" if layout.precision == "nvfp4" else "",
         **_megatron_delayed(layout),
         "optimizer-cpu-offload": layout.offload_optimizer,
     }
@@ -260,6 +261,9 @@ def _torchtitan(plan: _Plan) -> str:
         sections["quantize.linear.float8"] = {
             "enable_fsdp_float8_all_gather": narrow, "precompute_float8_dynamic_scale_for_fsdp": narrow and one_scale,
         }  # fmt: skip
+    if layout.precision == "mxfp8":
+        sections["model"] = {"converters": ["quantize.linear.mx"]}
+        sections["quantize.linear.mx"] = {"recipe_name": "mxfp8_cublas"}
     return _toml(sections)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.blocks import layer_kinds
 from ultrascale.plan.collectives import collective_seconds
-from ultrascale.plan.layouts import FP8_SCALINGS, LayoutTable
+from ultrascale.plan.layouts import FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.stages import Stages
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.fp8_slots import SLOT_BYTES, block_slots, num_block_slots
@@ -110,7 +110,7 @@ def agreed_scales_seconds(workload: Workload, table: LayoutTable, stages: Stages
 
 def _scales(table: LayoutTable, counts: BlockCounts) -> Floats:
     """Of dense and expert weights that are gathered in fp8, [2, 3, layouts]."""
-    by_row = table.fp8_scaling == FP8_SCALINGS.index("row")
+    by_row = (table.fp8_scaling == FP8_SCALINGS.index("row")) & (table.precision == PRECISIONS.index("fp8"))
     dense = np.where(by_row, counts.dense_scales, counts.matrices)
     experts = np.where(by_row, counts.expert_scales, counts.experts_matrices)
-    return np.where(table.gathers_fp8, np.stack([dense, experts]), 0.0)
+    return np.where(table.gathers_fp8 & table.scales_by_tensor, np.stack([dense, experts]), 0.0)

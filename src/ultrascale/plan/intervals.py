@@ -11,31 +11,39 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ultrascale.plan.measured_rows import Asked
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import NARROW, Layout
 
 COVERAGE = 0.8
 """Share of runs that an interval is meant to hold."""
-Kind = Literal["dense", "fp8", "experts", "scan"]
+Kind = Literal["dense", "fp8", "experts", "eager", "eager on many nodes"]
 FACTORS: dict[Kind, tuple[float, float]] = {
-    "dense": (0.89, 1.42),
-    "fp8": (0.87, 1.28),
-    "experts": (0.74, 1.32),
-    "scan": (0.89, 3.70),
+    "dense": (0.88, 1.21),
+    "fp8": (0.89, 1.26),
+    "experts": (0.76, 1.42),
+    "eager": (0.87, 1.80),
+    "eager on many nodes": (0.89, 3.70),
 }
 """Lower and upper end over the prediction, by kind of run."""
 
 
-def kind_of(asked: Asked, workload: Workload) -> Kind:
-    """The group whose errors a run is expected to share.
+EAGER_OP_SECONDS = 5e-5
+"""From here on a program is eager: it launches several kernels for an operation."""
 
-    scan: an automatic scan of layouts, good and bad ones on whatever nodes were free, as the playbook's; experts; fp8; dense.
-    """
-    if asked.is_playbook:
-        return "scan"
+
+MANY_NODES = 4
+"""From here on programs whose collectives wait for Python also wait for each other."""
+
+
+def kind_of(workload: Workload, layout: Layout) -> Kind:
+    """The group whose errors a run is expected to share: models with experts; programs that launch every kernel from Python; 8
+    bits and fewer; the rest."""
     if workload.model.num_experts:
         return "experts"
-    return "fp8" if "8" in asked.precision or "4" in asked.precision else "dense"
+    if workload.stack.overheads.op_seconds > EAGER_OP_SECONDS:
+        nodes = layout.world_size / workload.cluster.node.num_accelerators
+        return "eager on many nodes" if nodes >= MANY_NODES else "eager"
+    return "fp8" if layout.precision in NARROW else "dense"
 
 
 def interval(seconds: float, kind: Kind, *, fastest: float, slowest: float) -> tuple[float, float]:

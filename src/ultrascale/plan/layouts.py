@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import NARROW, Layout, Precision
 from ultrascale.spec.recomputed import blocks_text, modes_of
 
 Column = NDArray[np.int64]
 RECOMPUTE = ("none", "selective", "full", "every-k", "blocks")
 CP_METHODS = ("ring", "all-gather", "all-to-all", "ring+all-to-all")
-PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
+PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16", *NARROW)
+_IS_NARROW = np.array([name in NARROW for name in PRECISIONS])
+_NARROW_BYTES = np.array([NARROW.get(name, 0.0) for name in PRECISIONS])
 FP8_SCALINGS = ("row", "tensor", "delayed")
 SCHEDULES = ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v", "breadth-first")
 
@@ -79,13 +81,23 @@ class LayoutTable:
     @property
     def gathers_fp8(self) -> NDArray[np.bool_]:
         """Whether weights of products in fp8 are gathered in fp8: `spec.fp8_slots.gathers_fp8`."""
-        in_fp8 = (self.precision == PRECISIONS.index("fp8")) & (self.fp8_all_gather > 0)
+        in_fp8 = _IS_NARROW[self.precision] & (self.fp8_all_gather > 0)
         return in_fp8 & (self.zero_stage > 0) & (self.dp_shard * self.cp > 1)
 
     @property
     def kept_blocks(self) -> Column:
         """First, and last, blocks that stay in bf16 beside blocks in fp8."""
-        return np.where(self.precision == PRECISIONS.index("fp8"), self.fp8_keep_blocks, 0)
+        return np.where(_IS_NARROW[self.precision], self.fp8_keep_blocks, 0)
+
+    @property
+    def narrow_bytes(self) -> NDArray[np.float64]:
+        """Of an element of narrow products' factors, with its share of their scales."""
+        return _NARROW_BYTES[self.precision]
+
+    @property
+    def scales_by_tensor(self) -> NDArray[np.bool_]:
+        """Whether narrow weights have scales of tensors or rows, beside those of blocks that `narrow_bytes` counts."""
+        return self.precision != PRECISIONS.index("mxfp8")
 
     @property
     def delays_fp8(self) -> NDArray[np.bool_]:

@@ -42,7 +42,8 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.owners import part_shape
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.stack import STACKS, with_attention
+from ultrascale.spec.stack import with_attention
+from ultrascale.spec.stack_files import STACKS
 from ultrascale.spec.weights import Weight, is_hidden_matrix, weights
 from ultrascale.spec.work import Shape, block_work
 

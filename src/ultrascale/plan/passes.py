@@ -120,7 +120,7 @@ def pass_seconds(
         tp = tp + _input_gathers(workload, table, blocks, again) * layers.sum(axis=1)
 
     # A device that is faster than Python waits for it.
-    an_op = (constants.compiled_host_fraction if stack.kernels.compiled else 1.0) * stack.overheads.op_seconds
+    an_op = (constants.compiled_host_fraction if stack.kernels.compiled else 1.0) * workload.overheads.op_seconds
     of_ops, of_collective = an_op * sum_of("num_ops"), _collective_launch(workload, table)
     ahead, back = (of_ops + of_collective * sum_of(name) for name in ("num_collectives", "num_backward_collectives"))
     launched_again = an_op * sum_of("num_ops", in_blocks)
@@ -173,7 +173,7 @@ def _tensor_parallel(table: LayoutTable, stack: Stack, sum_of: _SumOf, constants
 
 def product_derate(workload: Workload, constants: Constants) -> float:
     """What the price of a matrix product is multiplied by."""
-    derate = constants.compute_derate * workload.stack.overheads.products
+    derate = constants.compute_derate * workload.overheads.products
     return derate * constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
 
 
@@ -187,7 +187,7 @@ def _all_sums(every: Floats, weights: Floats, in_blocks: Floats) -> dict[str, tu
 
 def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:
     """What a collective inside a block takes at least, however small it is."""
-    overheads, node = workload.stack.overheads, workload.cluster.node
+    overheads, node = workload.overheads, workload.cluster.node
     least = overheads.collective_seconds
     if not overheads.hops_per_rank or node.inter_link is None:
         return np.full(len(table), least)

@@ -23,7 +23,7 @@ from ultrascale.plan.pipeline import StageSeconds
 from ultrascale.plan.pipeline_bounds import bubble_seconds
 from ultrascale.plan.stages import Stages, chunk_layers_of, kinds_with_kept
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import NARROW, Layout
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -57,7 +57,7 @@ def chunk_parts(workload: Workload, layout: Layout, blocks: Blocks) -> tuple[Flo
     """Blocks of each kind [stages, kinds, 1], whether embedding and head are there [stages, 1], and of the blocks those that
     stay in bf16 beside fp8, of one layout's stages."""
     chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
-    num_kinds, kept = len(blocks.kinds), layout.fp8_keep_blocks if layout.precision == "fp8" else 0
+    num_kinds, kept = len(blocks.kinds), layout.fp8_keep_blocks if layout.precision in NARROW else 0
     return _parts_of(tuple(chunks), kinds_with_kept(workload.model, blocks.kind_of_layer, num_kinds, kept), num_kinds)
 
 

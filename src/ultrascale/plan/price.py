@@ -284,7 +284,7 @@ def _step(
     nodes = np.maximum(table.world_size / workload.cluster.node.num_accelerators, 1.0)
     parts["rest"] = constants.step_seconds + running * constants.straggler_per_doubling * np.log2(nodes)
     parts["rest"] += _agreed_amaxes(workload, table) + agreed_scales_seconds(workload, table, stages)
-    overheads = workload.stack.overheads
+    overheads = workload.overheads
     if overheads.stall_nodes:
         stops = np.where(table.pp > 1, micro_batches * np.minimum(table.pp - 1, 2), 2)
         parts["rest"] += np.where(nodes >= overheads.stall_nodes, overheads.stall_seconds * stops, 0.0)

@@ -23,7 +23,6 @@ from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
 from ultrascale.plan.stages import FIRST, Stages, block_parameters, parameters_by_kind
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import DTYPE_BYTES
-from ultrascale.spec.op_builders import FP8_BYTES
 
 Floats = NDArray[np.float64]
 MASTER_BYTES = {"fp64": 8}
@@ -102,7 +101,8 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     masters = np.where(wide, 0.0, stack.master_bytes) * cut
     in_host = table.offload_optimizer > 0
     leaves = in_host & gathers & stack.offloads_parameters
-    gathered = compute - (compute - FP8_BYTES) * sum(gathered_in_fp8(workload, table, stages)) / np.maximum(total - root, 1)
+    narrow = sum(gathered_in_fp8(workload, table, stages)) / np.maximum(total - root, 1)
+    gathered = compute - (compute - table.narrow_bytes) * narrow
     optimizer = np.where(in_host, 0.0, moments + np.where(gathers & in_buckets, 0.0, masters))
     return RankState(
         weights=np.where(leaves, 0.0, weights),

@@ -33,13 +33,14 @@ from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Kind
 from ultrascale.schedules.build import build_schedule
 from ultrascale.spec.cluster import Cluster
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.ops import Op, Shape
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.recomputed import blocks_text, mode_name, parse_mode
 from ultrascale.spec.run import Run
-from ultrascale.spec.stack import STACKS, Stack
+from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack_files import STACKS
 from ultrascale.spec.units import format_bytes
 from ultrascale.spec.work import block_work
 
@@ -80,7 +81,7 @@ def ways_of_block(workload: Workload, layer: int, shape: Shape, *, compiled: boo
     `compiled`: blocks are compiled. `splits`: the pipeline's schedule cuts backward passes in two.
     """
     model, ops = workload.model, block_work(workload.model, layer, shape)
-    stops_behind = splits or shape.tp > 1 or model.is_moe(layer) or shape.precision == "fp8"
+    stops_behind = splits or shape.tp > 1 or model.is_moe(layer) or shape.precision in NARROW
     prices = {op.name: _seconds(workload, shape, op) for op in ops}
     found = []
     for mode in PLAIN if compiled else (*PLAIN, *_mixed(ops, shape)):

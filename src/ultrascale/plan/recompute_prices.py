@@ -10,6 +10,7 @@ from ultrascale.plan.constants import Constants
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.recomputed_ops import again_of
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import NARROW
 from ultrascale.spec.ops import Op, Shape
 from ultrascale.spec.recomputed import parse_mode
 from ultrascale.spec.work import block_work
@@ -20,7 +21,7 @@ Floats = NDArray[np.float64]
 def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], constants: Constants) -> Floats:
     """Of one micro-batch on one rank: [computing, tp traffic, cp traffic that attention does not hide, ep traffic]."""
     part = price_ops(workload, shape, ops)
-    derate = constants.compute_derate * workload.stack.overheads.products
+    derate = constants.compute_derate * workload.overheads.products
     derate *= constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
     attention = part.attention
     ring = np.maximum(part.ring_forward - attention * (1 - 1 / shape.cp_grid[0]), 0.0)
@@ -46,6 +47,6 @@ def _of_block(workload: Workload, shape: Shape, layer: int, mode: str, constants
     again = parse_mode(mode)
     if again is None:
         return np.zeros(4)
-    stops_behind = shape.tp > 1 or workload.model.is_moe(layer) or shape.precision == "fp8"
+    stops_behind = shape.tp > 1 or workload.model.is_moe(layer) or shape.precision in NARROW
     ops = again_of(again, block_work(workload.model, layer, shape), stops_behind=stops_behind)
     return forward_seconds(workload, shape, tuple(ops), constants)

@@ -14,9 +14,11 @@ from ultrascale.plan.flops import CONVENTION, model_flops_per_token
 from ultrascale.plan.memory import MemoryPlan, is_replayed, num_micro_batches, plan_fullest_rank
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator, Cluster
+from ultrascale.spec.machines import lacks
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run
-from ultrascale.spec.stack import STACKS, Stack, with_attention, with_optimizer
+from ultrascale.spec.stack import Stack, with_attention, with_optimizer
+from ultrascale.spec.stack_files import STACKS
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.weights import num_parameters
 
@@ -88,6 +90,8 @@ class RunPlan:
             "model": run.model.name,
             "num_parameters": num_parameters(run.model),
             "cluster": self.cluster.name,
+            "nodes": self.cluster.num_nodes,
+            "accelerators_per_node": self.cluster.node.num_accelerators,
             "stack": self.stack.name,
             "layout": {name: getattr(run.layout, name) for name in run.layout.__dataclass_fields__},
             "sequence_length": run.batch.sequence_length,
@@ -171,12 +175,10 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
 
 def step_interval(prediction: Prediction) -> tuple[float, float]:
     """Seconds between which the step of four runs in five is expected: errors on measured runs (`plan.intervals`)."""
-    from ultrascale.plan.intervals import Kind, interval
+    from ultrascale.plan.intervals import interval, kind_of
 
-    fp8 = prediction.layout.precision == "fp8"
-    kind: Kind = "experts" if prediction.workload.model.num_experts else "fp8" if fp8 else "dense"
     seconds = prediction.step_seconds
-    return interval(seconds, kind, fastest=seconds, slowest=seconds)
+    return interval(seconds, kind_of(prediction.workload, prediction.layout), fastest=seconds, slowest=seconds)
 
 
 def _footprint_json(memory: Footprint) -> dict[str, Any]:
@@ -193,7 +195,9 @@ def _footprint_json(memory: Footprint) -> dict[str, Any]:
 def workload_of(
     run: Run, cluster: Cluster, stack: Stack, *, expert_imbalance: float = 1.0, storage: Storage | None = None
 ) -> Workload:
-    """What `run` asks for, without its layout."""
+    """What `run` asks for, without its layout. Raises SpecError if our trainer is to run products that it has not."""
+    if stack.name == "ultrascale" and run.layout.precision in ("mxfp8", "nvfp4"):
+        raise SpecError([one for one in untrainable_layout(run.layout) if one.key == "layout.precision"])
     batch = run.batch
     length, sequences, documents = batch.sequence_length, batch.sequences_per_batch, run.data.document_mask
     stack = with_attention(stack, run.layout.attention, deterministic=run.deterministic)
@@ -247,6 +251,8 @@ def plan_run(
         )
     else:
         found = [*untrainable_model(run.model), *untrainable_layout(run.layout)]
+        if not found and not cluster.accelerator.measured_at_run_time:
+            found = [lacks(cluster.accelerator, run.layout.precision)]
         raise SpecError(found or [Problem("cluster", *_NO_RATES)])
     capacity = int(cluster.accelerator.memory_bytes.value)
     headroom = round(capacity * HEADROOM_FRACTION[device]) + HEADROOM_BYTES[device]

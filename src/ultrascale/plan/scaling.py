@@ -17,6 +17,7 @@ from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.machines import ACCELERATORS, USUAL_NODE
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.racks import places_used, resized
 
 PAYS = 0.5
 """An added GPU pays while it brings at least this share of what a GPU brings where each brings most."""
@@ -78,10 +79,12 @@ def most_that_pay(found: Iterable[Scaled]) -> Scaled | None:
 
 def counts(cluster: Cluster) -> list[int]:
     """Numbers of devices to try: halves and doubles, in whole nodes above one."""
-    per_node, own = cluster.node.num_accelerators, cluster.num_accelerators
+    node, own = cluster.node, cluster.num_accelerators
     down = [own >> n for n in range(DOUBLINGS, 0, -1) if own % (1 << n) == 0]
     up = [own << n for n in range(DOUBLINGS + 1)]
-    return [n for n in (*down, *up) if n <= per_node or n % per_node == 0]
+    if node.tray is not None and node.places is None:
+        return [n for n in (*down, *up) if places_used(n, node)]
+    return [n for n in (*down, *up) if n <= node.num_accelerators or n % node.num_accelerators == 0]
 
 
 def elsewhere(
@@ -118,9 +121,7 @@ def _better(cluster: Cluster) -> list[str]:
 
 
 def _best(workload: Workload, count: int, base: Layout | None, asked: Asked | None) -> Prediction | None:
-    name = f"{count}x{workload.cluster.accelerator.name}"
-    cluster = replace(workload.cluster, num_accelerators=count, name=name)
-    return fastest(replace(workload, cluster=cluster), base=base, asked=asked)
+    return fastest(replace(workload, cluster=resized(workload.cluster, count)), base=base, asked=asked)
 
 
 def smallest_that_fits(workload: Workload, *, base: Layout | None = None, asked: Asked | None = None) -> Prediction | None:

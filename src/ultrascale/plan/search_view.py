@@ -51,7 +51,9 @@ def show_ranking(result: SearchResult, console: Console, *, top: int) -> None:
 def _summary(result: SearchResult) -> str:
     """What the columns mean, and what was searched: lines of at most 80 columns."""
     priced, tied = result.priced, result.num_tied
-    capacity = format_bytes(result.workload.cluster.accelerator.memory_bytes.value)
+    cluster = result.workload.cluster
+    gpus = f"{cluster.num_accelerators}x{cluster.accelerator.name}"
+    capacity = format_bytes(cluster.accelerator.memory_bytes.value)
     dropped = int(priced.too_large.sum() + priced.too_slow.sum())
     lines = [
         f"  = within {TIE:.0%} of the first, {tied} with those that differ only in details: only a" if tied > 1 else "",
@@ -62,6 +64,7 @@ def _summary(result: SearchResult) -> str:
         if result.workload.stack.name == "ultrascale"
         else "",
         "  2 x 8: micro-batch size x number of them.",
+        f"  {cluster.num_nodes} machines, {cluster.places_words}; {gpus}/N takes N of each." if cluster.places_words else "",
         f"  {len(priced.fits):,} legal layouts: {int(priced.fits.sum()):,} fit, {dropped:,} dropped by bounds.",
         _batch_note(result),
     ]

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.plan.tally import Tally
 from ultrascale.schedules.actions import Action
-from ultrascale.spec.layout import DTYPE_BYTES
-from ultrascale.spec.op_builders import FP8_BYTES
+from ultrascale.spec.layout import DTYPE_BYTES, NARROW
 from ultrascale.spec.owners import chunk
 from ultrascale.spec.places import Coordinates, zero_shape
 from ultrascale.spec.stack import SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES
@@ -86,8 +85,9 @@ class Shards:
         self.casts_alone = not self.sharded and layout.precision != layout.master_dtype
         self.compute_itemsize = DTYPE_BYTES[layout.precision]
         self.master_itemsize = DTYPE_BYTES[layout.master_dtype]
+        self.narrow_itemsize = int(NARROW.get(layout.precision, 0))
         self.reduce_itemsize = DTYPE_BYTES[layout.gradient_reduce_dtype]
-        made = "bf16" if layout.precision == "fp8" else layout.precision
+        made = "bf16" if layout.precision in NARROW else layout.precision
         self.casts_sums = layout.gradient_reduce_dtype != made
         self.last_flat: Held | None = None
         self.reduce_input: Held | None = None
@@ -125,7 +125,7 @@ class Shards:
     def gathered_bytes(self, bucket: Bucket) -> int:
         """Of a bucket's whole parameters as they are gathered."""
         ranks, whole = self.ranks_of(bucket), self.compute_itemsize
-        return sum(_padded(w, ranks) * (FP8_BYTES if w.name in bucket.in_fp8 else whole) for w in bucket.weights)
+        return sum(_padded(w, ranks) * (self.narrow_itemsize if w.name in bucket.in_fp8 else whole) for w in bucket.weights)
 
     def own_elements(self, bucket: Bucket, weight: Weight) -> int:
         """Elements of this rank's shard of a weight without padding: the last ranks may have fewer, or none."""

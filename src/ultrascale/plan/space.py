@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.share_cut import cannot_run
-from ultrascale.plan.trainers import abilities
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cut_rules import cut_problems
+from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.stack_files import abilities
 from ultrascale.spec.units import count_of, divisors
 
 MIN_TOKENS_PER_CP_RANK = 512
@@ -386,5 +386,5 @@ def _product(cuts: Sequence[Cut], rows: NDArray[np.int64], rules: _Rules) -> Lay
 def _overlaps(rules: _Rules, cut: Cut) -> list[bool]:
     """Whether products of tp run beside their messages: what is asked for, where it is read and the trainer does it."""
     in_node = cut.tp > 1 and rules.workload.cluster.node.num_accelerators % cut.tp == 0
-    can = in_node and cut.sequence_parallel and rules.base.precision != "fp8"
+    can = in_node and cut.sequence_parallel and rules.base.precision not in NARROW
     return sorted({one and can for one in rules.choose("tp_overlap", (rules.base.tp_overlap,))})

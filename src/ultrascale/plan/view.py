@@ -202,10 +202,10 @@ def _cell(plan: RunPlan, is_best: bool) -> Text:
 
 def _headline(plan: RunPlan) -> Text:
     run, layout, cluster = plan.run, plan.run.layout, plan.cluster
-    nodes = f", {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else ""
+    nodes = [f"{cluster.num_nodes} nodes" if cluster.num_nodes > 1 else "", cluster.places_words]
     title = Text(run.model.name or run.model.model_type, style="bold")
     title.append(f"  {format_count(num_parameters(run.model))} parameters", style="")
-    title.append(f"  on {layout.world_size} x {cluster.accelerator.title}{nodes}\n", style="")
+    title.append(f"  on {layout.world_size} x {', '.join([cluster.accelerator.title, *filter(None, nodes)])}\n", style="")
     tokens = run.batch.sequences_per_batch * run.batch.sequence_length
     masked = "masked" if run.data.document_mask else "not masked"
     count = plan.num_micro_batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,8 @@ from ultrascale.plan.storage import Storage
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.model import Model
 from ultrascale.spec.ops import Shape
-from ultrascale.spec.stack import STACKS, Stack
+from ultrascale.spec.stack import Overheads, Stack, program_overheads
+from ultrascale.spec.stack_files import STACKS
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class Workload:
     """None: what reading and writing cost is left out."""
     priced_shapes: dict[Shape, NDArray[np.float64]] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What `plan.blocks.price_blocks` worked out so far."""
+
+    @cached_property
+    def overheads(self) -> Overheads:
+        """What the program adds to the time of this model."""
+        return program_overheads(self.stack, self.model.num_experts)
 
     @property
     def tokens_per_step(self) -> int:

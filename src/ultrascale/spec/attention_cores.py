@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from ultrascale.spec.layout import AttentionCore, Precision
+from ultrascale.spec.layout import NARROW, AttentionCore, Precision
 from ultrascale.spec.model import Model
 from ultrascale.spec.run import Run
 
@@ -46,8 +46,8 @@ class Wanted(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether attention computes in 16 bits; fp8 is the dtype of other products."""
-        return self.precision in ("bf16", "fp16", "fp8")
+        """Whether attention computes in 16 bits; fp8 and narrower are dtypes of other products."""
+        return self.precision in ("bf16", "fp16", *NARROW)
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,8 @@ from pathlib import Path
 from ultrascale.spec.machine_names import normal_name, why_not
 from ultrascale.spec.problems import Problem, SpecError
 
-_COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?([A-Za-z0-9][\w. -]*|.+\.(?i:toml))", re.DOTALL)
+_COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?(?:(.+\.(?i:toml))|([A-Za-z0-9][\w. -]*?)(?:\s*/\s*(\d{1,9}))?)", re.DOTALL)
+"""A count, then a file or a name, and after a name how many accelerators of each machine are used."""
 MOST = 1_000_000
 """Of what is counted. The search takes every divisor, and its tables grow with them."""
 MACHINE_OVER_ACCELERATORS = 1.8
@@ -107,6 +108,10 @@ class Node:
     """Cards the bandwidth of `inter_link` is spread over; one rank alone drives one. None: as many as accelerators."""
     watts: Sourced | None = None
     """Most power the whole machine draws: accelerators, processors, cards, fans. None: unknown."""
+    tray: int | None = None
+    """Accelerators of a tray, of a rack whose jobs take any number of its places. None: machines are used whole."""
+    places: int | None = None
+    """Accelerators the machine has, where jobs use fewer. None: all are used."""
 
     @property
     def watts_per_accelerator(self) -> float | None:
@@ -145,57 +150,69 @@ class Cluster:
     def num_nodes(self) -> int:
         return -(-self.num_accelerators // self.node.num_accelerators)
 
+    @property
+    def places_words(self) -> str:
+        """How much of each machine is used, where it is not all: `64 of 72 in each`; empty otherwise."""
+        node = self.node
+        return f"{node.num_accelerators} of {node.places} in each" if node.places else ""
+
 
 def file_of(text: str) -> Path | None:
     """The file that describes the machines of `8xours.toml`; None where a name does."""
     match = _COUNTED.fullmatch(text.strip())
-    return Path(match[2]).expanduser() if match is not None and match[2].lower().endswith(".toml") else None
+    return Path(match[2]).expanduser() if match is not None and match[2] else None
 
 
 def parse_cluster(text: str) -> Cluster:
     """The cluster called `64xh100`, `8xa100-80`, `2xdgx-h100`, `8x4090`, `cpu` or `8xcpu`; names are read as people and drivers
     write them (`spec.machine_names`).
 
-    A count before an accelerator counts accelerators, in nodes of its usual shape; before a node it counts nodes. `8xcpu` is
-    eight processes that share this machine; `8xours.toml` eight machines of a file's (`spec.machine_file`). Raises SpecError
-    with the nearest names.
+    A count before an accelerator counts accelerators, in nodes of its usual shape; before a node it counts nodes. Of racks as
+    many places are used as `spec.racks` says, or as the name does: `256xgb200/64`, `4xgb200-nvl72/64`. `8xcpu` is eight
+    processes that share this machine; `8xours.toml` eight machines of a file's (`spec.machine_file`). Raises SpecError with the
+    nearest names.
     """
-    from ultrascale.spec import machine_file, machines
+    from ultrascale.spec import machine_file, machines, racks
 
     match = _COUNTED.fullmatch(text.strip())
+    what = "" if match is None else match[2] or match[3]
     if match is not None and match[1] and not match[1].strip("0"):
-        raise SpecError([Problem("cluster", f"{text!r} has no machine", f"Ask for at least one: 1x{match[2]}.")])
+        raise SpecError([Problem("cluster", f"{text!r} has no machine", f"Ask for at least one: 1x{what}.")])
     if match is not None and match[1] and (len(match[1]) > len(str(MOST)) or int(match[1]) > MOST):
         rule = f"{text[:40]!r} has more machines than anybody plans for: at most {MOST:,} are searched"
-        raise SpecError([Problem("cluster", rule, f"Ask for fewer, such as 1024x{match[2]}.")])
-    if match is None or (match[2].isdigit() and not match[1] and len(match[2]) < 4):
+        raise SpecError([Problem("cluster", rule, f"Ask for fewer, such as 1024x{what}.")])
+    if match is None or (what.isdigit() and not match[1] and len(what) < 4):
         raise SpecError(
             [Problem("cluster", f"{text!r} is not a count and a name", "Write 64xh100, 2xdgx-h100, 2xours.toml or cpu.")]
         )
     if (path := file_of(text)) is not None:
         return machine_file.read_machine(path, int(match[1] or 1), text.strip())
-    count, name = int(match[1] or 1), match[2].lower()
+    count, used, name = int(match[1] or 1), match[4], what.lower()
     for one in (name, normal_name(name)):
         name = machines.ALIASES.get(one, one)
         if name == "cpu" or name in machines.NODES or name in machines.USUAL_NODE:
             break
-    if name == "cpu":
+    if name == "cpu" and not used:
         return Cluster(f"{count}xcpu", machines.this_machine(count), count)
-    if name in machines.NODES:
-        node = machines.NODES[name]
-        return Cluster(f"{count}x{name}", node, count * node.num_accelerators)
-    if name in machines.USUAL_NODE:
-        return _of_accelerators(count, name, machines.NODES[machines.USUAL_NODE[name]])
-    raise SpecError([_unknown(text, name, [*machines.USUAL_NODE, *machines.NODES, *machines.ALIASES, "cpu"])])
+    counts_nodes = name in machines.NODES
+    node = machines.NODES.get(name) or machines.NODES.get(machines.USUAL_NODE.get(name, ""))
+    if node is None:
+        raise SpecError([_unknown(text, name, [*machines.USUAL_NODE, *machines.NODES, *machines.ALIASES, "cpu"])])
+    full = f"{count}x{name}" + (f"/{int(used)}" if used else "")
+    if used:
+        node = _using(node, int(used))
+    elif not counts_nodes:
+        node = racks.node_for(count, name, node)
+    return Cluster(full, node, count * node.num_accelerators if counts_nodes else count)
 
 
-def _of_accelerators(count: int, name: str, node: Node) -> Cluster:
-    per_node = node.num_accelerators
-    if count > per_node and count % per_node:
-        below = count - count % per_node
-        rule = f"{count} is not a whole number of nodes of {per_node} {name}"
-        raise SpecError([Problem("cluster", rule, f"Choose {below}x{name} or {below + per_node}x{name}.")])
-    return Cluster(f"{count}x{name}", node, count)
+def _using(node: Node, used: int) -> Node:
+    from ultrascale.spec import racks
+
+    if not 1 <= used <= node.num_accelerators:
+        rule = f"{node.name} has {node.num_accelerators} accelerators, {used} are to be used of each"
+        raise SpecError([Problem("cluster", rule, f"Write a number from 1 to {node.num_accelerators} behind the /.")])
+    return racks.using(node, used)
 
 
 def _unknown(text: str, name: str, known: list[str]) -> Problem:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.weights import layer_weights, weights
 
@@ -92,7 +92,7 @@ def is_delayed(layout: Layout) -> bool:
 
 def gathers_fp8(layout: Layout) -> bool:
     """Whether weights of products in fp8 are gathered in fp8."""
-    return layout.precision == "fp8" and layout.fp8_all_gather and layout.group("shard")[0] > 1
+    return layout.precision in NARROW and layout.fp8_all_gather and layout.group("shard")[0] > 1
 
 
 def weights_gathered_in_fp8(model: Model, layout: Layout) -> dict[str, bool]:

@@ -30,10 +30,11 @@ from ultrascale.spec.problems import Problem
 from ultrascale.spec.recomputed import SELECTIVE, WHOLE, Again, modes_of, parse_mode
 from ultrascale.spec.units import divisors
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 Fp8Scaling = Literal["row", "tensor", "delayed"]
 Axis = Literal["tp", "cp", "dp", "shard", "replicate", "pp", "ep", "expert_tp", "expert_dp", "expert_shard"]
 PipelineRuntime = Literal["ultrascale", "torch"]
+CpMethod = Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"]
 AttentionCore = Literal["auto", "fastest", "sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4"]
 SCHEDULES: dict[str, int | None] = {
     "1f1b": 1, "afab": 1, "interleaved": None, "breadth-first": None, "zb-h1": 1, "zb-v": 2, "dualpipe": 1, "dualpipe-v": 2,
@@ -55,8 +56,11 @@ OFFLOAD_FROM_BYTES = 1 << 16
 """Saved tensors below this stay on the device: sending them takes a copy's start, some 10 microseconds, and frees nothing."""
 OFFLOAD_LEFT = 2
 """Blocks whose activations are on the device although they are offloaded: one on its way, one at work."""
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of an activation element. fp8 is the dtype of matrix products only: between them activations are bf16."""
+NARROW: dict[Precision, float] = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
+"""Precisions of matrix products only, and bytes of a factor's element with the scale of its block: MXFP8 has one of 8 bits for
+32 elements (OCP Microscaling 1.0), NVFP4 one in fp8 for 16, and one in fp32 for the tensor (NVIDIA, 2025)."""
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(NARROW, 2)}
+"""Bytes of an activation element. Between narrow products activations are bf16."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class Layout:
     (the flash-attn packages); `spec.attention_cores` says what each can do. fastest: all that can are timed at the run's
     shapes, once. auto: so on CUDA; on the CPU sdpa."""
     precision: Precision = "fp32"
-    """Dtype of the forward and backward passes. bf16, fp16 and fp8 keep parameters, gradients and optimizer state in fp32."""
+    """Dtype of the forward and backward passes. All but fp64 keep parameters, gradients and optimizer state in fp32. mxfp8 and
+    nvfp4 have scales of their own for blocks of 32 and 16 numbers: Blackwell computes with them, and they are planned only."""
     fp8_scaling: Fp8Scaling = "row"
     """With precision = "fp8": one scale for each row (token, output feature), or one for each tensor, of the numbers at hand;
     or one for each tensor from the largest magnitudes of earlier steps (delayed)."""
@@ -98,10 +103,10 @@ class Layout:
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """With fp8_scaling = "delayed": a scale from the largest of the history, or from the last step alone."""
     fp8_keep_blocks: int = 0
-    """With precision = "fp8": so many first and so many last blocks compute in bf16."""
+    """With narrow products (fp8, mxfp8, nvfp4): so many first and so many last blocks compute in bf16."""
     fp8_all_gather: bool = False
-    """With precision = "fp8" and a ZeRO stage: weights of products in fp8 are rounded before they are gathered, and travel and
-    stay whole in 8 bits instead of 16. The numbers are the same."""
+    """With narrow products and a ZeRO stage: their weights are rounded before they are gathered, and travel and stay whole in 8
+    or 4 bits instead of 16. The numbers are the same."""
     reduce_dtype: Precision | None = None
     """Dtype in which gradients are reduced over ranks. None: fp32, or fp64 when `precision` is."""
     layers_per_bucket: int = 1
@@ -115,7 +120,7 @@ class Layout:
     done, while others are on their way (torch's symmetric memory). The ranks of tp must be in one node. Read only if tp > 1."""
     cp: int = 1
     """Context parallelism: ranks that cut every sequence between them."""
-    cp_method: Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"] = "ring"
+    cp_method: CpMethod = "ring"
     """How keys and values meet all queries. Read only if cp > 1."""
     cp_heads: int = 1
     """For cp_method = "ring+all-to-all": neighbours that swap sequence for heads; rings join cp / cp_heads groups of them."""
@@ -289,8 +294,12 @@ class Layout:
         if self.reduce_dtype == "fp16" and self.precision != "fp16":
             rule = f"sums of gradients in fp16 overflow without loss scaling, which precision = {self.precision} has not"
             yield Problem("layout.reduce_dtype", rule, "Use bf16, or leave it out.")
-        if self.reduce_dtype == "fp8":
-            yield Problem("layout.reduce_dtype", "sums of gradients in fp8 lose most of them", "Use bf16, or leave it out.")
+        if self.reduce_dtype in NARROW:
+            yield Problem(
+                "layout.reduce_dtype",
+                f"sums of gradients in {self.reduce_dtype} lose most of them",
+                "Use bf16, or leave it out.",
+            )
 
     def _tensor_problems(self) -> Iterator[Problem]:
         if self.tp_overlap and not self.sequence_parallel:

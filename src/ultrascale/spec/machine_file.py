@@ -39,6 +39,7 @@ from typing import Any
 
 from ultrascale.spec.cluster import Accelerator, Cluster, Link, Node, Sourced, Spine, file_of
 from ultrascale.spec.layers import key_lines
+from ultrascale.spec.layout import NARROW
 from ultrascale.spec.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE
 from ultrascale.spec.parsing import MOST_TOML, parse_toml, read_bounded
 from ultrascale.spec.problems import MOST_TOLD, Problem, SpecError
@@ -53,7 +54,7 @@ KEYS = {
         "like", "name", "title", "memory_gib", "memory_gbytes_per_second", "tflops", "matmul_fraction", "watts",
         "dollars_per_hour",
     ),
-    "accelerator.tflops": ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8"),
+    "accelerator.tflops": ("fp64", "fp32", "tf32", "bf16", "fp16", *NARROW),
 }  # fmt: skip
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-9, 1e15
 """Of any unit here: less or more is a slip of the pen, and overflows what is computed from it."""

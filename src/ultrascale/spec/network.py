@@ -32,7 +32,7 @@ KINDS = (
         "reduce-scatters of 256 MiB over all ranks of 2 to 64 nodes; the hop that fits them best; 2025",
     ),
     NetworkKind(
-        "EFA v2", ("efa v2", "efa v3", "efa v4", "3200"), 0.955, 22e-6,
+        "EFA v2", ("efa v2", "efa v3", "efa v4", "efa 3200"), 0.955, 22e-6,
         "awsome-distributed-training, 2 x p5: 69 us for 8 bytes; ml-engineering, 4 x B200 with EFA v4: 382 of 400 GB/s; 2025",
     ),
     NetworkKind(

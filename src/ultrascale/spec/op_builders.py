@@ -11,8 +11,10 @@ parallelism (Korthikanti et al. 2022) what is between such regions is cut along 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from typing import Literal, NamedTuple
 
+from ultrascale.spec.layout import NARROW
 from ultrascale.spec.model import Model
 from ultrascale.spec.ops import Activation, Collective, Op, Product, Shape
 
@@ -146,11 +148,16 @@ def native_room(shape: Shape, m: int, k: int, n: int, *, lies: tuple[bool, bool]
     return (left + right) * FP8_BYTES + (0 if whole_n == n else m * whole_n * shape.itemsize)
 
 
+def narrow_bytes(shape: Shape, elements: int) -> int:
+    """Of a factor of narrow products, with the scales of its blocks."""
+    return ceil(elements * NARROW[shape.precision])
+
+
 def local_source(shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False) -> tuple[tuple[Op, ...], Source]:
     """What a product keeps of an input that is on this rank already. `cheap`: a compiler would make it again."""
     num_bytes = num_tokens * width * shape.itemsize
-    if shape.precision == "fp8":
-        narrow = Activation(f"{read}_fp8", num_tokens * width * FP8_BYTES)
+    if shape.precision in NARROW:
+        narrow = Activation(f"{read}_fp8", narrow_bytes(shape, num_tokens * width))
         quotient = num_tokens * width * shape.wide_itemsize if shape.kernels.own_fp8 else 0
         op = Op(f"{read}.quantise", "elementwise", (), (narrow,), moved_bytes=num_bytes + narrow.num_bytes,
                 scratch_bytes=quotient)  # fmt: skip
@@ -173,7 +180,7 @@ def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) 
         return ops, source
     gathered = f"{read}_whole"
     whole = shape.num_tokens * width * shape.itemsize
-    narrow = shape.num_tokens * width * FP8_BYTES if shape.precision == "fp8" else whole
+    narrow = narrow_bytes(shape, shape.num_tokens * width) if shape.precision in NARROW else whole
     traffic = [Collective("all_gather", "tp", narrow, "forward", "product")]
     traffic += [Collective("reduce_scatter", "tp", whole, "backward", "product"), *scales]
     if shape.precision == "fp8" and shape.fp8_scaling == "row" and shape.kernels.own_fp8:
@@ -226,7 +233,7 @@ def row_scales(
 
 def without_fp8(shape: Shape) -> Shape:
     """Of products that stay in bf16 beside those in fp8."""
-    return replace(shape, precision="bf16") if shape.precision == "fp8" else shape
+    return replace(shape, precision="bf16") if shape.precision in NARROW else shape
 
 
 def row_linear(

@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple
 
 from ultrascale.spec.layout import DTYPE_BYTES, Fp8Scaling, Precision
 from ultrascale.spec.places import Coordinates, even_part
-from ultrascale.spec.stack import KERNELS, Kernels
+from ultrascale.spec.stack import Kernels
+from ultrascale.spec.stack_files import STACKS
 
 OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "gather", "exchange", "router", "permute"]
 CpMethod = Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"]
@@ -186,7 +187,7 @@ class Shape:
     fp8_scaling: Fp8Scaling = "row"
     fp8_gathered: bool = False
     """Whether products in fp8 find their weights rounded (`spec.fp8_slots.gathers_fp8`)."""
-    kernels: Kernels = KERNELS
+    kernels: Kernels = STACKS["ultrascale"].kernels
 
     @property
     def cp_grid(self) -> tuple[int, int]:

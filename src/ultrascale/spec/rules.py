@@ -11,7 +11,7 @@ from ultrascale.spec.attention_cores import attention_wanted, why_not
 from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.families import export_problems
 from ultrascale.spec.fp8_slots import gathers_fp8, is_delayed
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.progress import tokens_after
@@ -81,9 +81,10 @@ def run_notes(run: Run) -> list[str]:
     if own.precision != "fp16" and run.loss_scale != LossScale():
         notes.append(f"loss_scale has no effect: only fp16 scales the loss (layout.precision = {own.precision}).")
     for key in ("fp8_scaling", "fp8_keep_blocks", "fp8_all_gather"):
-        if own.precision != "fp8" and getattr(own, key) != getattr(Layout, key):
+        read_by = ("fp8",) if key == "fp8_scaling" else NARROW
+        if own.precision not in read_by and getattr(own, key) != getattr(Layout, key):
             notes.append(f"layout.{key} = {getattr(own, key)} has no effect (layout.precision = {own.precision}).")
-    if own.precision == "fp8" and own.fp8_all_gather and not gathers_fp8(own):
+    if own.precision in NARROW and own.fp8_all_gather and not gathers_fp8(own):
         why = "one process shares nothing" if alone else "every rank keeps whole weights"
         notes.append(f"layout.fp8_all_gather = True has no effect: {why} (layout.zero_stage = {own.zero_stage}).")
     for key in ("fp8_amax_history_len", "fp8_amax_compute_algo"):
@@ -204,8 +205,8 @@ def _offloaded_optimizer(run: Run) -> Iterator[Problem]:
 
 def _fp8_blocks(run: Run) -> Iterator[Problem]:
     kept, blocks = run.layout.fp8_keep_blocks, run.model.num_hidden_layers
-    if run.layout.precision == "fp8" and 2 * kept >= blocks:
-        rule = f"{kept} first and {kept} last of {blocks} blocks in bf16 leave none for fp8"
+    if run.layout.precision in NARROW and 2 * kept >= blocks:
+        rule = f"{kept} first and {kept} last of {blocks} blocks in bf16 leave none for {run.layout.precision}"
         yield Problem("layout.fp8_keep_blocks", rule, f"Use at most {(blocks - 1) // 2}.")
 
 

@@ -4,7 +4,8 @@
     kernels      what is fused, which decides what is saved for the backward pass
     overlap      which collectives run beside computation
 
-Numbers come from reading each trainer (versions of 2024 to 2026); `plan.validate` holds them to published runs.
+This says what there is to say; what each trainer does is said by its file in `spec/stacks`, with where it was read
+(`spec.stack_files`). Every field is a setting: `ultrascale plan --stack megatron --stack.dispatcher deepep`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from typing import Literal
 from ultrascale.spec.attention_cores import PACKAGED
 from ultrascale.spec.layout import AttentionCore
 from ultrascale.spec.problems import Problem, SpecError
-
-Name = Literal["ultrascale", "torchtitan", "megatron", "nanotron", "aleph-alpha", "llm-foundry", "deepspeed"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,9 @@ class Overheads:
 
     op_seconds: float = 1e-5
     """Python and the dispatcher need this long to launch one operation of the table; a device that is faster waits."""
+    expert_op_seconds: float = 0.0
+    """The same, at least, in models with experts: permutations are many kernels, and the host waits for how many tokens each
+    expert got."""
     collective_seconds: float = 3e-5
     """The same for a collective inside a block."""
     hops_per_rank: float = 0.0
@@ -92,10 +94,8 @@ class Overheads:
     """Time of attention over that of the kernel named by `attention_kernel`: older versions, biases, copies around it."""
     elementwise: float = 1.0
     """Time of element-wise work over that of its bytes: what is not fused as `kernels` says, or reads with strides."""
-
-
-KERNELS = Kernels(spans=True, own_fp8=True, sorts_own_rows=False)
-"""Ours."""
+    expert_elementwise: float = 1.0
+    """The same, on top, in models with experts: of a dispatch that is made of single operations."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class Stack:
     """One trainer."""
 
     name: str
-    weight_bytes: int
+    weight_bytes: int = 0
     """Of the copy that passes read, where it stays between steps beside the master; 0: made from the master when needed."""
-    gradient_bytes: int
+    gradient_bytes: int = 4
     """Of the gradient that micro-batches are summed in."""
-    autograd_gradient_bytes: int
+    autograd_gradient_bytes: int = 0
     """Of a second gradient that autograd keeps for the whole model beside it; 0: none."""
     master_bytes: int = 4
     moment_bytes: float = 8
@@ -117,7 +117,7 @@ class Stack:
     """Lowest ZeRO stage that cuts gradients between micro-batches."""
     gathers: Literal["buckets", "whole"] = "buckets"
     """buckets: parameters are gathered from shards bucket by bucket (FSDP); whole: they are there, gathered after updates."""
-    kernels: Kernels = KERNELS
+    kernels: Kernels = Kernels()
     reduce_bytes: int = 4
     """Of one gradient element on the network."""
     optimizer_temporary_bytes: int = 0
@@ -145,9 +145,11 @@ class Stack:
     overlaps_expert_parallel: bool = False
     """A forward pass runs beside the backward pass of another micro-batch, and each computes while the other's tokens travel to
     experts and back (Megatron's overlap_moe_expert_parallel_comm, for pipelines of several stages a rank)."""
-    sends_tokens_once: bool = False
-    """A token goes once to each node that has some of its experts, and spreads inside; in a node once to each rank (DeepEP,
-    HybridEP). Else it is sent to each of its experts."""
+    dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
+    """How tokens get to their experts. alltoall: one copy for each of a token's experts. deepep (nodes), hybridep (racks): a
+    token goes once to each node that has some of its experts, and spreads inside; in a node once to each rank."""
+    cuda_graphs: bool = False
+    """A step is launched as one graph: no operation waits for its launch."""
     overlaps_sends: bool = True
     selective: Literal["elementwise", "attention", "alternate-products", "wide-products"] = "elementwise"
     """What recompute = "selective" computes again: all but products and attention; attention's core (Megatron); every second
@@ -182,51 +184,6 @@ class Stack:
     have their place from the start, nothing large is made late."""
 
 
-STACKS: dict[str, Stack] = {
-    stack.name: stack
-    for stack in (
-        Stack(
-            "ultrascale", 0, 4, 0, stage_cut="balanced", stops_early=True, offloads_parameters=False,
-            overlaps_offloaded_update=True, attention_kernel="contest", joins_segments=False,
-        ),
-        Stack(
-            "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False, drops_unseen_keys=False),
-            selective="alternate-products", scales_at_once=True,
-        ),
-        Stack(
-            "megatron", 2, 4, 0, gathers="whole",
-            kernels=Kernels(
-                "fused", joins_projections=True, weighs_before_combining=True, drops_unseen_keys=False,
-                widens_key_gradients=False,
-            ),
-            overlaps_tensor_parallel=True, attention_kernel="cudnn",
-            # max(40 million, a million for each rank of data parallelism): Megatron-Core's DistributedDataParallelConfig.
-            bucket_parameters=40_000_000, bucket_parameters_per_rank=1_000_000, pads_vocab_to=128, selective="attention",
-            fuses_gradient_accumulation=True, keeps_dummy_gradients=True,
-        ),
-        Stack(
-            "nanotron", 2, 4, 2, gathers="whole", selective="attention", stage_cut="by-share",
-            # Without ZeRO torch's DDP sums buckets of 25 MiB, in fp32 twice that, beside the last backward pass; with ZeRO 1
-            # and sums in fp32 there is no DDP (nanotron's trainer: make_ddp; its issue 261, 2024).
-            bucket_bytes=50 << 20, sums_whole_gradients=True,
-            kernels=Kernels(
-                "unfused", swiglu=False, rotary=False, joins_projections=True, value_is_view=True, copies_attended=True,
-            ),
-            sends_beside_gradients=True,  # tp_linear_async_communication
-            # What launches and copies of an eager program cost is as in others (`measured_stacks.VINTAGE`).
-            overheads=Overheads(1.2e-4, hops_per_rank=1.0, elementwise=2.3),
-        ),
-        Stack(
-            "aleph-alpha", 2, 2, 0, gathers="whole", selective="attention", reduce_bytes=2,
-            kernels=Kernels(
-                "eager", swiglu=False, norm=False, joins_projections=True, value_is_view=True, gathers_logits=True,
-            ),
-        ),
-        Stack("llm-foundry", 0, 4, 0, kernels=Kernels("fused"), reduce_bytes=2),
-        Stack("deepspeed", 2, 2, 0, gathers="whole", selective="attention", kernels=Kernels("fused"), pads_vocab_to=128),
-    )
-}  # fmt: skip
-
 UPDATED_TOGETHER = {"cpu": 1 << 16, "cuda": 1 << 23}
 """Elements whose narrow moments we widen at once: in cache, or enough for few launches."""
 WIDENED_BYTES = {"adamw-bf16": 44, "adamw-8bit": 65}
@@ -255,6 +212,15 @@ nothing is masked, to torch, which on Hopper takes cuDNN's where that can (2.11)
 FLEX_OVER_FLASH = 1.16
 """Time of FlexAttention over that of flash attention 2: 0.9 of its rate forward, 0.85 backward, which is 2.5 times the work
 (He et al., "FlexAttention", PyTorch 2024)."""
+
+
+def program_overheads(stack: Stack, num_experts: int) -> Overheads:
+    """What the program adds to a model with so many experts."""
+    overheads = stack.overheads
+    if num_experts:
+        seconds, share = max(overheads.op_seconds, overheads.expert_op_seconds), overheads.expert_elementwise
+        overheads = replace(overheads, op_seconds=seconds, elementwise=overheads.elementwise * share)
+    return replace(overheads, op_seconds=0.0) if stack.cuda_graphs else overheads
 
 
 def with_attention(stack: Stack, core: AttentionCore, *, deterministic: bool = False) -> Stack:

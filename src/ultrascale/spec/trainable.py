@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ultrascale.spec.layout import Layout
+from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 
@@ -31,6 +31,10 @@ def untrainable_layout(layout: Layout) -> list[Problem]:
         found.append(Problem("layout.schedule", rule, _remedy("dualpipe-v, the same order of passes with one copy")))
     if layout.precision == "fp8":
         found += _unready_for_fp8(layout)
+    elif layout.precision in NARROW:
+        rule = f"is {layout.precision}, whose scales of blocks the trainer does not make; fp8 is the nearest it has"
+        remedy = 'Use layout.precision = "fp8"; `ultrascale plan --stack megatron` handles it.'
+        found.append(Problem("layout.precision", rule, remedy))
     return found
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ultrascale.plan.scores import Errors, kendall_tau, summarise
 from ultrascale.sweep.cells import Place
+from ultrascale.validation.scores import Errors, kendall_tau, summarise
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from ultrascale.plan.measured_rows import Asked
 from ultrascale.spec.model import Model
 from ultrascale.spec.model_names import normal_name
 from ultrascale.spec.model_presets import ALIASES, PRESETS
 from ultrascale.spec.weights import num_parameters
+from ultrascale.validation.rows import Asked
 
 _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([MBT])(?![a-z])|[-_ ](\d+(?:\.\d+)?)([mbt])(?![a-z0-9])", re.IGNORECASE)
 _SCALE = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -85,8 +85,11 @@ def fill_playbook(asked: Asked) -> tuple[Asked, tuple[str, ...]]:
     return filled, ("dimensions, vocabulary and sequence length are those inferred for the playbook's model of this name",)
 
 
-def model_of(asked: Asked) -> tuple[Model, tuple[str, ...]]:
-    """The row's model and what had to be assumed. Raises UnrepresentableError."""
+def model_of(asked: Asked, *, predicts_further: bool = False) -> tuple[Model, tuple[str, ...]]:
+    """The row's model and what had to be assumed. `predicts_further`: its program trains DeepSeek-V3's multi-token prediction.
+
+    Raises UnrepresentableError.
+    """
     assumed: list[str] = []
     preset = _preset_for(asked, assumed)
     gated = _gated(asked, preset)
@@ -112,7 +115,7 @@ def model_of(asked: Asked) -> tuple[Model, tuple[str, ...]]:
         tie_word_embeddings=_tied(asked, shape, gated),
         **_style(asked, gated),
         **_attention(asked),
-        **_experts(asked, shape, assumed),
+        **_experts(asked, shape, predicts_further, assumed),
     )  # fmt: skip
     if problems := model.problems():
         raise UnrepresentableError("; ".join(f"{problem.key} {problem.rule}" for problem in problems))
@@ -224,7 +227,7 @@ def _attention(asked: Asked) -> dict:
     return {}
 
 
-def _experts(asked: Asked, shape: Model | None, assumed: list[str]) -> dict:
+def _experts(asked: Asked, shape: Model | None, predicts_further: bool, assumed: list[str]) -> dict:
     if not asked.experts:
         if shape is None or not shape.num_experts or asked.layers:
             return {}
@@ -242,13 +245,7 @@ def _experts(asked: Asked, shape: Model | None, assumed: list[str]) -> dict:
         "shared_expert_intermediate_size": asked.shared_expert_ffn or 0,
         "first_k_dense_replace": min(asked.dense_layers or 0, asked.layers or 0),
     }
-    if _predicts_further_tokens(asked):
+    if predicts_further and "deepseek-v3" in asked.model.lower() and asked.layers == DEEPSEEK_V3_LAYERS:
         fields["num_nextn_predict_layers"] = 1
         assumed.append("one block of multi-token prediction")
     return fields
-
-
-def _predicts_further_tokens(asked: Asked) -> bool:
-    """DeepSeek-V3 whole, in Megatron's recipes, trains with its multi-token prediction; torchtitan's has none."""
-    whole = "deepseek-v3" in asked.model.lower() and asked.layers == DEEPSEEK_V3_LAYERS
-    return whole and bool(re.search(r"megatron|nemo|hai-llm", asked.framework, re.IGNORECASE))

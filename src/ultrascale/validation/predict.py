@@ -1,7 +1,7 @@
 """Predictions for rows of measured runs, and how far off they are.
 
 A prediction sees `Asked`, the cells that say what was run, and nothing else: what was measured is in another object that only
-`plan.scores` reads. Rows of the same workload are priced together as one table of layouts.
+`validation.scores` reads. Rows of the same workload are priced together as one table of layouts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from ultrascale.plan.constants import Constants
 from ultrascale.plan.flops_conventions import CONVENTIONS, flops_per_token
 from ultrascale.plan.intervals import interval, kind_of
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableError
-from ultrascale.plan.measured_rows import Asked, MeasuredRow
-from ultrascale.plan.measured_setups import Setup, setup_of
-from ultrascale.plan.measured_stacks import TUNING, Tuning
 from ultrascale.plan.price import PriceTable, half_precision_peak, predict, price
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.stack_files import settings_of
+from ultrascale.validation.models import UnrepresentableError, UnrunnableError
+from ultrascale.validation.programs import TUNING, Tuning
+from ultrascale.validation.rows import Asked, MeasuredRow
+from ultrascale.validation.setups import Setup, setup_of
 
 COLUMNS = (
     "id", "predicted_step_time_s", "predicted_tokens_per_s_per_gpu", "predicted_mfu", "predicted_peak_allocated_gib",
@@ -33,10 +36,6 @@ COLUMNS = (
 """Of the file of predictions. low and high: the interval of the step time, seconds, that holds `intervals.COVERAGE` of runs."""
 _BROKEN = (SpecError, ValueError, ArithmeticError, LookupError)
 """Rows come from anywhere: one that breaks the arithmetic is told with its reason and takes no other with it."""
-_CONVENTION_WORDS = (
-    ("megatron-bridge", "model_causal"), ("automodel", "model_causal"), ("foundry", "model_full_allparams"),
-    ("aleph", "model_full_allparams"), ("deepspeed", "hw_full"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class RowPrediction:
 def predict_rows(rows: Sequence[Asked], tuning: Tuning = TUNING) -> list[RowPrediction]:
     """A prediction for every row, in their order."""
     found: list[RowPrediction | None] = [None] * len(rows)
-    groups: dict[str, list[tuple[int, Setup]]] = defaultdict(list)
+    groups: dict[str, list[tuple[int, Setup]]] = defaultdict(list)  # by everything but what is open
     for index, asked in enumerate(rows):
         try:
             setup = setup_of(asked, tuning)
@@ -71,7 +70,7 @@ def predict_rows(rows: Sequence[Asked], tuning: Tuning = TUNING) -> list[RowPred
         except _BROKEN as error:
             found[index] = _without(f"cannot be described: {error}")
         else:
-            groups[repr(setup.workload)].append((index, setup))
+            groups[repr(setup.workloads)].append((index, setup))
     for group in groups.values():
         for (index, _), prediction in zip(group, _price([setup for _, setup in group], tuning.constants), strict=True):
             found[index] = prediction
@@ -93,10 +92,11 @@ def write_predictions(path: str | Path, rows: Sequence[MeasuredRow], predictions
 
 
 def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
-    """Predictions for rows of one workload."""
-    workload, ends = setups[0].workload, np.cumsum([len(setup.layouts) for setup in setups])
+    """Predictions for rows of equal workloads."""
+    workloads, ends = setups[0].workloads, np.cumsum([len(setup.layouts) for setup in setups])
     try:
-        prices = price(workload, LayoutTable.of(layout for setup in setups for layout in setup.layouts), constants)
+        table = LayoutTable.of(layout for setup in setups for layout in setup.layouts)
+        prices = [price(workload, table, constants) for workload in workloads]
         return [
             _choose(setup, prices, np.arange(end - len(setup.layouts), end), constants)
             for setup, end in zip(setups, ends, strict=True)
@@ -107,62 +107,58 @@ def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
         return [_without(f"cannot be priced: {error}")]
 
 
-def _choose(setup: Setup, prices: PriceTable, rows: np.ndarray, constants: Constants) -> RowPrediction:
-    """Of the layouts a row may mean, the fastest that fits, or else the one that needs least memory."""
-    seconds, fits, reserved = prices.step_seconds[rows], prices.fits[rows], np.asarray(prices.memory.reserved)[rows]
-    candidates = np.flatnonzero(fits) if fits.any() else np.array([reserved.argmin()])
-    best = int(candidates[seconds[candidates].argmin()])
-    step = float(seconds[best])
+def _choose(setup: Setup, prices: Sequence[PriceTable], rows: np.ndarray, constants: Constants) -> RowPrediction:
+    """Of what a row may mean, programs and layouts, the fastest that fits, or else what needs least memory."""
+    seconds = np.array([one.step_seconds[rows] for one in prices])
+    fits = np.array([one.fits[rows] for one in prices])
+    reserved = np.array([np.asarray(one.memory.reserved)[rows] for one in prices])
+    candidates = np.flatnonzero(fits if fits.any() else reserved == reserved.min())
+    which, best = divmod(int(candidates[seconds.flat[candidates].argmin()]), len(rows))
+    step = float(seconds[which, best])
     if not 0 < step < math.inf:
         raise ArithmeticError(f"its step would take {step:g} seconds")
-    asked, workload = setup.asked, setup.workload
-    seconds = seconds * (_played(setup, best, step, constants) / step)
-    step, kind = float(seconds[best]), kind_of(asked, workload)
-    low, high = interval(step, kind, fastest=float(seconds[candidates].min()), slowest=float(seconds[candidates].max()))
-    num_gpus = setup.layouts[best].world_size
-    rate = workload.tokens_per_step / step / num_gpus
-    flops = rate * flops_per_token(workload.model, workload.sequence_length, _convention(asked))
+    workload, layout = setup.workloads[which], setup.layouts[best]
+    seconds = seconds * (_played(workload, layout, step, constants) / step)
+    step, kind = float(seconds[which, best]), kind_of(workload, layout)
+    spread = seconds.flat[candidates]
+    low, high = interval(step, kind, fastest=float(spread.min()), slowest=float(spread.max()))
+    rate = workload.tokens_per_step / step / layout.world_size
+    convention = setup.asked.flops_def if setup.asked.flops_def in CONVENTIONS else setup.flops
+    flops = rate * flops_per_token(workload.model, workload.sequence_length, convention)
+    allocated = float(np.asarray(prices[which].memory.allocated)[rows[best]])
     return RowPrediction(
-        step, low, high, rate, flops, flops / _peak(setup), float(np.asarray(prices.memory.allocated)[rows[best]]),
-        float(reserved[best]), bool(fits[best]), kind, _reason(setup, best),
+        step, low, high, rate, flops, flops / _peak(workload, layout), allocated, float(reserved[which, best]),
+        bool(fits[which, best]), kind, _reason(setup, workload, layout),
     )  # fmt: skip
 
 
-def _played(setup: Setup, best: int, step: float, constants: Constants) -> float:
+def _played(workload: Workload, layout: Layout, step: float, constants: Constants) -> float:
     """The step of a pipeline, its actions played with every stage's own price: a table takes stages for even. `step`: the
     table's, which stands where a schedule cannot be built for these numbers of stages and micro-batches."""
-    if setup.layouts[best].pp == 1:
+    if layout.pp == 1:
         return step
     try:
-        return predict(setup.workload, setup.layouts[best], constants).step_seconds
+        return predict(workload, layout, constants).step_seconds
     except SpecError:
         return step
 
 
-def _reason(setup: Setup, best: int) -> str:
+def _reason(setup: Setup, workload: Workload, layout: Layout) -> str:
     """What was assumed, and what was chosen where the row leaves it open."""
-    layout = setup.layouts[best]
-    chosen = {
-        "micro_batch": layout.micro_batch_size, "recompute": layout.recompute, "vpp": layout.virtual_stages,
-    }  # fmt: skip
+    chosen = {"micro_batch": layout.micro_batch_size, "recompute": layout.recompute, "vpp": layout.virtual_stages}
+    chosen |= settings_of(workload.stack)
     parts = [f"{name} is open: {chosen[name]} is the fastest that fits" for name in setup.open_cells]
     if setup.assumed:
         parts.append("assumed: " + ", ".join(setup.assumed))
     return "; ".join(parts)
 
 
-def _convention(asked: Asked) -> str:
-    if asked.flops_def in CONVENTIONS:
-        return asked.flops_def
-    words = asked.framework.lower()
-    return next((name for word, name in _CONVENTION_WORDS if word in words), "model_full")
-
-
-def _peak(setup: Setup) -> float:
+def _peak(workload: Workload, layout: Layout) -> float:
     """Dense FLOPs per second that the row's MFU is over: those of its precision."""
-    accelerator, precision = setup.workload.cluster.accelerator, setup.layouts[0].precision
-    if precision == "fp8" and "fp8" in accelerator.peak_flops:
-        return accelerator.peak_flops_per_second("fp8")
+    accelerator = workload.cluster.accelerator
+    narrow = layout.precision if layout.precision in accelerator.peak_flops else "fp8"
+    if layout.precision in NARROW and narrow in accelerator.peak_flops:
+        return accelerator.peak_flops_per_second(narrow)
     return half_precision_peak(accelerator)
 
 

@@ -1,17 +1,16 @@
 """A measured run as the planner sees it: a workload, and the layouts the row may mean.
 
 What a row leaves open becomes several layouts: micro-batches of every power of two that divides the batch, recomputation from
-none to full, chunks of a pipeline. `plan.validate` prices all of them and takes the fastest that fits, because published runs
-were tuned, and widens the interval to the others. What is taken by a rule is told with the prediction.
+none to full, chunks of a pipeline. `validation.predict` prices all of them and takes the fastest that fits, because published
+runs were tuned, and widens the interval to the others. What is taken by a rule is told with the prediction.
 
     blank             taken instead
     dp                n_gpus / (tp pp cp)
-    zero_stage        3 with FSDP and its like; else 1 from 2023 on (Megatron, DeepSpeed, nanotron), 0 before
-    sp                with tp, from 2023 on
+    zero_stage, sp    what runs of its program do (`spec.stack_files.Usual`)
     grad_accum        global_batch / (dp micro_batch); without both, one micro-batch per pipeline stage
     global_batch      dp micro_batch grad_accum
-    precision         bf16, fp16 until 2021
-    seq_len           4096, 2048 until 2022
+    precision         bf16, fp16 on devices without
+    seq_len           4096
     tp, pp, cp        what n_gpus and dp leave over: tp within a node, then pp
 """
 
@@ -23,37 +22,36 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from ultrascale.plan.measured_machines import cluster_of
-from ultrascale.plan.measured_models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
-from ultrascale.plan.measured_rows import Asked
-from ultrascale.plan.measured_stacks import LAST_YEAR_WITHOUT_FLASH, TUNING, Tuning, is_overlapped_table, stack_of
-from ultrascale.plan.measured_words import RECOMPUTE_WORDS, out_of_range, read_otherwise, zero_stage_of
 from ultrascale.plan.share_cut import cannot_run
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import Layout, Precision
+from ultrascale.spec.cluster import Accelerator
+from ultrascale.spec.layout import NARROW, Layout, Precision
 from ultrascale.spec.model import Model
-from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack_files import Usual
+from ultrascale.validation.machines import cluster_of
+from ultrascale.validation.models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
+from ultrascale.validation.programs import TUNING, Program, Tuning, program_of_row
+from ultrascale.validation.rows import Asked
+from ultrascale.validation.stated import with_stated
+from ultrascale.validation.words import RECOMPUTE_WORDS, out_of_range, read_otherwise, zero_stage_of
 
 ZeroStage = Literal[0, 1, 2, 3]
 MOST_CANDIDATES = 96
 """Layouts tried for one row."""
 LARGEST_MICRO_BATCH = 64
 USUAL_NODE_GPUS = 8
-LAST_YEAR_OF_FP16 = 2021
-LAST_YEAR_OF_PP_MICRO_BATCHES = 2024
-"""Of torchtitan's key for the number of micro-batches of a pipeline; since then it has one for their size."""
-USUAL_SEQUENCE, OLD_SEQUENCE = 4096, 2048
-"""Tokens of a sequence in most of the rows that state them: since flash attention, and before it."""
+USUAL_SEQUENCE = 4096
+"""Tokens of a sequence in most of the rows that state them."""
 _PRECISIONS: dict[str, Precision] = {
-    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32", "fp8": "fp8",
-    "fp4": "fp8", "float8": "fp8", "mx-fp8": "fp8", "e4m3": "fp8", "float32": "fp32", "half": "fp16",
+    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32", "mxfp8": "mxfp8",
+    "mx-fp8": "mxfp8", "fp4": "nvfp4", "fp8": "fp8", "float8": "fp8", "e4m3": "fp8", "float32": "fp32", "half": "fp16",
 }  # fmt: skip
 """Words of a precision, and what it is priced as."""
 _VAGUE = re.compile("mixed|amp|16")
 """Words of 16 bits that do not say which: bf16, as most since 2022."""
 _SCHEDULES = (
     ("dualpipe-?v", "dualpipe-v"), ("dualpipe", "dualpipe"), ("zb-?v|zbv", "zb-v"), ("zb|zero.?bubble", "zb-h1"),
-    ("gpipe|afab", "afab"),
+    (r"gpipe|\bafab", "afab"),
 )  # fmt: skip
 _ENDS = 2
 """Embedding and head, which may be pipeline chunks of their own (Megatron: 128 chunks for 126 layers)."""
@@ -64,31 +62,41 @@ _TWO_CHUNKS = ("dualpipe-v", "zb-v")
 class Setup:
     """What a row asks to be predicted."""
 
-    workload: Workload
+    workloads: tuple[Workload, ...]
+    """One; several, equal but for their stacks, where settings of the program are open."""
     layouts: tuple[Layout, ...]
     """All that the row may mean; one if it leaves nothing open."""
     open_cells: tuple[str, ...]
     """Columns that are blank and could not be inferred."""
     assumed: tuple[str, ...]
+    flops: str
+    """How its program counts FLOPs."""
     asked: Asked
-    """With what was filled in before anything else: the playbook's dimensions."""
+    """With what was filled in before anything else: what its source states, the playbook's dimensions."""
+
+    @property
+    def workload(self) -> Workload:
+        return self.workloads[0]
 
 
 def setup_of(asked: Asked, tuning: Tuning = TUNING) -> Setup:
     """The workload and layouts of a row. Raises UnrepresentableError, whose text says why there are none."""
     if wrong := out_of_range(asked):
         raise UnrepresentableError(wrong)
+    asked, stated = with_stated(asked, tuning)
     asked, filled = fill_playbook(asked)
-    assumed = list(filled)
-    model, of_model = model_of(asked)
-    stack, of_stack = stack_of(asked, tuning)
-    cut = _cut(asked, model, stack, assumed)
+    assumed = [*stated, *filled]
+    program = program_of_row(asked, tuning)
+    model, of_model = model_of(asked, predicts_further=program.usual.predicts_further)
+    stack = program.stacks[0]
+    cut = _cut(asked, model, program, assumed)
     cluster, of_machines = cluster_of(asked, cut.world_size)
+    cut = replace(cut, precision=_precision(asked, cluster.accelerator, assumed))
     if asked.seq_len is None:
-        asked = replace(asked, seq_len=USUAL_SEQUENCE if (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH else OLD_SEQUENCE)
+        asked = replace(asked, seq_len=USUAL_SEQUENCE)
         assumed.append(f"seq_len = {asked.seq_len}")
     assert asked.seq_len is not None
-    choices = _choices(asked, model, stack, cut, assumed)
+    choices = _choices(asked, model, program, cut, assumed)
     sequences = _sequences(asked, cut, choices, assumed)
     layouts = tuple(_layouts(cut, choices, model, sequences))[:MOST_CANDIDATES]
     if not layouts:
@@ -98,30 +106,27 @@ def setup_of(asked: Asked, tuning: Tuning = TUNING) -> Setup:
         counts = [sequences // (cut.dp * layout.micro_batch_size) for layout in layouts]
         if wrong := cannot_run(model, cut.pp, counts):
             raise UnrunnableError(wrong)
-    open_cells = tuple(_COLUMN_OF[key] for key, values in choices.items() if len(values) > 1)
-    workload = Workload(model, cluster, asked.seq_len, sequences, stack)
+    open_cells = tuple(_COLUMN_OF.get(key, key) for key, values in choices.items() if len(values) > 1) + program.open_settings
+    workloads = tuple(Workload(model, cluster, asked.seq_len, sequences, one) for one in program.stacks)
     otherwise = read_otherwise(asked, model, layouts[0])
-    return Setup(workload, layouts, open_cells, (*assumed, *of_model, *of_stack, *of_machines, *otherwise), asked)
+    told = (*assumed, *of_model, *program.assumed, *of_machines, *otherwise)
+    return Setup(workloads, layouts, open_cells, told, program.usual.flops, asked)
 
 
-_COLUMN_OF = {
-    "micro_batch_size": "micro_batch", "recompute": "recompute", "virtual_stages": "vpp",
-}  # fmt: skip
+_COLUMN_OF = {"micro_batch_size": "micro_batch", "pipeline": "vpp"}
 
 
-def _cut(asked: Asked, model: Model, stack: Stack, assumed: list[str]) -> Layout:
+def _cut(asked: Asked, model: Model, program: Program, assumed: list[str]) -> Layout:
     """What is cut how: everything about the layout that a row never leaves open."""
     gpus = asked.n_gpus or (asked.nodes * (asked.gpus_per_node or 8) if asked.nodes else None)
     tp, cp, pp = _blank_cuts(asked, gpus, assumed)
     dp = _data_parallel(asked, gpus, tp * cp * pp, assumed)
-    zero, shard = _zero(asked, stack, dp, assumed)
-    if zero == 3 and pp > 1 and _is_torchtitan(asked):  # its fsdp_reshard_after_forward = "default", and torch's runtime
-        zero = 1
-        assumed.append("in torchtitan's pipelines parameters stay whole and gradients are reduced once a step")
-    ep, expert_tp = _experts(asked, model.num_experts, tp * cp * dp, assumed)
+    zero, shard = _zero(asked, program.usual, dp, pp, assumed)
+    ep, expert_tp = _experts(asked, model.num_experts, program.usual, tp * cp * dp, assumed)
     return Layout(
-        dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp, cp_method=_cp_method(asked),
-        sequence_parallel=_sequence_parallel(asked, tp, assumed), precision=_precision(asked, assumed),
+        dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp,
+        cp_method=program.usual.cp_method,
+        sequence_parallel=_sequence_parallel(asked, program.usual, tp, assumed),
         offload_activations=bool(re.search("activation", asked.offload, re.IGNORECASE)),
         offload_optimizer=bool(re.search("optim", asked.offload, re.IGNORECASE)),
     )  # fmt: skip
@@ -144,11 +149,6 @@ def _blank_cuts(asked: Asked, gpus: int | None, assumed: list[str]) -> tuple[int
     return tp, cp, pp
 
 
-def _cp_method(asked: Asked) -> Literal["ring", "all-gather"]:
-    """torchtitan and Llama 3 gather keys and values; Megatron sends them around a ring."""
-    return "all-gather" if re.search("torchtitan|meta", asked.framework, re.IGNORECASE) else "ring"
-
-
 def _data_parallel(asked: Asked, gpus: int | None, rest: int, assumed: list[str]) -> int:
     if gpus is None:
         if asked.dp is not None:
@@ -168,7 +168,7 @@ def _data_parallel(asked: Asked, gpus: int | None, rest: int, assumed: list[str]
     return dp
 
 
-def _zero(asked: Asked, stack: Stack, dp: int, assumed: list[str]) -> tuple[ZeroStage, int | None]:
+def _zero(asked: Asked, usual: Usual, dp: int, pp: int, assumed: list[str]) -> tuple[ZeroStage, int | None]:
     text = asked.zero_stage.lower().removesuffix(".0")
     if text and not re.fullmatch(r"[0-3]|hsdp\s*-?\d+", text):
         known = zero_stage_of(text, asked.gpus_per_node or USUAL_NODE_GPUS)
@@ -180,31 +180,22 @@ def _zero(asked: Asked, stack: Stack, dp: int, assumed: list[str]) -> tuple[Zero
         shard = min(int(match[1]), dp) or dp
         return 3, shard if dp % shard == 0 else None
     stages: dict[str, ZeroStage] = {"0": 0, "1": 1, "2": 2, "3": 3}
+    in_pipelines = str(usual.zero_stage if usual.zero_stage_with_pipeline is None else usual.zero_stage_with_pipeline)
+    if text == str(usual.zero_stage) and pp > 1 and text != in_pipelines:
+        assumed.append(f"ZeRO stage {in_pipelines}, which its stage {text} is in a pipeline")
+        return stages[in_pipelines], None
     if text:
         return stages[text], None
-    stage = _usual_zero(asked, stack)
+    stage = in_pipelines if pp > 1 else str(usual.zero_stage)
     assumed.append(f"ZeRO stage {stage}")
-    return stage, None
+    return stages[stage], None
 
 
-def _usual_zero(asked: Asked, stack: Stack) -> ZeroStage:
-    """What programs of a kind do unless told otherwise: FSDP shards all; Megatron's kind cuts the optimizer since 2023."""
-    words = asked.framework.lower()
-    if re.search("fsdp|torchtitan|foundry|maxtext|automodel|zero-3", words):
-        return 3
-    if (asked.year or 9999) <= LAST_YEAR_WITHOUT_FLASH or re.search("vtrain|nanogpt|nanochat", words):
-        return 0
-    if stack.gathers == "buckets":
-        return 3
-    return 1 if stack.name in ("megatron", "nanotron", "deepspeed") else 0
-
-
-def _experts(asked: Asked, num_experts: int, ranks: int, assumed: list[str]) -> tuple[int, int]:
+def _experts(asked: Asked, num_experts: int, usual: Usual, ranks: int, assumed: list[str]) -> tuple[int, int]:
     if not num_experts:
         return 1, 1
     ep = asked.ep or 1
-    # Megatron cuts experts as tp does unless told otherwise.
-    wanted = asked.etp or (asked.tp or 1 if re.search("megatron|nemo", asked.framework, re.IGNORECASE) else 1)
+    wanted = asked.etp or (asked.tp or 1 if usual.expert_tp == "tp" else 1)
     for expert_tp in (wanted, 1):
         if ranks % (ep * expert_tp) == 0 and num_experts % ep == 0:
             if asked.etp is None and expert_tp > 1:
@@ -213,71 +204,76 @@ def _experts(asked: Asked, num_experts: int, ranks: int, assumed: list[str]) -> 
     raise UnrepresentableError(f"ep = {ep} does not divide {num_experts} experts and tp x cp x dp = {ranks}")
 
 
-def _sequence_parallel(asked: Asked, tp: int, assumed: list[str]) -> bool:
+def _sequence_parallel(asked: Asked, usual: Usual, tp: int, assumed: list[str]) -> bool:
     if asked.sp is not None or tp == 1:
         return bool(asked.sp)
-    used = (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH and "vtrain" not in asked.framework.lower()
-    assumed.append(f"{'with' if used else 'without'} sequence parallelism")
-    return used
+    assumed.append(f"{'with' if usual.sequence_parallel else 'without'} sequence parallelism")
+    return usual.sequence_parallel
 
 
-def _precision(asked: Asked, assumed: list[str]) -> Precision:
+def _precision(asked: Asked, accelerator: Accelerator, assumed: list[str]) -> Precision:
     text = asked.precision.lower()
+    half: Precision = "bf16" if "bf16" in accelerator.peak_flops else "fp16"
     if not text:
-        is_old = (asked.year or 9999) <= LAST_YEAR_OF_FP16
-        assumed.append(f"precision {'fp16' if is_old else 'bf16'}")
-        return "fp16" if is_old else "bf16"
+        assumed.append(f"precision {half}")
+        return half
     name = next((name for name in _PRECISIONS if name in text), None)
     if name is None and _VAGUE.search(text):
-        name = "fp16" if (asked.year or 9999) <= LAST_YEAR_OF_FP16 else "bf16"
+        name = half
         assumed.append(f"precision {asked.precision!r} is {name}")
     if name is None:
         raise UnrepresentableError(f"precision {asked.precision!r} is not one of {', '.join(_PRECISIONS)}")
-    if "fp4" in text:
+    if _PRECISIONS[name] in NARROW and _PRECISIONS[name] not in accelerator.peak_flops and "fp8" in accelerator.peak_flops:
         assumed.append(f"fp8 stands for {asked.precision}")
+        return "fp8"
     return _PRECISIONS[name]
 
 
-def _choices(asked: Asked, model: Model, stack: Stack, cut: Layout, assumed: list[str]) -> dict[str, tuple]:
+def _choices(asked: Asked, model: Model, program: Program, cut: Layout, assumed: list[str]) -> dict[str, tuple]:
     """What a row may leave open, each with its possible values."""
-    schedule, chunks = _pipeline(asked, model, stack, cut.pp, assumed)
+    schedules = _pipeline(asked, model, program.usual, cut.pp, assumed)
     return {
-        "micro_batch_size": _micro_batches(asked, cut, assumed),
-        "recompute": _recompute(asked, stack),
-        "virtual_stages": chunks,
-        "schedule": (schedule,),
+        "micro_batch_size": _micro_batches(asked, program.usual, cut, assumed),
+        "recompute": _recompute(asked, program),
+        "pipeline": schedules,
     }
 
 
-def _pipeline(asked: Asked, model: Model, stack: Stack, pp: int, assumed: list[str]) -> tuple[str, tuple[int, ...]]:
+def _pipeline(asked: Asked, model: Model, usual: Usual, pp: int, assumed: list[str]) -> tuple[tuple[str, int], ...]:
+    """The schedules that a row may mean, each with its stages a rank."""
     layers = model.num_hidden_layers + model.num_nextn_predict_layers
     if pp == 1:
-        return "1f1b", (1,)
+        return (("1f1b", 1),)
     if pp > layers + _ENDS:
         raise UnrunnableError(f"pp = {pp} is more than the {layers} layers, embedding and head")
     text = asked.pp_schedule.lower()
     for pattern, schedule in _SCHEDULES:
         if re.search(pattern, text):
-            return schedule, (2 if schedule in _TWO_CHUNKS else 1,)
+            return ((schedule, 2 if schedule in _TWO_CHUNKS else 1),)
     most = (layers + _ENDS) // pp
     if asked.vpp is not None:
         if asked.vpp > most:
             assumed.append(f"{most} chunks a rank: there are {layers} layers for {asked.vpp} x {pp}")
         chunks = max(1, min(asked.vpp, most))
-        return ("interleaved" if chunks > 1 else "1f1b"), (chunks,)
-    if "interleaved" in text and _is_torchtitan(asked) and most > 1:
-        assumed.append("2 stages a rank, torchtitan's default for schedules of several")
-        return "interleaved", (2,)
-    told = ("interleaved" in text and "not stated" not in text) or is_overlapped_table(asked)
-    if told or (not text and stack.name == "megatron"):
-        # Embedding and head may count as a layer each (Megatron's account_for_*_in_pipeline_split; Llama 3.1 405B).
-        divisors = tuple(n for n in range(2, most + 1) if layers % (pp * n) == 0 or (layers + _ENDS) % (pp * n) == 0)
-        if divisors:
-            return "interleaved", divisors
-    return "1f1b", (1,)
+        return (("interleaved" if chunks > 1 else "1f1b", chunks),)
+    many = _interleaved(layers, most, pp, usual)
+    if re.fullmatch("interleaved[-_ ]*(1f1b)?", text):
+        return many or (("1f1b", 1),)
+    # Nobody says how many stages a rank has: people write "1f1b" of either.
+    return (("1f1b", 1), *many) if usual.virtual_stages == "any" else (("1f1b", 1),)
 
 
-def _micro_batches(asked: Asked, cut: Layout, assumed: list[str]) -> tuple[int, ...]:
+def _interleaved(layers: int, most: int, pp: int, usual: Usual) -> tuple[tuple[str, int], ...]:
+    """The interleaved schedules of a program, by stages a rank. Embedding and head may count as a layer each (Megatron's
+    account_for_*_in_pipeline_split; Llama 3.1 405B)."""
+    if usual.virtual_stages == "any" or usual.virtual_stages == (1,):
+        counts = [n for n in range(2, most + 1) if layers % (pp * n) == 0 or (layers + _ENDS) % (pp * n) == 0]
+    else:
+        counts = [n for n in usual.virtual_stages if n <= most]
+    return tuple(("interleaved", n) for n in counts)
+
+
+def _micro_batches(asked: Asked, usual: Usual, cut: Layout, assumed: list[str]) -> tuple[int, ...]:
     if asked.micro_batch:
         return (asked.micro_batch,)
     if asked.global_batch and asked.grad_accum and asked.global_batch % (cut.dp * asked.grad_accum) == 0:
@@ -289,27 +285,18 @@ def _micro_batches(asked: Asked, cut: Layout, assumed: list[str]) -> tuple[int, 
         assumed.append("micro_batch = 1")
         return (1,)
     own = asked.global_batch // cut.dp
-    if cut.pp > 1 and _is_torchtitan(asked) and (size := _torchtitans_micro_batch(asked, own, cut.pp)):
-        assumed.append(f"micro_batch = {size}, torchtitan's default in a pipeline")
+    size = usual.micro_batch_in_pipeline or 0
+    if usual.micro_batches_in_pipeline == "pp":
+        size = own // cut.pp if own % cut.pp == 0 else 0
+    if cut.pp > 1 and size:
+        assumed.append(f"micro_batch = {size}, its program's default in a pipeline")
         return (size,)
     sizes = [2**k for k in range(LARGEST_MICRO_BATCH.bit_length()) if own % 2**k == 0]
     return tuple(size for size in sizes if size <= LARGEST_MICRO_BATCH)
 
 
-def _is_torchtitan(asked: Asked) -> bool:
-    return re.search("torchtitan", asked.framework, re.IGNORECASE) is not None
-
-
-def _torchtitans_micro_batch(asked: Asked, own: int, pp: int) -> int:
-    """Sequences of a pipeline's micro-batch where nobody set them, of a rank's `own`: its `pipeline_parallel_microbatches` was
-    the degree of pp (pipelining_utils.py, 2024), what came after it, `pipeline_parallel_microbatch_size`, is 1."""
-    if (asked.year or 9999) > LAST_YEAR_OF_PP_MICRO_BATCHES:
-        return 1
-    return own // pp if own % pp == 0 else 0
-
-
-def _recompute(asked: Asked, stack: Stack) -> tuple[str, ...]:
-    text = asked.recompute.lower()
+def _recompute(asked: Asked, program: Program) -> tuple[str, ...]:
+    text, stack = asked.recompute.lower(), program.stacks[0]
     if "every second" in asked.recompute_detail.lower() and "block" in asked.recompute_detail.lower():
         return ("every-k",)
     if text == "selective" and stack.selective == "attention" and stack.kernels.attention == "flash":
@@ -317,11 +304,9 @@ def _recompute(asked: Asked, stack: Stack) -> tuple[str, ...]:
         return ("none",) if "core" not in asked.recompute_detail.lower() else ("selective",)
     if text:
         return (RECOMPUTE_WORDS.get(text, "selective"),)
-    if (asked.year or 9999) > LAST_YEAR_WITHOUT_FLASH and re.search(
-        "nemo(?!.*automodel)|megatron-bridge", asked.framework, re.IGNORECASE
-    ):
-        return ("none",)  # NVIDIA's recipes: 65 of the 79 whose setting is published, the rest but modules
-    return ("none", "selective", "full") if stack.kernels.attention == "math" else ("none", "full")
+    if stack.kernels.attention == "math" and program.usual.recompute == ("none", "full"):
+        return ("none", "selective", "full")
+    return program.usual.recompute
 
 
 def _sequences(asked: Asked, cut: Layout, choices: dict[str, tuple], assumed: list[str]) -> int:
@@ -343,6 +328,8 @@ def _sequences(asked: Asked, cut: Layout, choices: dict[str, tuple], assumed: li
 
 def _layouts(cut: Layout, choices: dict[str, tuple], model: Model, sequences: int) -> Iterator[Layout]:
     for values in product(*choices.values()):
-        layout = replace(cut, **dict(zip(choices, values, strict=True)))
+        named = dict(zip(choices, values, strict=True))
+        schedule, chunks = named.pop("pipeline")
+        layout = replace(cut, **named, schedule=schedule, virtual_stages=chunks)
         if sequences % (layout.dp * layout.micro_batch_size) == 0:
             yield layout

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from ultrascale.spec.parsing import read_bounded
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.stack_files import setting_types
 
 BLANK = frozenset(("", "nan", "na", "n/a", "null", "-", "?"))
 """What people and their tools write for an empty cell, in lower case; `none` too where it is no answer (recompute)."""
@@ -36,7 +37,6 @@ PLAYBOOK_NAMES = {
 }  # fmt: skip
 PLAYBOOK_FIXED = {
     "gpu": "H100-80GB-SXM", "gpu_family": "H100, playbook", "gpus_per_node": "8", "framework": "nanotron", "precision": "bf16",
-    "year": "2025",
 }  # fmt: skip
 """What the playbook says of all its runs."""
 Columns = TypeVar("Columns", "Asked", "Measured")
@@ -54,6 +54,10 @@ class Asked:
     gpu: str = ""
     gpu_family: str = ""
     interconnect: str = ""
+    machine: str = ""
+    """A node of the catalogue (`spec.machines.NODES`), such as aws-p5."""
+    network: str = ""
+    """A kind of networks (`spec.network.KINDS`), such as EFA v2 under load: what its wires give."""
     n_gpus: int | None = None
     nodes: int | None = None
     gpus_per_node: int | None = None
@@ -94,6 +98,10 @@ class Asked:
     flash_attention: bool | None = None
     flops_def: str = ""
     """How the source counts FLOPs: decides what its MFU would be, not how fast it is."""
+    stack: str = ""
+    """A stack by its name; blank: what `framework` says."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Of the stack, from columns called `stack.KEY`."""
     is_playbook: bool = False
 
 
@@ -150,6 +158,7 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
             raise SpecError([Problem(f"{file}:1", rule, "Give a CSV file of measured runs.")])
         is_playbook = _is_playbook(file, header)
         _expect_once(file, header)
+        _expect_settings(file, header)
         above = text[:blank].count("\n")
         cells = [(reader.line_num + above, row) for row in islice(reader, MOST_ROWS + 1)]
     except csv.Error as error:
@@ -171,7 +180,8 @@ def misspelt_columns(path: str | Path) -> list[tuple[str, str]]:
     header = [name.strip() for name in next(csv.reader(io.StringIO(text, newline="")))]
     known = {field.name for kind in (Asked, Measured) for field in fields(kind)} | {"id", *PLAYBOOK_NAMES}
     missing = sorted(known - {*header})
-    near = ((name, get_close_matches(name.lower(), missing, n=1, cutoff=NEARLY)) for name in header if name not in known)
+    unknown = [name for name in header if name not in known and not name.startswith("stack.")]
+    near = ((name, get_close_matches(name.lower(), missing, n=1, cutoff=NEARLY)) for name in unknown)
     return [(name, found[0]) for name, found in near if found]
 
 
@@ -181,6 +191,16 @@ def _expect_once(file: Path, header: list[str]) -> None:
     if twice:
         remedy = "Keep one of them."
         raise SpecError([Problem(f"{file}:1", f"has the column {name} {header.count(name)} times", remedy) for name in twice])
+
+
+def _expect_settings(file: Path, header: list[str]) -> None:
+    """Raise SpecError for columns `stack.KEY` of settings that no stack has."""
+    wrong = [name for name in header if name.startswith("stack.") and name.removeprefix("stack.") not in setting_types()]
+    if wrong:
+        remedy = "`ultrascale show stacks megatron` lists the settings."
+        raise SpecError(
+            [Problem(f"{file}:1", f"has the column {name}, which is no setting of a trainer", remedy) for name in wrong]
+        )
 
 
 def _is_playbook(file: Path, header: list[str]) -> bool:
@@ -212,15 +232,18 @@ def _row(file: Path, number: int, line: int, row: dict[Any, Any], is_playbook: b
         names = {PLAYBOOK_NAMES.get(name, name): name for name in cells}
         cells = PLAYBOOK_FIXED | {new: cells[old] for new, old in names.items()}
     asked = _read(Asked, cells, names, f"{file}:{line}", problems)
+    told = ((name.removeprefix("stack."), cell) for name, cell in cells.items() if name.startswith("stack."))
+    settings = tuple(sorted((key, cell) for key, cell in told if cell.lower() not in BLANK))
     return MeasuredRow(
-        identity, line, replace(asked, is_playbook=is_playbook), _read(Measured, cells, names, f"{file}:{line}", problems)
-    )
+        identity, line, replace(asked, settings=settings, is_playbook=is_playbook),
+        _read(Measured, cells, names, f"{file}:{line}", problems),
+    )  # fmt: skip
 
 
 def _read(kind: type[Columns], cells: dict[str, str], names: dict[str, str], where: str, problems: list[Problem]) -> Columns:
     values: dict[str, Any] = {}
     for field in fields(kind):
-        cell = cells.get(field.name, "")
+        cell = cells.get(field.name, "") if str(field.type) in _VALUES else ""
         if cell.lower() in BLANK or (cell.lower() == "none" and field.name != "recompute"):
             continue
         try:

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 
 from ultrascale.plan.flops_conventions import CONVENTIONS
-from ultrascale.plan.measured_rows import Asked
 from ultrascale.spec.layout import RANGES, Layout
 from ultrascale.spec.model import Model
+from ultrascale.validation.rows import Asked
 
 LARGEST_COUNT = RANGES["dp"][1]
 """GPUs and ranks: far above any run, as for a layout of one's own."""

@@ -18,11 +18,10 @@ from statistics import fmean, median
 
 import numpy as np
 
-from ultrascale.plan.measured_rows import MeasuredRow
-from ultrascale.plan.validate import RowPrediction
+from ultrascale.validation.predict import RowPrediction
+from ultrascale.validation.rows import MeasuredRow
+from ultrascale.validation.stated import SCAN, source_of
 
-SCAN = "playbook"
-"""Half of all rows, and its failures are told without their reason: memory, crashes and time limits together."""
 SMALLEST_CELL = 3
 """Runs of a cell below which an order says nothing."""
 ALLOCATOR_PEAKS = ("max_allocated",)
@@ -37,7 +36,7 @@ class Case:
 
     @property
     def source(self) -> str:
-        return SCAN if self.row.asked.is_playbook else self.row.asked.source_key or self.row.asked.framework or "unnamed"
+        return source_of(self.row.asked)
 
     @property
     def counts(self) -> bool:
