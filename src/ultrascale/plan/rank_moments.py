@@ -10,6 +10,9 @@ a pass over equal blocks memory changes evenly, so it is enough to look at its e
     reduction       between those two: the last block's gradients, and the buffer they are reduced in
     backward first  the first block: few activations, gradients of all others
     outside         the embedding's gradient, and the reduction of what is outside the blocks
+    input last      of a backward pass that is cut in two, in I: the last block
+    input first     the first: what the others leave for W instead of what they saved
+    weights         W: all that waits, and gradients of weights, block after block, until the stage's are reduced
     optimizer       no activations; its own temporaries
 
 FSDP's own memory (`plan.sharding` replays it move by move): parameters whole or gathered ahead, flat buffers of gathers,
@@ -25,14 +28,12 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.rank_activations import RankActivations
+from ultrascale.plan.rank_loads import PASSES
 from ultrascale.plan.rank_state import RankState
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
-MOMENTS = (
-    "forward", "head forward", "head backward", "backward last", "backward next", "reduction", "backward first", "outside",
-    "optimizer",
-)  # fmt: skip
+MOMENTS = (*PASSES, "optimizer")
 NOTHING = np.zeros((3, 1))
 MASTER_BYTES = 4
 """Of a parameter of one process in mixed precision, and of its gradient."""
@@ -70,18 +71,7 @@ def rank_moments(
 
 def _passes(parts: RankActivations) -> list[Floats]:
     """Activations at each of `MOMENTS`."""
-    full = parts.waiting + parts.current
-    return [
-        full + parts.forward_excess,
-        full + parts.head_forward,
-        full + parts.head_backward,
-        full + parts.last_excess,
-        full - parts.last_saved + parts.next_excess,
-        full - parts.last_saved + parts.hidden,
-        parts.waiting + parts.first_backward,
-        parts.waiting + parts.embedding_saved + parts.embedding_backward,
-        NOTHING,
-    ]
+    return [*(parts.at[name] for name in PASSES), NOTHING]
 
 
 def _whole_moments(workload: Workload, state: RankState, parts: RankActivations) -> list[Moment]:
@@ -131,6 +121,8 @@ class _Fsdp(NamedTuple):
     """What is left of these at the first block of the last micro-batch."""
     held: Floats
     """Gradients of a bucket's other blocks."""
+    narrow_stage: Floats
+    """Of all blocks of a stage: W makes them one after the other, and reduces them in the end."""
     blocks_between: Floats
     """Blocks of a bucket but one."""
     keeps: NDArray[np.bool_]
@@ -156,7 +148,7 @@ def _fsdp(
     whole_sums = repeated & ((table.zero_stage < 2) | alone)
     adds = np.where(whole_sums, 0.0, 1.0)  # whether gradients of this micro-batch need memory of their own once summed
     fresh = np.where(whole_sums & (c >= wide), 0.0, c)  # and before: if they are not narrower, autograd adds in place
-    both_ends = (parts.head_forward > 0) & (parts.embedding_backward > 0)
+    both_ends = parts.has_head & parts.has_embedding
     half = np.where(both_ends & (not workload.model.tie_word_embeddings), 0.5, 1.0)
     left = state.gradients - np.where(whole_sums & cuts, wide * (blocks - bucket) * (1 - 1 / n), 0.0)
     return _Fsdp(
@@ -166,8 +158,8 @@ def _fsdp(
         flat=flat * bucket,
         narrow_bucket=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * bucket),
         narrow_root=np.where(whole_sums, 0.0, c * root),
-        narrow_head=fresh * root * np.where(parts.head_forward > 0, half, 0.0),
-        narrow_embedding=np.where(parts.embedding_backward > 0, c * root * half, 0.0),
+        narrow_head=fresh * root * np.where(parts.has_head, half, 0.0),
+        narrow_embedding=np.where(parts.has_embedding, c * root * half, 0.0),
         narrow_largest=np.where((scatters & ~cuts) | (alone & (c >= wide)), 0.0, c * root * half),
         reduce_bucket=np.where(cuts, r * bucket, 0.0),
         reduce_root=np.where(cuts, r * root, 0.0),
@@ -179,7 +171,8 @@ def _fsdp(
         summed=state.gradients,
         summed_at_first=left,
         held=(per_bucket - 1) * fresh * state.block,
-        blocks_between=(per_bucket - 1.0) * (parts.current > per_bucket * parts.last_saved),
+        narrow_stage=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * blocks / table.virtual_stages),
+        blocks_between=(per_bucket - 1.0) * (blocks > bucket),
         keeps=state.keeps | alone,
         stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),
         first_of_two=(table.zero_stage == 2) & (micro_batches == 2) & scatters,
@@ -191,22 +184,18 @@ def _fsdp(
 
 def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: RankActivations) -> list[Moment]:
     """FSDP: parameters come bucket by bucket, gradients leave so. See `plan.sharding` for each move."""
-    f, activations = fsdp, _passes(parts)
+    f, at = fsdp, parts.at
     outside = np.where(f.keeps, f.all_parameters, f.root_parameters)
     at_work = np.where(f.keeps, f.all_parameters, f.root_parameters + f.bucket_parameters)
     after_one = np.where(f.stays | ~f.keeps, outside, f.all_parameters - f.bucket_parameters)
     next_one = np.where(f.keeps, after_one, at_work)
     at_first = np.where(f.stays, f.all_parameters, f.root_parameters + f.bucket_parameters)
     forward_flat = f.forward_flat
-    full = parts.waiting + parts.current
-    next_bucket = np.maximum(full - (f.blocks_between + 1) * parts.saved, parts.waiting)
-    several = f.blocks_between > 0
-    at_last, at_next = (
-        np.maximum(start + parts.last_excess, np.where(several, start - parts.last_saved + parts.next_excess + f.held, 0.0))
-        for start in (full, next_bucket)
-    )
-    at_next = np.where(several, at_next, activations[4])
-    at_reduction = np.where(several, next_bucket + parts.hidden, activations[5])
+    several, gone = f.blocks_between > 0, f.blocks_between * parts.saved
+    at_last = np.where(several, np.maximum(at["backward last"], at["backward next"] + f.held), at["backward last"])
+    later = np.maximum(at["backward last"] - gone - parts.saved, at["backward next"] - gone + f.held)
+    at_next = np.where(several, later, at["backward next"])
+    at_reduction = at["reduction"] - np.where(several, gone, 0.0)
     ahead = np.where(f.keeps, 0.0, f.flat)
     early = f.summed + f.narrow_head
     late = f.summed_at_first + f.cut_others
@@ -215,20 +204,23 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
     reduced = np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket)
     root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
     moments = [
-        Moment(activations[0], at_work, f.summed, forward_flat, old + forward_flat),
-        Moment(activations[1], outside, f.summed, forward_flat, old + forward_flat),
-        Moment(activations[2], outside, f.summed, ahead, old + ahead),
+        Moment(at["forward"], at_work, f.summed, forward_flat, old + forward_flat),
+        Moment(at["head forward"], outside, f.summed, forward_flat, old + forward_flat),
+        Moment(at["head backward"], outside, f.summed, ahead, old + ahead),
         Moment(at_last, at_work, early, ahead, old + ahead),
         Moment(at_next, next_one, early + f.cut_bucket, f.reduce_bucket + ahead, old + ahead),
         Moment(at_reduction, after_one, early + reduced, f.reduce_bucket + ahead, old + ahead),
-        Moment(activations[6] + f.held, at_first, late + f.narrow_head, f.reduce_bucket, sharded * f.cut_others),
+        Moment(at["backward first"] + f.held, at_first, late + f.narrow_head, f.reduce_bucket, sharded * f.cut_others),
         Moment(
-            parts.waiting + parts.embedding_saved,
+            at["outside"],
             np.where(f.stays, f.all_parameters, 0.0),
             late + f.cut_bucket + root_reduced,
             f.reduce_root,
             sharded * (f.cut_others + f.cut_bucket),
         ),
+        Moment(at["input last"], at_work, early, ahead, old + ahead),
+        Moment(at["input first"], at_work, early, ahead, old + ahead),
+        Moment(at["weights"], outside, early + f.narrow_stage, NOTHING, old),
         Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
                sharded * state.late_gradients),
     ]  # fmt: skip
@@ -237,7 +229,7 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         late = {"backward next": of_bucket, "reduction": of_bucket, "backward first": of_bucket, "outside": at_end}
         moments = [one._replace(late=late.get(name, NOTHING)) for name, one in zip(MOMENTS, moments, strict=True)]
     fresh = state.reduce_itemsize * (state.blocks - state.block) / state.shard
-    for index in range(MOMENTS.index("backward next"), MOMENTS.index("optimizer")):
+    for index in range(MOMENTS.index("backward next"), MOMENTS.index("input last")):
         one = moments[index]
         cut = fresh if index >= MOMENTS.index("backward first") else 0.0
         more = np.where(f.first_of_two, np.maximum(f.all_parameters - one.gathered - f.summed + cut, 0.0), 0.0)

@@ -48,6 +48,8 @@ class Stages:
     """Of `layers`, those that stay in bf16 beside blocks in fp8."""
     exists: Floats
     """How many ranks of this sort a pipeline has: 1, pp - 2, 1; with pp = 1 the first is the only one."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """A cut of one's own."""
 
 
 def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
@@ -84,6 +86,7 @@ def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[i
         root_parameters=of_embedding + of_head,
         kept_layers=kept,
         exists=exists,
+        layers_per_stage=layers_per_stage,
     )
 
 
@@ -140,7 +143,7 @@ def _sorts_of_ranks(
     and the head, and the blocks of its largest chunk."""
     ends = np.cumsum(chunks)
     rows = []
-    for stages in _stages_of_ranks(len(chunks), pp, schedule):
+    for stages in stages_of_ranks(len(chunks), pp, schedule):
         by_kind = [0.0] * num_kinds
         for stage in stages:
             for kind in kind_of_layer[ends[stage] - chunks[stage] : ends[stage]]:
@@ -153,7 +156,7 @@ def _sorts_of_ranks(
     return [rows[0], between, rows[-1]]
 
 
-def _stages_of_ranks(num_stages: int, pp: int, schedule: str) -> list[list[int]]:
+def stages_of_ranks(num_stages: int, pp: int, schedule: str) -> list[list[int]]:
     """The stages each rank holds: one after another around the ranks; there and back; or from both ends at once."""
     if schedule in ("zb-v", "dualpipe-v") and num_stages == 2 * pp:
         return [[rank, 2 * pp - 1 - rank] for rank in range(pp)]

@@ -1,0 +1,243 @@
+"""What a rank of a pipeline holds at the moments of its passes, counted from its own list of actions: blocks, not bytes.
+
+A row of counts is a moment of one pass; bytes of a layout's blocks times it are what the rank holds then. Rows that another
+has more of everything than are left out, so that few are left, and they are the same for all layouts with one pipeline:
+
+    whole     micro-batches between F and B (or I), by type of block      waits   between I and W
+    excess    of a block at work: forward, backward, or in I              hidden  gradients that the first stage's W waits for
+
+    zb-h1 on 4 ranks, rank 2, a block a stage: before I 2 whole + 2 waiting; before W 1 whole + 3 waiting
+
+A type is a kind of block in one way of recomputing it, so that "every second block" is what it is on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.schedules.actions import Action, Kind
+from ultrascale.schedules.build import build_schedule
+
+Floats = NDArray[np.float64]
+BY_TYPE = ("whole", "waits", "forward", "backward", "input")
+"""Columns of each type of block: how often it is held, held for W, at work in F, in B, in I (what it needs beyond `whole`)."""
+APART = ("embedding", "head", "hidden")
+"""Columns after those."""
+PASSES = (
+    "forward", "head forward", "head backward", "backward last", "backward next", "reduction", "backward first", "outside",
+    "input last", "input first", "weights",
+)  # fmt: skip
+"""Moments of passes: `plan.rank_moments` says what is there beside activations."""
+FORWARD_FIRST = ("afab", "breadth-first")
+
+
+class Pipeline(NamedTuple):
+    """All that decides what ranks hold."""
+
+    schedule: str
+    pp: int
+    virtual_stages: int
+    num_micro_batches: int
+    chunks: tuple[int, ...]
+    """Blocks of each stage."""
+    types: tuple[int, ...]
+    """Of every block."""
+    num_types: int
+
+
+class Loads(NamedTuple):
+    """Rows of counts, [rows, columns], and where those of each moment of the first, the middle and the last rank begin."""
+
+    rows: Floats
+    begins: NDArray[np.intp]
+    """[3 x PASSES]"""
+    never: NDArray[np.bool_]
+    """[3 x PASSES]: the rank has no such moment, and its row is zeros."""
+
+    def most(self, num_bytes: Floats) -> Floats:
+        """[3, PASSES, layouts] of the bytes of each column, [columns, layouts]; minus infinity where there is no such moment."""
+        found = np.maximum.reduceat(self.rows @ num_bytes, self.begins, axis=0)
+        found[self.never] = -np.inf
+        return found.reshape(3, len(PASSES), -1)
+
+
+def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
+    """So few that hold as much: from there on a schedule repeats itself. Where all go forward first one stands for all."""
+    if schedule in FORWARD_FIRST:
+        return 1
+    if schedule == "interleaved":
+        count = max(1, num_micro_batches // pp)
+        return num_micro_batches if count < 3 else 2 * pp + 2 * (num_micro_batches % pp > 0)
+    few = {"1f1b": 1, "zb-h1": 2}.get(schedule, 4) * pp
+    return num_micro_batches if num_micro_batches <= few else few + num_micro_batches % 2 * (schedule == "dualpipe")
+
+
+@lru_cache(maxsize=4096)
+def loads_of(pipeline: Pipeline) -> Loads:
+    """What the ranks of a known schedule hold; `num_micro_batches` of `enough_micro_batches`."""
+    name, pp = pipeline.schedule, pipeline.pp
+    if pp == 1:
+        return loads_of_actions([[Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)]], pipeline)
+    virtual = pipeline.virtual_stages if name in ("interleaved", "breadth-first") else None
+    return loads_of_actions(build_schedule(name, pp, pipeline.num_micro_batches, virtual), pipeline)
+
+
+def loads_of_actions(schedule: Sequence[Sequence[Action]], pipeline: Pipeline) -> Loads:
+    """The same of lists of actions."""
+    stages = _types_of_stages(pipeline)
+    sorts = [[0], _different(schedule, stages), [len(schedule) - 1] if len(schedule) > 1 else []]
+    columns = len(BY_TYPE) * pipeline.num_types + len(APART)
+    rows, begins, never, total = [], [], [], 0
+    for ranks in sorts:
+        found: dict[str, set[tuple[float, ...]]] = {name: set() for name in PASSES}
+        for rank in ranks:
+            for name, some in _Rank(stages, pipeline.num_types).play(schedule[rank]).items():
+                found[name] |= some
+        for name in PASSES:
+            best = _highest(found[name], columns)
+            begins.append(total)
+            never.append(not found[name])
+            rows.append(best)
+            total += len(best)
+    return Loads(np.concatenate(rows), np.array(begins, dtype=np.intp), np.array(never))
+
+
+def _types_of_stages(pipeline: Pipeline) -> list[tuple[int, ...]]:
+    ends = [0, *accumulate(pipeline.chunks)]
+    return [pipeline.types[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def _different(schedule: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]) -> list[int]:
+    """Of the ranks between the ends: of those that hold the same blocks the first, which has most micro-batches under way, and
+    the last, which has most waiting for W."""
+    ends: dict[object, list[int]] = {}
+    for rank in range(1, len(schedule) - 1):
+        held = sorted({part.stage for action in schedule[rank] for part in action.parts})
+        ends.setdefault(tuple(stages[stage] for stage in held), []).append(rank)
+    return sorted({rank for alike in ends.values() for rank in (alike[0], alike[-1])})
+
+
+def _highest(rows: Iterable[tuple[float, ...]], columns: int) -> Floats:
+    """Those that no other has at least as much of everything as; a row of zeros if there are none."""
+    table = np.array(sorted(rows, reverse=True)).reshape(-1, columns)
+    kept: list[Floats] = []
+    for row in table:
+        if not any((row <= other).all() for other in kept):
+            kept.append(row)
+    return np.array(kept) if kept else np.zeros((1, columns))
+
+
+class _Rank:
+    """A rank's actions played: blocks held, by stage."""
+
+    def __init__(self, stages: Sequence[tuple[int, ...]], num_types: int):
+        self.stages, self.num_types, self.last = stages, num_types, len(stages) - 1
+        self.whole = dict.fromkeys(range(len(stages)), 0)
+        self.waits = dict.fromkeys(range(len(stages)), 0)
+        self.found: dict[str, set[tuple[float, ...]]] = {name: set() for name in PASSES}
+        self._seen: set[tuple[object, ...]] = set()
+
+    def play(self, actions: Sequence[Action]) -> dict[str, set[tuple[float, ...]]]:
+        """By moment the counts of all different ones."""
+        held = {part.stage for action in actions for part in action.parts}
+        self.whole, self.waits = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
+        parts = [part for action in actions for part in action.parts]
+        for number, part in enumerate(parts):
+            ahead = parts[number + 1].kind if number + 1 < len(parts) else None
+            getattr(self, f"_{part.kind.name.lower()}")(part.stage, ahead)
+        return self.found
+
+    def _forward(self, stage: int, ahead: Kind | None) -> None:
+        self.whole[stage] += 1
+        if (ahead is Kind.FORWARD and stage < self.last) or self._is_known("F", stage):
+            return
+        for kind in sorted(set(self.stages[stage])) or [None]:
+            self._note("forward", forward=kind)
+        if stage == self.last:
+            self._note("head forward", head=-1)
+
+    def _backward(self, stage: int, ahead: Kind | None) -> None:
+        if not self._is_known("B", stage):
+            self._back(stage, "backward")
+        self.whole[stage] -= 1
+
+    def _input_gradient(self, stage: int, ahead: Kind | None) -> None:
+        if stage == 0:  # nobody waits for it: W does all, and the gradient that came is held until then
+            self.waits[stage] += 1
+            return
+        if not self._is_known("I", stage):
+            self._back(stage, "input")
+        self.whole[stage] -= 1
+        self.waits[stage] += 1
+
+    def _weight_gradient(self, stage: int, ahead: Kind | None) -> None:
+        self.waits[stage] -= 1
+        if stage == 0:
+            self._backward(stage, ahead)
+        elif not self._is_known("W", stage):
+            self.waits[stage] += 1
+            self._note("weights")
+            self.waits[stage] -= 1
+
+    def _back(self, stage: int, work: str) -> None:
+        """The moments of a B or an I."""
+        blocks, of_head = self.stages[stage], -1 if stage == self.last else 0
+        if of_head:
+            self._note("head backward", head=of_head)
+        if work == "backward" and (stage == 0 or 0 not in self.whole):
+            self._note("outside", head=of_head, gone=blocks)
+        if not blocks:
+            return
+        last, beside = blocks[-1], work == "input"
+        if beside:
+            self._note("input last", head=of_head, input=last)
+        else:
+            self._note("backward last", head=of_head, backward=last)
+            if len(blocks) > 1:
+                self._note("backward next", head=of_head, gone=(last,), backward=blocks[-2])
+            self._note("reduction", head=of_head, gone=(last,))
+        if beside:
+            waits = blocks[1:]  # what the first leaves is in its own excess
+            self._note("input first", head=of_head, gone=waits, left=waits, input=blocks[0])
+        else:
+            self._note("backward first", head=of_head, gone=blocks[1:], backward=blocks[0])
+
+    def _is_known(self, kind: str, stage: int) -> bool:
+        key = (kind, stage, *self.whole.values(), *self.waits.values())
+        if key in self._seen:
+            return True
+        self._seen.add(key)
+        return False
+
+    def _note(
+        self, name: str, *, forward: int | None = None, backward: int | None = None, input: int | None = None, head: int = 0,
+        gone: Sequence[int] = (), left: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """A moment: all that is held, without the blocks that are `gone`, with those that are `left` for W, and a block at work."""
+        kinds = self.num_types
+        row = [0.0] * (len(BY_TYPE) * kinds + len(APART))
+        for stage, count in self.whole.items():
+            for kind in self.stages[stage]:
+                row[kind] += count
+        for stage, count in self.waits.items():
+            if stage > 0:
+                for kind in self.stages[stage]:
+                    row[kinds + kind] += count
+        for kind in gone:
+            row[kind] -= 1
+        for kind in left:
+            row[kinds + kind] += 1
+        for number, kind in enumerate((forward, backward, input)):
+            if kind is not None:
+                row[(2 + number) * kinds + kind] += 1
+        apart = len(BY_TYPE) * kinds
+        row[apart] = self.whole.get(0, 0)
+        row[apart + 1] = self.whole.get(self.last, 0) + head
+        row[apart + 2] = self.waits.get(0, 0)
+        self.found[name].add(tuple(row))
