@@ -19,9 +19,9 @@ from ultrascale.plan.block_memory import (
     dummy_gradient_bytes,
     embedding_memory,
     head_memory,
-    weight_gradients,
 )
 from ultrascale.plan.blocks import distinct_shapes, layer_kinds
+from ultrascale.plan.cut_backward import CUTTING
 from ultrascale.plan.layouts import RECOMPUTE, SCHEDULES, LayoutTable, distinct
 from ultrascale.plan.rank_loads import (
     APART,
@@ -35,7 +35,6 @@ from ultrascale.plan.rank_loads import (
     loads_of_actions,
 )
 from ultrascale.plan.stages import Stages, chunk_layers_of, stages_of_ranks
-from ultrascale.plan.waiting_gradients import waiting_in_block
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.executable import Schedule
 from ultrascale.spec.layout import OFFLOAD_LEFT, Layout
@@ -44,6 +43,7 @@ from ultrascale.spec.work import Shape, block_work
 
 Floats = NDArray[np.float64]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+CUTS = [SCHEDULES.index(name) for name in CUTTING]
 EVERY = RECOMPUTE.index("every-k")
 ALL_FORWARD = np.array([name in FORWARD_FIRST for name in SCHEDULES])
 """By number: schedules in which all losses are there before the first backward pass."""
@@ -59,8 +59,10 @@ class RankActivations:
     """Of the block that saves most."""
     next_excess: Floats
     """Of a block in its backward pass, beyond what it saved."""
-    has_embedding: Floats
-    has_head: Floats
+    embedding_backward: Floats
+    """With the gradient of its table, which FSDP has among its own."""
+    has_embedding: NDArray[np.bool_]
+    has_head: NDArray[np.bool_]
     of_blocks: Floats
     """What all blocks of a rank save of one micro-batch, wherever it is kept."""
     dummies: Floats
@@ -118,7 +120,6 @@ def rank_activations(
     more["head forward"] = np.where(has_head, head[1] + heads * head[0], 0.0)
     more["head backward"] = np.where(has_head, head[2] + heads * head[0], 0.0)
     more["reduction"] = hidden
-    more["outside"] = np.where(has_embedding, embedding[2], 0.0)
     always = np.zeros((3, len(table)))
     if stack.keeps_outputs:
         later = np.where(table.pp > 1, micro_batches - 1, 0)
@@ -131,6 +132,7 @@ def rank_activations(
         at={name: most[:, number] + more[name] + always for number, name in enumerate(PASSES)},
         saved=rank_saved,
         next_excess=np.max(blocks.backward_peak - blocks.saved, axis=0),
+        embedding_backward=np.where(has_embedding, embedding[2], 0.0),
         has_embedding=has_embedding,
         has_head=has_head,
         of_blocks=of_blocks,
@@ -225,13 +227,12 @@ def _blocks(
         ways = list(MODES)
         modes = [np.where(every, MODES.index("none"), table.recompute)]
         modes += [np.full(len(table), MODES.index("full"))] if every.any() else []
-    holds_gradients = weight_gradients(stack) == "held"
+    cuts = bool(np.isin(table.schedule[table.pp > 1], CUTS).any())
 
     def of_shape(layer: int, shape: Shape, mode: str) -> tuple[float, ...]:
         one = block_memory(model, layer, shape, recompute=mode, stack=stack)
-        waits = waiting_in_block(model, layer, shape)
-        in_w = one.weight_gradient_bytes if holds_gradients else 0
-        return one.saved_bytes, one.forward_peak_bytes, one.backward_peak_bytes, one.backward_peak_bytes - in_w + waits, waits
+        in_i = block_memory(model, layer, shape, recompute=mode, stack=stack, cuts=True) if cuts else one
+        return (one.saved_bytes, one.forward_peak_bytes, one.backward_peak_bytes, in_i.backward_peak_bytes, in_i.waiting_bytes)
 
     found = []
     for mode in modes:

@@ -26,7 +26,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.cut_backward import CUTTING
+from ultrascale.plan.layouts import SCHEDULES, LayoutTable
 from ultrascale.plan.rank_activations import RankActivations
 from ultrascale.plan.rank_loads import PASSES
 from ultrascale.plan.rank_state import RankState
@@ -35,6 +36,8 @@ from ultrascale.plan.workload import Workload
 Floats = NDArray[np.float64]
 MOMENTS = (*PASSES, "optimizer")
 NOTHING = np.zeros((3, 1))
+CUTS_ALL = np.array([name in CUTTING[:2] for name in SCHEDULES])
+"""By number: schedules that cut all backward passes but the first stage's."""
 MASTER_BYTES = 4
 """Of a parameter of one process in mixed precision, and of its gradient."""
 
@@ -71,7 +74,8 @@ def rank_moments(
 
 def _passes(parts: RankActivations) -> list[Floats]:
     """Activations at each of `MOMENTS`."""
-    return [*(parts.at[name] for name in PASSES), NOTHING]
+    outside = {"outside": parts.at["outside"] + parts.embedding_backward}
+    return [*((parts.at | outside)[name] for name in PASSES), NOTHING]
 
 
 def _whole_moments(workload: Workload, state: RankState, parts: RankActivations) -> list[Moment]:
@@ -122,7 +126,9 @@ class _Fsdp(NamedTuple):
     held: Floats
     """Gradients of a bucket's other blocks."""
     narrow_stage: Floats
-    """Of all blocks of a stage: W makes them one after the other, and reduces them in the end."""
+    """Of all blocks of a stage but their experts': W makes them one after the other, and reduces them in the end."""
+    pending: Floats
+    """Gradients of experts, which I makes and W reduces: until then in the dtype of the reduction."""
     blocks_between: Floats
     """Blocks of a bucket but one."""
     keeps: NDArray[np.bool_]
@@ -171,7 +177,8 @@ def _fsdp(
         summed=state.gradients,
         summed_at_first=left,
         held=(per_bucket - 1) * fresh * state.block,
-        narrow_stage=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * blocks / table.virtual_stages),
+        narrow_stage=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * (blocks - state.experts) / table.virtual_stages),
+        pending=np.where(CUTS_ALL[table.schedule] & (table.pp > 1) & ~whole_sums, r * state.experts, 0.0) * [[0.0], [1.0], [1.0]],
         blocks_between=(per_bucket - 1.0) * (blocks > bucket),
         keeps=state.keeps | alone,
         stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),
@@ -197,14 +204,14 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
     at_next = np.where(several, later, at["backward next"])
     at_reduction = at["reduction"] - np.where(several, gone, 0.0)
     ahead = np.where(f.keeps, 0.0, f.flat)
-    early = f.summed + f.narrow_head
+    early = f.summed + f.narrow_head + f.pending
     late = f.summed_at_first + f.cut_others
     sharded = np.where(state.shard > 1, 1.0, 0.0)  # results of reductions and gathers live on streams of their own
     old = sharded * np.where(state.keeps & (state.gradients > state.late_gradients), 0.0, f.summed)
     reduced = np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket)
     root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
     moments = [
-        Moment(at["forward"], at_work, f.summed, forward_flat, old + forward_flat),
+        Moment(at["forward"], at_work, f.summed + f.pending, forward_flat, old + forward_flat),
         Moment(at["head forward"], outside, f.summed, forward_flat, old + forward_flat),
         Moment(at["head backward"], outside, f.summed, ahead, old + ahead),
         Moment(at_last, at_work, early, ahead, old + ahead),
@@ -220,7 +227,7 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         ),
         Moment(at["input last"], at_work, early, ahead, old + ahead),
         Moment(at["input first"], at_work, early, ahead, old + ahead),
-        Moment(at["weights"], outside, early + f.narrow_stage, NOTHING, old),
+        Moment(at["weights"], outside, early + f.narrow_stage, f.reduce_bucket, old),
         Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
                sharded * state.late_gradients),
     ]  # fmt: skip

@@ -54,6 +54,8 @@ class RankState:
     """Parameters that are gathered, and whose gradients are reduced, together: of one bucket."""
     blocks: Floats
     """Parameters of all blocks of a rank."""
+    experts: Floats
+    """Of these, routed experts'."""
     root: Floats
     """Parameters outside the blocks."""
     shard: Floats
@@ -114,6 +116,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
         bucket_itemsize=np.where(stages.kept_layers.sum(axis=1) > 0, compute, gathered),
         block=_largest_block(workload, table) * np.ones((3, 1)),
         blocks=total - root,
+        experts=expert,
         root=root,
         shard=shard,
         gathers=gathers,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
-from ultrascale.plan.cut_backward import is_row_sum, may_wait
 from ultrascale.plan.ledger import Held, Ledger
 from ultrascale.spec.op_builders import is_fp8, native_room
-from ultrascale.spec.model import Model
 from ultrascale.spec.ops import Op, Shape
-from ultrascale.spec.work import block_work
 
 
 class Waits(NamedTuple):
@@ -49,17 +45,3 @@ def waiting_room(op: Op, shape: Shape) -> int:
     if shape.device == "cpu":
         return shape.wide_itemsize * (m * n + m * k + n * k)
     return native_room(shape, n, m, k, lies=(False, False))
-
-
-@lru_cache(maxsize=1 << 16)
-def waiting_in_block(model: Model, layer: int, shape: Shape) -> int:
-    """Bytes that decoder block `layer` leaves between I and W: every input of its linear layers once, and the gradient of each
-    one's result, this rank's positions of it where tp sums it."""
-    ops = block_work(model, layer, shape)
-    made = {one.name: one.num_bytes for op in ops for one in op.makes}
-    made["hidden"] = shape.outer_tokens * model.hidden_size * shape.itemsize
-    parts = {op.reads[0]: op.makes[0].num_bytes for op in ops if is_row_sum(op)}
-    waiting = [op for op in ops if may_wait(op)]
-    inputs = {op.saves[0] for op in waiting}
-    gradients = [(op, parts.get(op.makes[0].name, op.makes[0].num_bytes)) for op in waiting]
-    return sum(made[name] for name in inputs) + sum(n // (shape.itemsize if is_fp8(op) else 1) for op, n in gradients)
