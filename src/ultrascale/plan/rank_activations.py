@@ -55,10 +55,12 @@ class RankActivations:
 
     at: dict[str, Floats]
     """At each of `plan.rank_loads.PASSES`; minus infinity where a rank has no such moment."""
+    pending: dict[str, Floats]
+    """Shares of the rank's stages whose gradients of I wait for W then."""
+    bare_head: NDArray[np.bool_]
+    """Whether the last stage is the head alone, [layouts]."""
     saved: Floats
     """Of the block that saves most."""
-    next_excess: Floats
-    """Of a block in its backward pass, beyond what it saved."""
     embedding_backward: Floats
     """With the gradient of its table, which FSDP has among its own."""
     has_embedding: NDArray[np.bool_]
@@ -100,11 +102,12 @@ def rank_activations(
     # Multi-token prediction goes through the same head, and its loss comes first: what it saves is there beside the other's.
     columns = np.concatenate([
         kept * blocks.saved, blocks.waits, blocks.forward_peak - blocks.saved, blocks.backward_peak - blocks.saved,
-        blocks.input_peak - blocks.saved, [kept * embedding[0], kept * (1 + heads) * head[0], hidden],
+        blocks.input_peak - blocks.saved, [kept * embedding[0], kept * (1 + heads) * head[0], hidden, 0.0 * hidden],
     ])  # fmt: skip
     assert len(columns) == len(BY_TYPE) * len(blocks.saved) + len(APART)
     cuts = _cuts(workload, table, stages, micro_batches, len(blocks.saved))
     most, of_blocks, rank_saved = np.empty((3, len(PASSES), len(table))), np.empty((3, len(table))), np.empty((3, len(table)))
+    pending, bare_head = np.zeros((3, len(PASSES), len(table))), np.zeros(len(table), dtype=bool)
     for pipeline, rows in cuts:
         loads = loads_of(pipeline) if schedule is None else loads_of_actions(schedule, pipeline)
         own, saved = columns[:, rows], blocks.saved[:, rows]
@@ -114,6 +117,8 @@ def rank_activations(
             most[:, :, rows] = loads.most(own)
         of_rank, there = _blocks_of_ranks(pipeline)
         of_blocks[:, rows] = of_rank @ saved
+        pending[:, :, rows] = loads.pending[:, :, None]
+        bare_head[rows] = not pipeline.chunks[-1]
         rank_saved[:, rows] = np.where(there[:, :, None], saved, 0.0).max(axis=1)
     has_embedding, has_head = stages.has_embedding > 0, stages.has_head > 0
     more = dict.fromkeys(PASSES, np.zeros(1))
@@ -130,8 +135,9 @@ def rank_activations(
         always += np.where(offloads, left, 0.0)
     return RankActivations(
         at={name: most[:, number] + more[name] + always for number, name in enumerate(PASSES)},
+        pending={name: pending[:, number] for number, name in enumerate(PASSES)},
+        bare_head=bare_head,
         saved=rank_saved,
-        next_excess=np.max(blocks.backward_peak - blocks.saved, axis=0),
         embedding_backward=np.where(has_embedding, embedding[2], 0.0),
         has_embedding=has_embedding,
         has_head=has_head,

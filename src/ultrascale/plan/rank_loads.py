@@ -27,8 +27,8 @@ from ultrascale.schedules.build import build_schedule
 Floats = NDArray[np.float64]
 BY_TYPE = ("whole", "waits", "forward", "backward", "input")
 """Columns of each type of block: how often it is held, held for W, at work in F, in B, in I (what it needs beyond `whole`)."""
-APART = ("embedding", "head", "hidden")
-"""Columns after those."""
+APART = ("embedding", "head", "hidden", "pending")
+"""Columns after those; the last is the share of the rank's stages whose gradients of I wait for W to reduce them."""
 PASSES = (
     "forward", "head forward", "head backward", "backward last", "backward next", "reduction", "backward first", "outside",
     "input last", "input first", "weights",
@@ -59,6 +59,11 @@ class Loads(NamedTuple):
     """[3 x PASSES]"""
     never: NDArray[np.bool_]
     """[3 x PASSES]: the rank has no such moment, and its row is zeros."""
+
+    @property
+    def pending(self) -> Floats:
+        """[3, PASSES]: the most of that share."""
+        return np.maximum.reduceat(self.rows[:, -1], self.begins).reshape(3, len(PASSES))
 
     def most(self, num_bytes: Floats) -> Floats:
         """[3, PASSES, layouts] of the bytes of each column, [columns, layouts]; minus infinity where there is no such moment."""
@@ -204,7 +209,7 @@ class _Rank:
             self._note("reduction", head=of_head, gone=(last,))
         if beside:
             waits = blocks[1:]  # what the first leaves is in its own excess
-            self._note("input first", head=of_head, gone=waits, left=waits, input=blocks[0])
+            self._note("input first", head=of_head, gone=waits, left=waits, input=blocks[0], own=stage)
         else:
             self._note("backward first", head=of_head, gone=blocks[1:], backward=blocks[0])
 
@@ -217,9 +222,10 @@ class _Rank:
 
     def _note(
         self, name: str, *, forward: int | None = None, backward: int | None = None, input: int | None = None, head: int = 0,
-        gone: Sequence[int] = (), left: Sequence[int] = (),
+        gone: Sequence[int] = (), left: Sequence[int] = (), own: int = 0,
     ) -> None:  # fmt: skip
-        """A moment: all that is held, without the blocks that are `gone`, with those that are `left` for W, and a block at work."""
+        """A moment: all that is held, without the blocks that are `gone`, with those that are `left` for W (of stage `own`), and
+        a block at work."""
         kinds = self.num_types
         row = [0.0] * (len(BY_TYPE) * kinds + len(APART))
         for stage, count in self.whole.items():
@@ -240,4 +246,6 @@ class _Rank:
         row[apart] = self.whole.get(0, 0)
         row[apart + 1] = self.whole.get(self.last, 0) + head
         row[apart + 2] = self.waits.get(0, 0)
+        pending = {stage for stage, count in self.waits.items() if count and stage} | ({own} if own else set())
+        row[apart + 3] = len(pending) / len(self.waits)
         self.found[name].add(tuple(row))

@@ -36,8 +36,8 @@ from ultrascale.plan.workload import Workload
 Floats = NDArray[np.float64]
 MOMENTS = (*PASSES, "optimizer")
 NOTHING = np.zeros((3, 1))
-CUTS_ALL = np.array([name in CUTTING[:2] for name in SCHEDULES])
-"""By number: schedules that cut all backward passes but the first stage's."""
+CUTS = np.array([name in CUTTING for name in SCHEDULES])
+"""By number: schedules that cut backward passes in two."""
 MASTER_BYTES = 4
 """Of a parameter of one process in mixed precision, and of its gradient."""
 
@@ -155,36 +155,40 @@ def _fsdp(
     adds = np.where(whole_sums, 0.0, 1.0)  # whether gradients of this micro-batch need memory of their own once summed
     fresh = np.where(whole_sums & (c >= wide), 0.0, c)  # and before: if they are not narrower, autograd adds in place
     both_ends = parts.has_head & parts.has_embedding
-    half = np.where(both_ends & (not workload.model.tie_word_embeddings), 0.5, 1.0)
+    half = np.where(both_ends & ((table.pp > 1) | (not workload.model.tie_word_embeddings)), 0.5, 1.0)
+    ends = np.where(both_ends & (table.pp > 1), 0.5, 1.0) * root  # of one stage, which are reduced together
+    cut_in_two = CUTS[table.schedule] & (table.pp > 1)
     left = state.gradients - np.where(whole_sums & cuts, wide * (blocks - bucket) * (1 - 1 / n), 0.0)
     return _Fsdp(
         all_parameters=np.where(copies > 0, state.gathered_itemsize, 0.0) * blocks + copies * root,
         bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * bucket,
         root_parameters=copies * root,
-        flat=flat * bucket,
+        flat=np.where(blocks > 0, flat * bucket, flat * root),
         narrow_bucket=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * bucket),
-        narrow_root=np.where(whole_sums, 0.0, c * root),
+        narrow_root=np.where(whole_sums, 0.0, c * ends),
         narrow_head=fresh * root * np.where(parts.has_head, half, 0.0),
         narrow_embedding=np.where(parts.has_embedding, c * root * half, 0.0),
-        narrow_largest=np.where((scatters & ~cuts) | (alone & (c >= wide)), 0.0, c * root * half),
+        narrow_largest=np.where(
+            (scatters & ~cuts) | (alone & (c >= wide)), 0.0, (c + np.where(alone & whole_sums, wide, 0.0)) * root * half
+        ),
         reduce_bucket=np.where(cuts, r * bucket, 0.0),
-        reduce_root=np.where(cuts, r * root, 0.0),
+        reduce_root=np.where(cuts, r * ends, 0.0),
         copy_bucket=np.where(scatters & ~cuts, r * bucket * (2 - adds), 0.0),
-        copy_root=np.where(scatters & ~cuts, r * root * (2 - adds), 0.0),
+        copy_root=np.where(scatters & ~cuts, r * ends * (2 - adds), 0.0),
         cut_bucket=adds * wide * bucket / n,
-        cut_root=adds * wide * root / n,
+        cut_root=adds * wide * ends / n,
         cut_others=adds * wide * (blocks - bucket) / n * np.where(repeated & (table.zero_stage >= 2) & scatters, 0.0, 1.0),
         summed=state.gradients,
         summed_at_first=left,
         held=(per_bucket - 1) * fresh * state.block,
         narrow_stage=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * (blocks - state.experts) / table.virtual_stages),
-        pending=np.where(CUTS_ALL[table.schedule] & (table.pp > 1) & ~whole_sums, r * state.experts, 0.0) * [[0.0], [1.0], [1.0]],
+        pending=np.where(cut_in_two & ~whole_sums, r * (state.experts + np.where(parts.has_head, root * half, 0.0)), 0.0),
         blocks_between=(per_bucket - 1.0) * (blocks > bucket),
         keeps=state.keeps | alone,
         stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),
         first_of_two=(table.zero_stage == 2) & (micro_batches == 2) & scatters,
         forward_flat=np.where(
-            cuts, np.maximum(flat * bucket - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0), 0.0
+            cuts, np.maximum(flat * np.where(blocks > 0, bucket, root) - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0), 0.0
         ),
     )
 
@@ -198,26 +202,29 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
     next_one = np.where(f.keeps, after_one, at_work)
     at_first = np.where(f.stays, f.all_parameters, f.root_parameters + f.bucket_parameters)
     forward_flat = f.forward_flat
+    head_flat = np.where(parts.bare_head & ~f.keeps & (state.shard > 1), np.maximum(forward_flat, f.root_parameters), forward_flat)
     several, gone = f.blocks_between > 0, f.blocks_between * parts.saved
     at_last = np.where(several, np.maximum(at["backward last"], at["backward next"] + f.held), at["backward last"])
     later = np.maximum(at["backward last"] - gone - parts.saved, at["backward next"] - gone + f.held)
     at_next = np.where(several, later, at["backward next"])
     at_reduction = at["reduction"] - np.where(several, gone, 0.0)
     ahead = np.where(f.keeps, 0.0, f.flat)
-    early = f.summed + f.narrow_head + f.pending
+    reduced_before = np.where(state.stage_blocks > f.blocks_between + 1, f.reduce_bucket, 0.0)
+    early = f.summed + f.narrow_head
+    pending = {name: share * f.pending for name, share in parts.pending.items()}
     late = f.summed_at_first + f.cut_others
     sharded = np.where(state.shard > 1, 1.0, 0.0)  # results of reductions and gathers live on streams of their own
     old = sharded * np.where(state.keeps & (state.gradients > state.late_gradients), 0.0, f.summed)
     reduced = np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket)
     root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
     moments = [
-        Moment(at["forward"], at_work, f.summed + f.pending, forward_flat, old + forward_flat),
-        Moment(at["head forward"], outside, f.summed, forward_flat, old + forward_flat),
-        Moment(at["head backward"], outside, f.summed, ahead, old + ahead),
+        Moment(at["forward"], at_work, f.summed + pending["forward"], forward_flat, old + forward_flat),
+        Moment(at["head forward"], outside, f.summed + pending["head forward"], head_flat, old + forward_flat),
+        Moment(at["head backward"], outside, f.summed + pending["head backward"], ahead, old + ahead),
         Moment(at_last, at_work, early, ahead, old + ahead),
         Moment(at_next, next_one, early + f.cut_bucket, f.reduce_bucket + ahead, old + ahead),
         Moment(at_reduction, after_one, early + reduced, f.reduce_bucket + ahead, old + ahead),
-        Moment(at["backward first"] + f.held, at_first, late + f.narrow_head, f.reduce_bucket, sharded * f.cut_others),
+        Moment(at["backward first"] + f.held, at_first, late + f.narrow_head, reduced_before, sharded * f.cut_others),
         Moment(
             at["outside"],
             np.where(f.stays, f.all_parameters, 0.0),
@@ -225,9 +232,9 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
             f.reduce_root,
             sharded * (f.cut_others + f.cut_bucket),
         ),
-        Moment(at["input last"], at_work, early, ahead, old + ahead),
-        Moment(at["input first"], at_work, early, ahead, old + ahead),
-        Moment(at["weights"], outside, early + f.narrow_stage, f.reduce_bucket, old),
+        Moment(at["input last"], at_work, early + pending["input last"], ahead, old + ahead),
+        Moment(at["input first"], at_work, early + pending["input first"], ahead, old + ahead),
+        Moment(at["weights"], outside, early + f.narrow_stage + pending["weights"], f.reduce_bucket, old),
         Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
                sharded * state.late_gradients),
     ]  # fmt: skip

@@ -56,6 +56,8 @@ class RankState:
     """Parameters of all blocks of a rank."""
     experts: Floats
     """Of these, routed experts'."""
+    stage_blocks: Floats
+    """Blocks of the largest stage of a rank."""
     root: Floats
     """Parameters outside the blocks."""
     shard: Floats
@@ -117,6 +119,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
         block=_largest_block(workload, table) * np.ones((3, 1)),
         blocks=total - root,
         experts=expert,
+        stage_blocks=stages.chunk_layers,
         root=root,
         shard=shard,
         gathers=gathers,
