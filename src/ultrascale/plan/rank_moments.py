@@ -98,6 +98,8 @@ class _Fsdp(NamedTuple):
     root_parameters: Floats
     flat: Floats
     """An all-gather's output that is not unpacked yet."""
+    flat_beside: Floats
+    """The same beside a reduction: where experts are a bucket of their own, of the smaller of a block's two."""
     narrow_bucket: Floats
     """Gradients of a bucket as autograd makes them."""
     narrow_root: Floats
@@ -147,7 +149,15 @@ def _fsdp(
     flat = np.where(n > 1, state.bucket_itemsize, 0.0)
     wide = np.where(alone, np.maximum(c, MASTER_BYTES), r)  # of a summed gradient
     per_bucket = np.where(alone, 1, table.layers_per_bucket)
-    bucket, blocks, root = np.minimum(state.block * per_bucket, state.blocks), state.blocks, state.root
+    blocks, root, expert_shard = state.blocks, state.root, np.where(n > 1, state.expert_shard, 1)
+    dense, experts = ((state.block - state.block_experts) * per_bucket, state.block_experts * per_bucket)
+    dense, experts = np.minimum(dense, blocks - state.experts), np.minimum(experts, state.experts)
+    # Experts that are cut over other ranks than the rest are a bucket of their own, before the rest of their block.
+    apart = (experts > 0) & (table.tp * table.ep * table.expert_tp > 1)
+    bucket, alone_experts = dense + experts, np.where(apart, experts * (expert_shard > 1), 0.0)
+    larger = np.where(apart, np.maximum(dense, alone_experts), bucket)
+    smaller = np.where(apart, np.minimum(dense, alone_experts), bucket)
+    others_dense, others_experts = blocks - state.experts - dense, state.experts - experts
     copies = np.where(alone & (c >= MASTER_BYTES), 0.0, c)  # one process in one dtype computes with the parameters themselves
     cuts, scatters = n > 1, ~alone
     repeated = micro_batches > 1
@@ -158,26 +168,28 @@ def _fsdp(
     half = np.where(both_ends & ((table.pp > 1) | (not workload.model.tie_word_embeddings)), 0.5, 1.0)
     ends = np.where(both_ends & (table.pp > 1), 0.5, 1.0) * root  # of one stage, which are reduced together
     cut_in_two = CUTS[table.schedule] & (table.pp > 1)
-    left = state.gradients - np.where(whole_sums & cuts, wide * (blocks - bucket) * (1 - 1 / n), 0.0)
+    to_cut = others_dense * (1 - 1 / n) + others_experts * (1 - 1 / expert_shard)
+    left = state.gradients - np.where(whole_sums & cuts, wide * to_cut, 0.0)
     return _Fsdp(
         all_parameters=np.where(copies > 0, state.gathered_itemsize, 0.0) * blocks + copies * root,
         bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * bucket,
         root_parameters=copies * root,
-        flat=np.where(blocks > 0, flat * bucket, flat * root),
-        narrow_bucket=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * bucket),
+        flat=np.where(blocks > 0, flat * larger, flat * root),
+        flat_beside=flat * smaller,
+        narrow_bucket=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * np.where(apart, np.maximum(dense, experts), bucket)),
         narrow_root=np.where(whole_sums, 0.0, c * ends),
         narrow_head=fresh * root * np.where(parts.has_head, half, 0.0),
         narrow_embedding=np.where(parts.has_embedding, c * root * half, 0.0),
         narrow_largest=np.where(
             (scatters & ~cuts) | (alone & (c >= wide)), 0.0, (c + np.where(alone & whole_sums, wide, 0.0)) * root * half
         ),
-        reduce_bucket=np.where(cuts, r * bucket, 0.0),
+        reduce_bucket=np.where(cuts, r * larger, 0.0),
         reduce_root=np.where(cuts, r * ends, 0.0),
         copy_bucket=np.where(scatters & ~cuts, r * bucket * (2 - adds), 0.0),
         copy_root=np.where(scatters & ~cuts, r * ends * (2 - adds), 0.0),
-        cut_bucket=adds * wide * bucket / n,
+        cut_bucket=adds * wide * (dense / n + experts / expert_shard),
         cut_root=adds * wide * ends / n,
-        cut_others=adds * wide * (blocks - bucket) / n * np.where(repeated & (table.zero_stage >= 2) & scatters, 0.0, 1.0),
+        cut_others=adds * wide * (others_dense / n + others_experts / expert_shard) * np.where(repeated & (table.zero_stage >= 2) & scatters, 0.0, 1.0),
         summed=state.gradients,
         summed_at_first=left,
         held=(per_bucket - 1) * fresh * state.block,
@@ -188,7 +200,7 @@ def _fsdp(
         stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),
         first_of_two=(table.zero_stage == 2) & (micro_batches == 2) & scatters,
         forward_flat=np.where(
-            cuts, np.maximum(flat * np.where(blocks > 0, bucket, root) - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0), 0.0
+            cuts, np.maximum(flat * np.where(blocks > 0, larger, root) - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0), 0.0
         ),
     )
 
@@ -209,6 +221,7 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
     at_next = np.where(several, later, at["backward next"])
     at_reduction = at["reduction"] - np.where(several, gone, 0.0)
     ahead = np.where(f.keeps, 0.0, f.flat)
+    beside = np.where(f.keeps, 0.0, f.flat_beside)
     reduced_before = np.where(state.stage_blocks > f.blocks_between + 1, f.reduce_bucket, 0.0)
     early = f.summed + f.narrow_head
     pending = {name: share * f.pending for name, share in parts.pending.items()}
@@ -222,8 +235,8 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         Moment(at["head forward"], outside, f.summed + pending["head forward"], head_flat, old + forward_flat),
         Moment(at["head backward"], outside, f.summed + pending["head backward"], ahead, old + ahead),
         Moment(at_last, at_work, early, ahead, old + ahead),
-        Moment(at_next, next_one, early + f.cut_bucket, f.reduce_bucket + ahead, old + ahead),
-        Moment(at_reduction, after_one, early + reduced, f.reduce_bucket + ahead, old + ahead),
+        Moment(at_next, next_one, early + f.cut_bucket, f.reduce_bucket + beside, old + ahead),
+        Moment(at_reduction, after_one, early + reduced, f.reduce_bucket + beside, old + ahead),
         Moment(at["backward first"] + f.held, at_first, late + f.narrow_head, reduced_before, sharded * f.cut_others),
         Moment(
             at["outside"],
