@@ -55,6 +55,8 @@ class RankActivations:
 
     at: dict[str, Floats]
     """At each of `plan.rank_loads.PASSES`; minus infinity where a rank has no such moment."""
+    at_first: dict[str, Floats]
+    """The same before any backward pass of a step has ended: then there are no summed gradients yet."""
     pending: dict[str, Floats]
     """Shares of the rank's stages whose gradients of I wait for W then."""
     bare_head: NDArray[np.bool_]
@@ -106,15 +108,15 @@ def rank_activations(
     ])  # fmt: skip
     assert len(columns) == len(BY_TYPE) * len(blocks.saved) + len(APART)
     cuts = _cuts(workload, table, stages, micro_batches, len(blocks.saved))
-    most, of_blocks, rank_saved = np.empty((3, len(PASSES), len(table))), np.empty((3, len(table))), np.empty((3, len(table)))
+    most, of_blocks, rank_saved = np.empty((3, 2, len(PASSES), len(table))), np.empty((3, len(table))), np.empty((3, len(table)))
     pending, bare_head = np.zeros((3, len(PASSES), len(table))), np.zeros(len(table), dtype=bool)
     for pipeline, rows in cuts:
         loads = loads_of(pipeline) if schedule is None else loads_of_actions(schedule, pipeline)
         own, saved = columns[:, rows], blocks.saved[:, rows]
         if pipeline.schedule in FORWARD_FIRST and pipeline.pp > 1:
-            most[:, :, rows] = _all_forward(loads, own, micro_batches[rows], len(saved))
+            most[..., rows] = _all_forward(loads, own, micro_batches[rows], len(saved))
         else:
-            most[:, :, rows] = loads.most(own)
+            most[..., rows] = loads.most(own)
         of_rank, there = _blocks_of_ranks(pipeline)
         of_blocks[:, rows] = of_rank @ saved
         pending[:, :, rows] = loads.pending[:, :, None]
@@ -134,7 +136,8 @@ def rank_activations(
         left = np.minimum(of_blocks / table.virtual_stages, OFFLOAD_LEFT * rank_saved) + embedding[0] * stages.has_embedding
         always += np.where(offloads, left, 0.0)
     return RankActivations(
-        at={name: most[:, number] + more[name] + always for number, name in enumerate(PASSES)},
+        at={name: most[:, 1, number] + more[name] + always for number, name in enumerate(PASSES)},
+        at_first={name: most[:, 0, number] + more[name] + always for number, name in enumerate(PASSES)},
         pending={name: pending[:, number] for number, name in enumerate(PASSES)},
         bare_head=bare_head,
         saved=rank_saved,
@@ -156,7 +159,8 @@ def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64]
     rest = Loads(np.maximum(loads.rows, 0.0), loads.begins, loads.never).most(whole)
     forward = [PASSES.index("forward"), PASSES.index("head forward"), PASSES.index("head backward")]
     every = np.where(np.isfinite(rest), rest, 0.0)
-    every[:, :] = every[:, forward].max(axis=1, keepdims=True)
+    every[:] = every[:, :, forward].max(axis=(1, 2))[:, None, None]
+    found[:, 1] = np.maximum(found[:, 1], np.where(micro_batches > 1, found[:, 0], -np.inf))
     return found + (micro_batches - 1) * every
 
 
@@ -166,8 +170,7 @@ def _cuts(
     """The different pipelines of `table`, and the layouts with each."""
     every = np.where(table.recompute == EVERY, table.recompute_every, 0)
     piped = table.pp > 1
-    counts = np.where(piped, micro_batches, 1)
-    keys = np.stack([np.where(piped, table.schedule, 0), table.pp, table.virtual_stages, counts, every, table.kept_blocks])
+    keys = np.stack([np.where(piped, table.schedule, 0), table.pp, table.virtual_stages, micro_batches, every, table.kept_blocks])
     if len(table) == 1:
         return [(_pipeline(workload, table, stages, keys[:, 0], num_types), np.zeros(1, dtype=np.intp))]
     order = np.lexsort(keys)

@@ -4,7 +4,8 @@ A row of counts is a moment of one pass; bytes of a layout's blocks times it are
 has more of everything than are left out, so that few are left, and they are the same for all layouts with one pipeline:
 
     whole     micro-batches between F and B (or I), by type of block      waits   between I and W
-    excess    of a block at work: forward, backward, or in I              hidden  gradients that the first stage's W waits for
+    excess    of a block at work: forward, backward, or in I              hidden  messages: the next one, already under way, that of
+              the gradient until the stage is done, and those that wait for the first stage's W
 
     zb-h1 on 4 ranks, rank 2, a block a stage: before I 2 whole + 2 waiting; before W 1 whole + 3 waiting
 
@@ -15,14 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.sharded import FINISHES
 
 Floats = NDArray[np.float64]
 BY_TYPE = ("whole", "waits", "forward", "backward", "input")
@@ -35,6 +38,10 @@ PASSES = (
 )  # fmt: skip
 """Moments of passes: `plan.rank_moments` says what is there beside activations."""
 FORWARD_FIRST = ("afab", "breadth-first")
+
+
+Found = dict[tuple[bool, str], set[tuple[float, ...]]]
+"""Counts by whether a backward pass has ended, and by moment."""
 
 
 class Pipeline(NamedTuple):
@@ -52,34 +59,37 @@ class Pipeline(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """Rows of counts, [rows, columns], and where those of each moment of the first, the middle and the last rank begin."""
+    """Rows of counts, [rows, columns], and where those of each moment of the first, the middle and the last rank begin, each
+    before the first backward pass of a step has ended on the rank and after it."""
 
     rows: Floats
     begins: NDArray[np.intp]
-    """[3 x PASSES]"""
+    """[3 x 2 x PASSES]"""
     never: NDArray[np.bool_]
-    """[3 x PASSES]: the rank has no such moment, and its row is zeros."""
+    """[3 x 2 x PASSES]: the rank has no such moment, and its row is zeros."""
 
     @property
     def pending(self) -> Floats:
         """[3, PASSES]: the most of that share."""
-        return np.maximum.reduceat(self.rows[:, -1], self.begins).reshape(3, len(PASSES))
+        return np.maximum.reduceat(self.rows[:, -1], self.begins).reshape(3, 2, len(PASSES)).max(axis=1)
 
     def most(self, num_bytes: Floats) -> Floats:
-        """[3, PASSES, layouts] of the bytes of each column, [columns, layouts]; minus infinity where there is no such moment."""
+        """[3, 2, PASSES, layouts] of the bytes of each column, [columns, layouts]; minus infinity where there is no such moment."""
         found = np.maximum.reduceat(self.rows @ num_bytes, self.begins, axis=0)
         found[self.never] = -np.inf
-        return found.reshape(3, len(PASSES), -1)
+        return found.reshape(3, 2, len(PASSES), -1)
 
 
 def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
     """So few that hold as much: from there on a schedule repeats itself. Where all go forward first one stands for all."""
+    if pp == 1:
+        return min(num_micro_batches, 2)
     if schedule in FORWARD_FIRST:
         return 1
     if schedule == "interleaved":
         count = max(1, num_micro_batches // pp)
-        return num_micro_batches if count < 3 else 2 * pp + 2 * (num_micro_batches % pp > 0)
-    few = {"1f1b": 1, "zb-h1": 2}.get(schedule, 4) * pp
+        return num_micro_batches if count < 4 else 3 * pp + 3 * (num_micro_batches % pp > 0)
+    few = {"1f1b": 2, "zb-h1": 3}.get(schedule, 4) * pp
     return num_micro_batches if num_micro_batches <= few else few + num_micro_batches % 2 * (schedule == "dualpipe")
 
 
@@ -88,7 +98,7 @@ def loads_of(pipeline: Pipeline) -> Loads:
     """What the ranks of a known schedule hold; `num_micro_batches` of `enough_micro_batches`."""
     name, pp = pipeline.schedule, pipeline.pp
     if pp == 1:
-        return loads_of_actions([[Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)]], pipeline)
+        return loads_of_actions([accumulate(pipeline.num_micro_batches, 0)], pipeline)
     virtual = pipeline.virtual_stages if name in ("interleaved", "breadth-first") else None
     return loads_of_actions(build_schedule(name, pp, pipeline.num_micro_batches, virtual), pipeline)
 
@@ -100,22 +110,22 @@ def loads_of_actions(schedule: Sequence[Sequence[Action]], pipeline: Pipeline) -
     columns = len(BY_TYPE) * pipeline.num_types + len(APART)
     rows, begins, never, total = [], [], [], 0
     for ranks in sorts:
-        found: dict[str, set[tuple[float, ...]]] = {name: set() for name in PASSES}
+        found: Found = {(later, name): set() for later in (False, True) for name in PASSES}
         for rank in ranks:
-            for name, some in _Rank(stages, pipeline.num_types).play(schedule[rank]).items():
-                found[name] |= some
-        for name in PASSES:
-            best = _highest(found[name], columns)
+            for key, some in _Rank(stages, pipeline.num_types).play(schedule[rank]).items():
+                found[key] |= some
+        for some in found.values():
+            best = _highest(some, columns)
             begins.append(total)
-            never.append(not found[name])
+            never.append(not some)
             rows.append(best)
             total += len(best)
     return Loads(np.concatenate(rows), np.array(begins, dtype=np.intp), np.array(never))
 
 
 def _types_of_stages(pipeline: Pipeline) -> list[tuple[int, ...]]:
-    ends = [0, *accumulate(pipeline.chunks)]
-    return [pipeline.types[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    ends = [sum(pipeline.chunks[:stage]) for stage in range(len(pipeline.chunks) + 1)]
+    return [pipeline.types[start:end] for start, end in pairwise(ends)]
 
 
 def _different(schedule: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]) -> list[int]:
@@ -145,10 +155,11 @@ class _Rank:
         self.stages, self.num_types, self.last = stages, num_types, len(stages) - 1
         self.whole = dict.fromkeys(range(len(stages)), 0)
         self.waits = dict.fromkeys(range(len(stages)), 0)
-        self.found: dict[str, set[tuple[float, ...]]] = {name: set() for name in PASSES}
+        self.found: Found = {(later, name): set() for later in (False, True) for name in PASSES}
+        self.later = False
         self._seen: set[tuple[object, ...]] = set()
 
-    def play(self, actions: Sequence[Action]) -> dict[str, set[tuple[float, ...]]]:
+    def play(self, actions: Sequence[Action]) -> Found:
         """By moment the counts of all different ones."""
         held = {part.stage for action in actions for part in action.parts}
         self.whole, self.waits = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
@@ -156,14 +167,16 @@ class _Rank:
         for number, part in enumerate(parts):
             ahead = parts[number + 1].kind if number + 1 < len(parts) else None
             getattr(self, f"_{part.kind.name.lower()}")(part.stage, ahead)
+            self.later |= part.kind in FINISHES
         return self.found
 
     def _forward(self, stage: int, ahead: Kind | None) -> None:
         self.whole[stage] += 1
         if (ahead is Kind.FORWARD and stage < self.last) or self._is_known("F", stage):
             return
-        for kind in sorted(set(self.stages[stage])) or [None]:
-            self._note("forward", forward=kind)
+        blocks = self.stages[stage]
+        for kind, place in {kind: place for place, kind in enumerate(blocks)}.items():
+            self._note("forward", forward=kind, gone=blocks[place + 1 :])
         if stage == self.last:
             self._note("head forward", head=-1)
 
@@ -214,7 +227,7 @@ class _Rank:
             self._note("backward first", head=of_head, gone=blocks[1:], backward=blocks[0])
 
     def _is_known(self, kind: str, stage: int) -> bool:
-        key = (kind, stage, *self.whole.values(), *self.waits.values())
+        key = (kind, stage, self.later, *self.whole.values(), *self.waits.values())
         if key in self._seen:
             return True
         self._seen.add(key)
@@ -245,7 +258,8 @@ class _Rank:
         apart = len(BY_TYPE) * kinds
         row[apart] = self.whole.get(0, 0)
         row[apart + 1] = self.whole.get(self.last, 0) + head
-        row[apart + 2] = self.waits.get(0, 0)
+        messages = 0 if self.last == 0 else 1 + (name not in ("forward", "head forward", "weights") and not head)
+        row[apart + 2] = self.waits.get(0, 0) + messages
         pending = {stage for stage, count in self.waits.items() if count and stage} | ({own} if own else set())
         row[apart + 3] = len(pending) / len(self.waits)
-        self.found[name].add(tuple(row))
+        self.found[self.later, name].add(tuple(row))

@@ -74,8 +74,9 @@ def rank_moments(
 
 def _passes(parts: RankActivations) -> list[Floats]:
     """Activations at each of `MOMENTS`."""
-    outside = {"outside": parts.at["outside"] + parts.embedding_backward}
-    return [*((parts.at | outside)[name] for name in PASSES), NOTHING]
+    most = {name: np.maximum(parts.at[name], parts.at_first[name]) for name in PASSES}
+    most["outside"] = most["outside"] + parts.embedding_backward
+    return [*most.values(), NOTHING]
 
 
 def _whole_moments(workload: Workload, state: RankState, parts: RankActivations) -> list[Moment]:
@@ -185,7 +186,9 @@ def _fsdp(
         ),
         reduce_bucket=np.where(cuts, r * larger, 0.0),
         reduce_root=np.where(cuts, r * ends, 0.0),
-        copy_bucket=np.where(scatters & ~cuts, r * bucket * (2 - adds), 0.0),
+        copy_bucket=np.where(
+            scatters & ~cuts, r * bucket * (2 - adds), np.where(apart & cuts & (expert_shard == 1), r * experts, 0.0)
+        ),
         copy_root=np.where(scatters & ~cuts, r * ends * (2 - adds), 0.0),
         cut_bucket=adds * wide * (dense / n + experts / expert_shard),
         cut_root=adds * wide * ends / n,
@@ -207,7 +210,9 @@ def _fsdp(
 
 def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: RankActivations) -> list[Moment]:
     """FSDP: parameters come bucket by bucket, gradients leave so. See `plan.sharding` for each move."""
-    f, at = fsdp, parts.at
+    f = fsdp
+    # What is there before any gradients are sums, told as if these were there in its place.
+    at = {name: np.maximum(parts.at[name], parts.at_first[name] - f.summed) for name in PASSES}
     outside = np.where(f.keeps, f.all_parameters, f.root_parameters)
     at_work = np.where(f.keeps, f.all_parameters, f.root_parameters + f.bucket_parameters)
     after_one = np.where(f.stays | ~f.keeps, outside, f.all_parameters - f.bucket_parameters)
