@@ -192,7 +192,7 @@ def _full_ranks(model: Model, layout: Layout, sequence_length: int, sequences_pe
     for rank, stages in enumerate(stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)):
         weights = WAITING_WEIGHTS if orders.splits else WAITING_WEIGHTS[:1]
         kept = _most_kept(orders.schedule[rank], kinds, {kinds[stage] for stage in stages}, weights)
-        alike.setdefault(tuple((stage in (0, last), kinds[stage]) for stage in stages), []).append((kept, rank))
+        alike.setdefault(tuple((stage == 0, stage == last, kinds[stage]) for stage in stages), []).append((kept, rank))
     fullest = {
         max(group, key=lambda one: (one[0][measure], -one[1]))[1]
         for group in alike.values()
