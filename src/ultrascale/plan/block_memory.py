@@ -189,7 +189,11 @@ class _Part:
             tape = self._again(kept)
         self._backward(tape, again)
         return BlockMemory(
-            sum(saved.values()), self._by_kind(saved), forward_peak, self.books.peak, self._weight_bytes(self.weights_named()),
+            sum(saved.values()),
+            self._by_kind(saved),
+            forward_peak,
+            self.books.peak,
+            self._weight_bytes(self.weights_named()),
             sum(self.books.sizes[name] for name in self.waiting),
         )
 
@@ -299,7 +303,7 @@ class _Part:
                 leaving[name] = f"d {name} of {op.name}"
                 books.take(leaving[name], self.made[name])
         if self.cuts is not None and may_wait(op):
-            self._leave_for_w(op, saved[0], arriving[0], self.cuts)
+            self._leave_for_w(op, saved, arriving[0], self.cuts)
         else:
             self._make_weight_gradients(op, saved)
             books.touch(op.backward_scratch_bytes)
@@ -309,15 +313,15 @@ class _Part:
             else:
                 gradients[name] = gradient
 
-    def _leave_for_w(self, op: Op, given: str, arriving: str, shape: Shape) -> None:
-        """The input and the gradient of the result of a linear layer: of what tp sums this rank's positions, in fp8 as rounded."""
-        held = [given, arriving]
+    def _leave_for_w(self, op: Op, saved: list[str], arriving: str, shape: Shape) -> None:
+        """The input and the gradient of a linear layer's result: of what tp sums this rank's positions, in fp8 as rounded."""
+        held = [arriving, *saved[:1]]
         part = next((one.makes[0].num_bytes for one in self.ops if is_row_sum(one) and one.reads[0] == op.makes[0].name), None)
         if part is not None or is_fp8(op):
-            held[1] = f"d {op.makes[0].name} for W"
+            held[0] = f"d {op.makes[0].name} for W"
             whole = self.books.sizes[arriving] if part is None else part
-            self.books.take(held[1], whole // (shape.itemsize if is_fp8(op) else 1))
-            self.books.holders[held[1]] = 0
+            self.books.take(held[0], whole // (shape.itemsize if is_fp8(op) else 1))
+            self.books.holders[held[0]] = 0
         for name in held:
             if name not in self.waiting:
                 self.waiting[name] = None

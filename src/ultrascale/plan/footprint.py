@@ -87,7 +87,9 @@ class Footprint:
         return MOMENTS[int(self.moment)]
 
 
-def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None = None, schedule: Schedule | None = None) -> Footprint:
+def stage_memory(
+    workload: Workload, table: LayoutTable, stages: Stages | None = None, schedule: Schedule | None = None
+) -> Footprint:
     """The footprint of every layout of `table`. `stages`: if the caller has cut them already; `schedule`: one from a file,
     for a table of its one layout."""
     stages = stages or cut_stages(workload, table)

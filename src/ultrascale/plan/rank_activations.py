@@ -28,6 +28,7 @@ from ultrascale.plan.rank_loads import (
     BY_TYPE,
     FORWARD_FIRST,
     PASSES,
+    WHEN,
     Loads,
     Pipeline,
     enough_micro_batches,
@@ -53,10 +54,10 @@ ALL_FORWARD = np.array([name in FORWARD_FIRST for name in SCHEDULES])
 class RankActivations:
     """Bytes, [3, layouts] or what broadcasts to it: the first, a middle and the last rank of the pipeline."""
 
-    at: dict[str, Floats]
-    """At each of `plan.rank_loads.PASSES`; minus infinity where a rank has no such moment."""
     at_first: dict[str, Floats]
-    """The same before any backward pass of a step has ended: then there are no summed gradients yet."""
+    """At each of `plan.rank_loads.PASSES`; minus infinity where a rank has no such moment. Of the three times of `WHEN`."""
+    at_between: dict[str, Floats]
+    at_last: dict[str, Floats]
     pending: dict[str, Floats]
     """Shares of the rank's stages whose gradients of I wait for W then."""
     bare_head: NDArray[np.bool_]
@@ -108,7 +109,11 @@ def rank_activations(
     ])  # fmt: skip
     assert len(columns) == len(BY_TYPE) * len(blocks.saved) + len(APART)
     cuts = _cuts(workload, table, stages, micro_batches, len(blocks.saved))
-    most, of_blocks, rank_saved = np.empty((3, 2, len(PASSES), len(table))), np.empty((3, len(table))), np.empty((3, len(table)))
+    most, of_blocks, rank_saved = (
+        np.empty((3, len(WHEN), len(PASSES), len(table))),
+        np.empty((3, len(table))),
+        np.empty((3, len(table))),
+    )
     pending, bare_head = np.zeros((3, len(PASSES), len(table))), np.zeros(len(table), dtype=bool)
     for pipeline, rows in cuts:
         loads = loads_of(pipeline) if schedule is None else loads_of_actions(schedule, pipeline)
@@ -131,13 +136,17 @@ def rank_activations(
     if stack.keeps_outputs:
         later = np.where(table.pp > 1, micro_batches - 1, 0)
         outputs = _logits(workload, shapes)[:, shape_of] * stages.has_head * later
-        always += np.maximum(outputs - (1 + heads) * head[0] * stages.has_head * np.where(ALL_FORWARD[table.schedule], later, 0), 0.0)
+        always += np.maximum(
+            outputs - (1 + heads) * head[0] * stages.has_head * np.where(ALL_FORWARD[table.schedule], later, 0), 0.0
+        )
     if offloads.any():
         left = np.minimum(of_blocks / table.virtual_stages, OFFLOAD_LEFT * rank_saved) + embedding[0] * stages.has_embedding
         always += np.where(offloads, left, 0.0)
     return RankActivations(
-        at={name: most[:, 1, number] + more[name] + always for number, name in enumerate(PASSES)},
-        at_first={name: most[:, 0, number] + more[name] + always for number, name in enumerate(PASSES)},
+        **{
+            f"at_{when}": {name: most[:, row, number] + more[name] + always for number, name in enumerate(PASSES)}
+            for row, when in enumerate(WHEN)
+        },
         pending={name: pending[:, number] for number, name in enumerate(PASSES)},
         bare_head=bare_head,
         saved=rank_saved,
@@ -160,8 +169,9 @@ def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64]
     forward = [PASSES.index("forward"), PASSES.index("head forward"), PASSES.index("head backward")]
     every = np.where(np.isfinite(rest), rest, 0.0)
     every[:] = every[:, :, forward].max(axis=(1, 2))[:, None, None]
-    found[:, 1] = np.maximum(found[:, 1], np.where(micro_batches > 1, found[:, 0], -np.inf))
-    return found + (micro_batches - 1) * every
+    found[:, 0] = np.maximum(found[:, 0], found[:, 2]) + (micro_batches - 1) * every[:, 0]
+    found[:, 1] = np.where(micro_batches > 1, found[:, 0], -np.inf)
+    return found
 
 
 def _cuts(
@@ -170,7 +180,9 @@ def _cuts(
     """The different pipelines of `table`, and the layouts with each."""
     every = np.where(table.recompute == EVERY, table.recompute_every, 0)
     piped = table.pp > 1
-    keys = np.stack([np.where(piped, table.schedule, 0), table.pp, table.virtual_stages, micro_batches, every, table.kept_blocks])
+    keys = np.stack(
+        [np.where(piped, table.schedule, 0), table.pp, table.virtual_stages, micro_batches, every, table.kept_blocks]
+    )
     if len(table) == 1:
         return [(_pipeline(workload, table, stages, keys[:, 0], num_types), np.zeros(1, dtype=np.intp))]
     order = np.lexsort(keys)
@@ -183,9 +195,7 @@ def _cuts(
     return [(one, np.concatenate(rows)) for one, rows in by_pipeline.items()]
 
 
-def _pipeline(
-    workload: Workload, table: LayoutTable, stages: Stages, key: NDArray[np.int64], num_types: int
-) -> Pipeline:
+def _pipeline(workload: Workload, table: LayoutTable, stages: Stages, key: NDArray[np.int64], num_types: int) -> Pipeline:
     """The pipeline of a column of numbers, in the order of `_cuts`."""
     number, pp, virtual, count, every, kept = map(int, key)
     name = SCHEDULES[number]

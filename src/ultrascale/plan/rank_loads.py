@@ -3,9 +3,11 @@
 A row of counts is a moment of one pass; bytes of a layout's blocks times it are what the rank holds then. Rows that another
 has more of everything than are left out, so that few are left, and they are the same for all layouts with one pipeline:
 
-    whole     micro-batches between F and B (or I), by type of block      waits   between I and W
-    excess    of a block at work: forward, backward, or in I              hidden  messages: the next one, already under way, that of
-              the gradient until the stage is done, and those that wait for the first stage's W
+    whole     micro-batches between F and B (or I), by type of block
+    waits     between I and W
+    excess    of a block at work: forward, backward, or in I
+    hidden    messages: the next one, already under way; that of the gradient until the stage is done; those that wait for the
+              first stage's W
 
     zb-h1 on 4 ranks, rank 2, a block a stage: before I 2 whole + 2 waiting; before W 1 whole + 3 waiting
 
@@ -14,6 +16,7 @@ A type is a kind of block in one way of recomputing it, so that "every second bl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -37,11 +40,14 @@ PASSES = (
     "input last", "input first", "weights",
 )  # fmt: skip
 """Moments of passes: `plan.rank_moments` says what is there beside activations."""
+WHEN = ("first", "between", "last")
+"""Before the first backward pass of a step has ended on the rank, when there are no summed gradients yet; after it; and in the
+last backward pass of a stage, when those of ZeRO 0 and 1 are reduced."""
 FORWARD_FIRST = ("afab", "breadth-first")
 
 
-Found = dict[tuple[bool, str], set[tuple[float, ...]]]
-"""Counts by whether a backward pass has ended, and by moment."""
+Found = dict[tuple[str, str], set[tuple[float, ...]]]
+"""Counts by `WHEN` and by moment."""
 
 
 class Pipeline(NamedTuple):
@@ -59,25 +65,25 @@ class Pipeline(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """Rows of counts, [rows, columns], and where those of each moment of the first, the middle and the last rank begin, each
-    before the first backward pass of a step has ended on the rank and after it."""
+    """Rows of counts, [rows, columns], and where those of each moment of the first, the middle and the last rank begin, by
+    `WHEN`."""
 
     rows: Floats
     begins: NDArray[np.intp]
-    """[3 x 2 x PASSES]"""
+    """[3 x WHEN x PASSES]"""
     never: NDArray[np.bool_]
-    """[3 x 2 x PASSES]: the rank has no such moment, and its row is zeros."""
+    """[3 x WHEN x PASSES]: the rank has no such moment, and its row is zeros."""
 
     @property
     def pending(self) -> Floats:
         """[3, PASSES]: the most of that share."""
-        return np.maximum.reduceat(self.rows[:, -1], self.begins).reshape(3, 2, len(PASSES)).max(axis=1)
+        return np.maximum.reduceat(self.rows[:, -1], self.begins).reshape(3, len(WHEN), len(PASSES)).max(axis=1)
 
     def most(self, num_bytes: Floats) -> Floats:
-        """[3, 2, PASSES, layouts] of the bytes of each column, [columns, layouts]; minus infinity where there is no such moment."""
+        """[3, WHEN, PASSES, layouts] of the bytes of each column, [columns, layouts]; minus infinity where that never is."""
         found = np.maximum.reduceat(self.rows @ num_bytes, self.begins, axis=0)
         found[self.never] = -np.inf
-        return found.reshape(3, 2, len(PASSES), -1)
+        return found.reshape(3, len(WHEN), len(PASSES), -1)
 
 
 def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
@@ -87,8 +93,9 @@ def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
     if schedule in FORWARD_FIRST:
         return 1
     if schedule == "interleaved":
-        count = max(1, num_micro_batches // pp)
-        return num_micro_batches if count < 4 else 3 * pp + 3 * (num_micro_batches % pp > 0)
+        rounds = max(1, num_micro_batches // pp)
+        size, larger = divmod(num_micro_batches, rounds)  # as `schedules.interleaved.rounds`
+        return num_micro_batches if rounds < 4 else 3 * size + min(larger, 3)
     few = {"1f1b": 2, "zb-h1": 3}.get(schedule, 4) * pp
     return num_micro_batches if num_micro_batches <= few else few + num_micro_batches % 2 * (schedule == "dualpipe")
 
@@ -110,7 +117,7 @@ def loads_of_actions(schedule: Sequence[Sequence[Action]], pipeline: Pipeline) -
     columns = len(BY_TYPE) * pipeline.num_types + len(APART)
     rows, begins, never, total = [], [], [], 0
     for ranks in sorts:
-        found: Found = {(later, name): set() for later in (False, True) for name in PASSES}
+        found: Found = {(when, name): set() for when in WHEN for name in PASSES}
         for rank in ranks:
             for key, some in _Rank(stages, pipeline.num_types).play(schedule[rank]).items():
                 found[key] |= some
@@ -155,8 +162,8 @@ class _Rank:
         self.stages, self.num_types, self.last = stages, num_types, len(stages) - 1
         self.whole = dict.fromkeys(range(len(stages)), 0)
         self.waits = dict.fromkeys(range(len(stages)), 0)
-        self.found: Found = {(later, name): set() for later in (False, True) for name in PASSES}
-        self.later = False
+        self.found: Found = {(when, name): set() for when in WHEN for name in PASSES}
+        self.when = WHEN[0]
         self._seen: set[tuple[object, ...]] = set()
 
     def play(self, actions: Sequence[Action]) -> Found:
@@ -164,10 +171,13 @@ class _Rank:
         held = {part.stage for action in actions for part in action.parts}
         self.whole, self.waits = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
         parts = [part for action in actions for part in action.parts]
+        left, later = Counter(part.stage for part in parts if part.kind in FINISHES), WHEN[0]
         for number, part in enumerate(parts):
+            left[part.stage] -= part.kind in FINISHES
+            self.when = WHEN[2] if part.kind in FINISHES and not left[part.stage] else later
             ahead = parts[number + 1].kind if number + 1 < len(parts) else None
             getattr(self, f"_{part.kind.name.lower()}")(part.stage, ahead)
-            self.later |= part.kind in FINISHES
+            later = WHEN[1] if part.kind in FINISHES else later
         return self.found
 
     def _forward(self, stage: int, ahead: Kind | None) -> None:
@@ -205,7 +215,7 @@ class _Rank:
 
     def _back(self, stage: int, work: str) -> None:
         """The moments of a B or an I."""
-        blocks, of_head = self.stages[stage], -1 if stage == self.last else 0
+        blocks, of_head = list(self.stages[stage]), -1 if stage == self.last else 0
         if of_head:
             self._note("head backward", head=of_head)
         if work == "backward" and (stage == 0 or 0 not in self.whole):
@@ -227,7 +237,7 @@ class _Rank:
             self._note("backward first", head=of_head, gone=blocks[1:], backward=blocks[0])
 
     def _is_known(self, kind: str, stage: int) -> bool:
-        key = (kind, stage, self.later, *self.whole.values(), *self.waits.values())
+        key = (kind, stage, self.when, *self.whole.values(), *self.waits.values())
         if key in self._seen:
             return True
         self._seen.add(key)
@@ -237,8 +247,8 @@ class _Rank:
         self, name: str, *, forward: int | None = None, backward: int | None = None, input: int | None = None, head: int = 0,
         gone: Sequence[int] = (), left: Sequence[int] = (), own: int = 0,
     ) -> None:  # fmt: skip
-        """A moment: all that is held, without the blocks that are `gone`, with those that are `left` for W (of stage `own`), and
-        a block at work."""
+        """A moment: all that is held, without blocks that are `gone`, with those `left` for W (of stage `own`), and with a block
+        at work."""
         kinds = self.num_types
         row = [0.0] * (len(BY_TYPE) * kinds + len(APART))
         for stage, count in self.whole.items():
@@ -262,4 +272,4 @@ class _Rank:
         row[apart + 2] = self.waits.get(0, 0) + messages
         pending = {stage for stage, count in self.waits.items() if count and stage} | ({own} if own else set())
         row[apart + 3] = len(pending) / len(self.waits)
-        self.found[self.later, name].add(tuple(row))
+        self.found[self.when, name].add(tuple(row))

@@ -74,7 +74,8 @@ def rank_moments(
 
 def _passes(parts: RankActivations) -> list[Floats]:
     """Activations at each of `MOMENTS`."""
-    most = {name: np.maximum(parts.at[name], parts.at_first[name]) for name in PASSES}
+    times = (parts.at_first, parts.at_between, parts.at_last)
+    most = {name: np.maximum.reduce([one[name] for one in times]) for name in PASSES}
     most["outside"] = most["outside"] + parts.embedding_backward
     return [*most.values(), NOTHING]
 
@@ -134,6 +135,8 @@ class _Fsdp(NamedTuple):
     """Gradients of experts, which I makes and W reduces: until then in the dtype of the reduction."""
     blocks_between: Floats
     """Blocks of a bucket but one."""
+    at_end: NDArray[np.bool_]
+    """Whether gradients are reduced in the last pass alone."""
     keeps: NDArray[np.bool_]
     stays: NDArray[np.bool_]
     """Whole parameters outlive the backward pass of their bucket."""
@@ -168,7 +171,7 @@ def _fsdp(
     both_ends = parts.has_head & parts.has_embedding
     half = np.where(both_ends & ((table.pp > 1) | (not workload.model.tie_word_embeddings)), 0.5, 1.0)
     ends = np.where(both_ends & (table.pp > 1), 0.5, 1.0) * root  # of one stage, which are reduced together
-    cut_in_two = CUTS[table.schedule] & (table.pp > 1)
+    cut_in_two = CUTS[table.schedule] & (table.pp > 1) & (workload.stack.gathers == "buckets")
     to_cut = others_dense * (1 - 1 / n) + others_experts * (1 - 1 / expert_shard)
     left = state.gradients - np.where(whole_sums & cuts, wide * to_cut, 0.0)
     return _Fsdp(
@@ -177,7 +180,9 @@ def _fsdp(
         root_parameters=copies * root,
         flat=np.where(blocks > 0, flat * larger, flat * root),
         flat_beside=flat * smaller,
-        narrow_bucket=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * np.where(apart, np.maximum(dense, experts), bucket)),
+        narrow_bucket=np.where(
+            whole_sums | (alone & (c >= wide)), 0.0, c * np.where(apart, np.maximum(dense, experts), bucket)
+        ),
         narrow_root=np.where(whole_sums, 0.0, c * ends),
         narrow_head=fresh * root * np.where(parts.has_head, half, 0.0),
         narrow_embedding=np.where(parts.has_embedding, c * root * half, 0.0),
@@ -192,18 +197,24 @@ def _fsdp(
         copy_root=np.where(scatters & ~cuts, r * ends * (2 - adds), 0.0),
         cut_bucket=adds * wide * (dense / n + experts / expert_shard),
         cut_root=adds * wide * ends / n,
-        cut_others=adds * wide * (others_dense / n + others_experts / expert_shard) * np.where(repeated & (table.zero_stage >= 2) & scatters, 0.0, 1.0),
+        cut_others=adds
+        * wide
+        * (others_dense / n + others_experts / expert_shard)
+        * np.where(repeated & (table.zero_stage >= 2) & scatters, 0.0, 1.0),
         summed=state.gradients,
         summed_at_first=left,
         held=(per_bucket - 1) * fresh * state.block,
         narrow_stage=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * (blocks - state.experts) / table.virtual_stages),
         pending=np.where(cut_in_two & ~whole_sums, r * (state.experts + np.where(parts.has_head, root * half, 0.0)), 0.0),
         blocks_between=(per_bucket - 1.0) * (blocks > bucket),
+        at_end=whole_sums & ~alone,
         keeps=state.keeps | alone,
         stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),
         first_of_two=(table.zero_stage == 2) & (micro_batches == 2) & scatters,
         forward_flat=np.where(
-            cuts, np.maximum(flat * np.where(blocks > 0, larger, root) - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0), 0.0
+            cuts,
+            np.maximum(flat * np.where(blocks > 0, larger, root) - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0),
+            0.0,
         ),
     )
 
@@ -211,15 +222,16 @@ def _fsdp(
 def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: RankActivations) -> list[Moment]:
     """FSDP: parameters come bucket by bucket, gradients leave so. See `plan.sharding` for each move."""
     f = fsdp
-    # What is there before any gradients are sums, told as if these were there in its place.
-    at = {name: np.maximum(parts.at[name], parts.at_first[name] - f.summed) for name in PASSES}
+    at = _as_if_alike(f, parts)
     outside = np.where(f.keeps, f.all_parameters, f.root_parameters)
     at_work = np.where(f.keeps, f.all_parameters, f.root_parameters + f.bucket_parameters)
     after_one = np.where(f.stays | ~f.keeps, outside, f.all_parameters - f.bucket_parameters)
     next_one = np.where(f.keeps, after_one, at_work)
     at_first = np.where(f.stays, f.all_parameters, f.root_parameters + f.bucket_parameters)
     forward_flat = f.forward_flat
-    head_flat = np.where(parts.bare_head & ~f.keeps & (state.shard > 1), np.maximum(forward_flat, f.root_parameters), forward_flat)
+    head_flat = np.where(
+        parts.bare_head & ~f.keeps & (state.shard > 1), np.maximum(forward_flat, f.root_parameters), forward_flat
+    )
     several, gone = f.blocks_between > 0, f.blocks_between * parts.saved
     at_last = np.where(several, np.maximum(at["backward last"], at["backward next"] + f.held), at["backward last"])
     later = np.maximum(at["backward last"] - gone - parts.saved, at["backward next"] - gone + f.held)
@@ -267,6 +279,25 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         more = np.where(f.first_of_two, np.maximum(f.all_parameters - one.gathered - f.summed + cut, 0.0), 0.0)
         moments[index] = one._replace(gathered=one.gathered + more)
     return moments
+
+
+def _as_if_alike(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
+    """Activations at each moment of passes, the highest of the times of a step, told as if at all of them there were the same
+    beside them: without what is not there yet (sums of gradients) or there in the last pass alone (their reductions)."""
+    root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
+    reduced = {
+        "backward next": f.cut_bucket + f.reduce_bucket,
+        "reduction": np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket) + f.reduce_bucket,
+        "backward first": f.cut_others + f.reduce_bucket,
+        "outside": f.cut_others + f.cut_bucket + root_reduced + f.reduce_root,
+        "weights": f.reduce_bucket,
+    }
+    found = {}
+    for name in PASSES:
+        once = np.where(f.at_end, reduced.get(name, 0.0), 0.0)
+        highest = np.maximum(parts.at_between[name], parts.at_first[name] - f.summed) - once
+        found[name] = np.maximum(parts.at_last[name], highest)
+    return found
 
 
 def _late(fsdp: _Fsdp, state: RankState, parts: RankActivations) -> tuple[Floats, Floats]:

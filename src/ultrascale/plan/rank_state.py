@@ -138,11 +138,11 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
 
 def _prediction_parameters(workload: Workload, table: LayoutTable, stages: Stages) -> tuple[Floats, Floats]:
     """Of multi-token prediction, on the rank with the head: what its blocks have beyond others, and a copy of the embedding if
-    that is on another rank (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
+    that is in another stage (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
     model, last = workload.model, workload.model.num_hidden_layers
     ways, which = np.unique(table.tp, return_inverse=True)
     more = [block_parameters(model, last, int(tp))[0] - block_parameters(model, last - 1, int(tp))[0] for tp in ways]
-    has_head, elsewhere = stages.has_head > 0, stages.has_embedding == 0
+    has_head, elsewhere = stages.has_head > 0, table.pp > 1
     joins = model.num_nextn_predict_layers * np.array(more, dtype=float)[which] * has_head
     return joins, np.where(has_head & elsewhere, stages.root_parameters[FIRST], 0.0)
 

@@ -141,8 +141,8 @@ def split_layers(workload: Workload, num_chunks: int) -> list[int]:
 def _sorts_of_ranks(
     chunks: tuple[int, ...], pp: int, schedule: str, kind_of_layer: tuple[int, ...], sizes: tuple[int, ...]
 ) -> list[list[float]]:
-    """[3, kinds + 3]: of the first rank, the fullest between (by `sizes`, parameters of each kind), and the last: its blocks by kind, whether it holds the embedding
-    and the head, and the blocks of its largest chunk."""
+    """[3, kinds + 3]: of the first rank, the fullest between (by `sizes`, parameters of each kind), and the last: its blocks by
+    kind, whether it holds the embedding and the head, and the blocks of its largest chunk."""
     ends, num_kinds = np.cumsum(chunks), len(sizes)
     rows = []
     for stages in stages_of_ranks(len(chunks), pp, schedule):
