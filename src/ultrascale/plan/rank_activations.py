@@ -98,7 +98,8 @@ def rank_activations(
     embedding = _parts([embedding_memory(model, shape, stack=stack) for shape in shapes])[:, shape_of]
     hidden = np.array([s.outer_tokens * model.hidden_size * s.itemsize for s in shapes], dtype=float)[shape_of]
     heads = model.num_nextn_predict_layers
-    blocks = _blocks(workload, table, shapes, shape_of, any_kept=bool(stages.kept_layers.any()))
+    cuts = schedule is not None or bool(np.isin(table.schedule[table.pp > 1], CUTS).any())
+    blocks = _blocks(workload, table, shapes, shape_of, any_kept=bool(stages.kept_layers.any()), cuts=cuts)
     offloads = table.offload_activations > 0
     kept = np.where(offloads, 0.0, 1.0)
 
@@ -108,14 +109,14 @@ def rank_activations(
         blocks.input_peak - blocks.saved, [kept * embedding[0], kept * (1 + heads) * head[0], hidden, 0.0 * hidden],
     ])  # fmt: skip
     assert len(columns) == len(BY_TYPE) * len(blocks.saved) + len(APART)
-    cuts = _cuts(workload, table, stages, micro_batches, len(blocks.saved))
+    pipelines = _pipelines(workload, table, stages, micro_batches, len(blocks.saved))
     most, of_blocks, rank_saved = (
         np.empty((3, len(WHEN), len(PASSES), len(table))),
         np.empty((3, len(table))),
         np.empty((3, len(table))),
     )
     pending, bare_head = np.zeros((3, len(PASSES), len(table))), np.zeros(len(table), dtype=bool)
-    for pipeline, rows in cuts:
+    for pipeline, rows in pipelines:
         loads = loads_of(pipeline) if schedule is None else loads_of_actions(schedule, pipeline)
         own, saved = columns[:, rows], blocks.saved[:, rows]
         if pipeline.schedule in FORWARD_FIRST and pipeline.pp > 1:
@@ -174,7 +175,7 @@ def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64]
     return found
 
 
-def _cuts(
+def _pipelines(
     workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64], num_types: int
 ) -> list[tuple[Pipeline, NDArray[np.intp]]]:
     """The different pipelines of `table`, and the layouts with each."""
@@ -196,7 +197,7 @@ def _cuts(
 
 
 def _pipeline(workload: Workload, table: LayoutTable, stages: Stages, key: NDArray[np.int64], num_types: int) -> Pipeline:
-    """The pipeline of a column of numbers, in the order of `_cuts`."""
+    """The pipeline of a column of numbers, in the order of `_pipelines`."""
     number, pp, virtual, count, every, kept = map(int, key)
     name = SCHEDULES[number]
     chunks = tuple(chunk_layers_of(workload, pp * virtual, stages.layers_per_stage))
@@ -234,7 +235,7 @@ def _blocks_of_ranks(pipeline: Pipeline) -> tuple[Floats, NDArray[np.bool_]]:
 
 
 def _blocks(
-    workload: Workload, table: LayoutTable, shapes: list[Shape], shape_of: NDArray[np.intp], *, any_kept: bool
+    workload: Workload, table: LayoutTable, shapes: list[Shape], shape_of: NDArray[np.intp], *, any_kept: bool, cuts: bool
 ) -> _Blocks:
     """Types in the order of `_types`: by way, in fp8 or kept in bf16, by kind."""
     kinds, model, stack = layer_kinds(workload)[0], workload.model, workload.stack
@@ -246,7 +247,6 @@ def _blocks(
         ways = list(MODES)
         modes = [np.where(every, MODES.index("none"), table.recompute)]
         modes += [np.full(len(table), MODES.index("full"))] if every.any() else []
-    cuts = bool(np.isin(table.schedule[table.pp > 1], CUTS).any())
 
     def of_shape(layer: int, shape: Shape, mode: str) -> tuple[float, ...]:
         one = block_memory(model, layer, shape, recompute=mode, stack=stack)

@@ -247,8 +247,8 @@ class _Rank:
         self, name: str, *, forward: int | None = None, backward: int | None = None, input: int | None = None, head: int = 0,
         gone: Sequence[int] = (), left: Sequence[int] = (), own: int = 0,
     ) -> None:  # fmt: skip
-        """A moment: all that is held, without blocks that are `gone`, with those `left` for W (of stage `own`), and with a block
-        at work."""
+        """A moment: all that is held, without blocks that are `gone`, with those `left` for W (of stage `own`) and a block at
+        work."""
         kinds = self.num_types
         row = [0.0] * (len(BY_TYPE) * kinds + len(APART))
         for stage, count in self.whole.items():

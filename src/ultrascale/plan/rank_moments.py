@@ -26,8 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.cut_backward import CUTTING
-from ultrascale.plan.layouts import SCHEDULES, LayoutTable
+from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.rank_activations import RankActivations
 from ultrascale.plan.rank_loads import PASSES
 from ultrascale.plan.rank_state import RankState
@@ -36,8 +35,6 @@ from ultrascale.plan.workload import Workload
 Floats = NDArray[np.float64]
 MOMENTS = (*PASSES, "optimizer")
 NOTHING = np.zeros((3, 1))
-CUTS = np.array([name in CUTTING for name in SCHEDULES])
-"""By number: schedules that cut backward passes in two."""
 MASTER_BYTES = 4
 """Of a parameter of one process in mixed precision, and of its gradient."""
 
@@ -171,7 +168,7 @@ def _fsdp(
     both_ends = parts.has_head & parts.has_embedding
     half = np.where(both_ends & ((table.pp > 1) | (not workload.model.tie_word_embeddings)), 0.5, 1.0)
     ends = np.where(both_ends & (table.pp > 1), 0.5, 1.0) * root  # of one stage, which are reduced together
-    cut_in_two = CUTS[table.schedule] & (table.pp > 1) & (workload.stack.gathers == "buckets")
+    waits = (table.pp > 1) & (workload.stack.gathers == "buckets")
     to_cut = others_dense * (1 - 1 / n) + others_experts * (1 - 1 / expert_shard)
     left = state.gradients - np.where(whole_sums & cuts, wide * to_cut, 0.0)
     return _Fsdp(
@@ -205,7 +202,7 @@ def _fsdp(
         summed_at_first=left,
         held=(per_bucket - 1) * fresh * state.block,
         narrow_stage=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * (blocks - state.experts) / table.virtual_stages),
-        pending=np.where(cut_in_two & ~whole_sums, r * (state.experts + np.where(parts.has_head, root * half, 0.0)), 0.0),
+        pending=np.where(waits & ~whole_sums, r * (state.experts + np.where(parts.has_head, root * half, 0.0)), 0.0),
         blocks_between=(per_bucket - 1.0) * (blocks > bucket),
         at_end=whole_sums & ~alone,
         keeps=state.keeps | alone,
