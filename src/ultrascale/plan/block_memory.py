@@ -47,7 +47,7 @@ class BlockMemory:
     """Of a backward pass that is cut in two: what I leaves for W."""
 
 
-@lru_cache(maxsize=1 << 16)  # DeepSeek-V3 on 2,048 devices has 11,000
+@lru_cache(maxsize=1 << 12)
 def block_memory(
     model: Model, layer: int, shape: Shape, *, recompute: Recompute = "none", stack: Stack, cuts: bool = False
 ) -> BlockMemory:

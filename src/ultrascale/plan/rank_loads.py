@@ -16,10 +16,11 @@ A type is a kind of block in one way of recomputing it, so that "every second bl
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from operator import le
 from typing import NamedTuple
 
 import numpy as np
@@ -96,7 +97,7 @@ def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
         rounds = max(1, num_micro_batches // pp)
         size, larger = divmod(num_micro_batches, rounds)  # as `schedules.interleaved.rounds`
         return num_micro_batches if rounds < 4 else 3 * size + min(larger, 3)
-    few = {"1f1b": 2, "zb-h1": 3}.get(schedule, 4) * pp
+    few = {"1f1b": pp + 1, "zb-h1": 2 * pp + 1, "zb-v": 2 * pp + 2, "dualpipe": 4 * pp}.get(schedule, 3 * pp + 1)
     return num_micro_batches if num_micro_batches <= few else few + num_micro_batches % 2 * (schedule == "dualpipe")
 
 
@@ -137,51 +138,70 @@ def _types_of_stages(pipeline: Pipeline) -> list[tuple[int, ...]]:
 
 def _different(schedule: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]) -> list[int]:
     """Of the ranks between the ends: of those that hold the same blocks the first, which has most micro-batches under way, and
-    the last, which has most waiting for W."""
+    where backward passes are cut the last, which has most waiting for W."""
+    cuts = any(part.kind is Kind.INPUT_GRADIENT for action in schedule[-1] for part in action.parts)
     ends: dict[object, list[int]] = {}
     for rank in range(1, len(schedule) - 1):
         held = sorted({part.stage for action in schedule[rank] for part in action.parts})
         ends.setdefault(tuple(stages[stage] for stage in held), []).append(rank)
-    return sorted({rank for alike in ends.values() for rank in (alike[0], alike[-1])})
+    return sorted({rank for alike in ends.values() for rank in (alike[0], alike[-1] if cuts else alike[0])})
 
 
 def _highest(rows: Iterable[tuple[float, ...]], columns: int) -> Floats:
     """Those that no other has at least as much of everything as; a row of zeros if there are none."""
     table = np.array(sorted(rows, reverse=True)).reshape(-1, columns)
-    kept: list[Floats] = []
-    for row in table:
-        if not any((row <= other).all() for other in kept):
-            kept.append(row)
-    return np.array(kept) if kept else np.zeros((1, columns))
+    if len(table) < 2:
+        return table if len(table) else np.zeros((1, columns))
+    below = (table[:, None] <= table[None]).all(axis=2)
+    np.fill_diagonal(below, False)
+    return table[~below.any(axis=1)]
 
 
 class _Rank:
-    """A rank's actions played: blocks held, by stage."""
+    """A rank's actions played: blocks held, by stage, stages with the same blocks together."""
 
     def __init__(self, stages: Sequence[tuple[int, ...]], num_types: int):
         self.stages, self.num_types, self.last = stages, num_types, len(stages) - 1
-        self.whole = dict.fromkeys(range(len(stages)), 0)
-        self.waits = dict.fromkeys(range(len(stages)), 0)
-        self.found: Found = {(when, name): set() for when in WHEN for name in PASSES}
+        self.whole: dict[int, int] = {}
+        self.waits: dict[int, int] = {}
+        self.alike: dict[int, int] = {}
+        """By stage, the first that holds the same and is neither end."""
+        self.counts: list[int] = []
+        """For each of those, micro-batches held whole, then those that wait; last the stages of which some wait."""
         self.when = WHEN[0]
-        self._seen: set[tuple[object, ...]] = set()
+        self.found: Found = {(when, name): set() for when in WHEN for name in PASSES}
+        self._noted: defaultdict[tuple[str, int, str], list[tuple[int, ...]]] = defaultdict(list)
 
     def play(self, actions: Sequence[Action]) -> Found:
         """By moment the counts of all different ones."""
-        held = {part.stage for action in actions for part in action.parts}
-        self.whole, self.waits = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
         parts = [part for action in actions for part in action.parts]
+        held = sorted({part.stage for part in parts})
+        known: dict[object, int] = {}
+        self.alike = {
+            stage: known.setdefault((self.stages[stage], stage == 0, stage == self.last), len(known)) for stage in held
+        }
+        self.whole, self.waits, self.counts = dict.fromkeys(held, 0), dict.fromkeys(held, 0), [0] * (2 * len(known) + 1)
         left, later = Counter(part.stage for part in parts if part.kind in FINISHES), WHEN[0]
         for number, part in enumerate(parts):
-            left[part.stage] -= part.kind in FINISHES
-            self.when = WHEN[2] if part.kind in FINISHES and not left[part.stage] else later
+            finishes = part.kind in FINISHES
+            left[part.stage] -= finishes
+            self.when = WHEN[2] if finishes and not left[part.stage] else later
             ahead = parts[number + 1].kind if number + 1 < len(parts) else None
-            getattr(self, f"_{part.kind.name.lower()}")(part.stage, ahead)
-            later = WHEN[1] if part.kind in FINISHES else later
+            DO[part.kind](self, part.stage, ahead)
+            later = WHEN[1] if finishes else later
         return self.found
 
+    def _hold(self, stage: int, whole: int, waits: int) -> None:
+        """More micro-batches, or fewer."""
+        self.whole[stage] += whole
+        self.counts[2 * self.alike[stage]] += whole
+        if waits:
+            self.waits[stage] += waits
+            self.counts[2 * self.alike[stage] + 1] += waits
+            self.counts[-1] = sum(count > 0 for count in self.waits.values())
+
     def _forward(self, stage: int, ahead: Kind | None) -> None:
-        self.whole[stage] += 1
+        self._hold(stage, 1, 0)
         if (ahead is Kind.FORWARD and stage < self.last) or self._is_known("F", stage):
             return
         blocks = self.stages[stage]
@@ -193,25 +213,22 @@ class _Rank:
     def _backward(self, stage: int, ahead: Kind | None) -> None:
         if not self._is_known("B", stage):
             self._back(stage, "backward")
-        self.whole[stage] -= 1
+        self._hold(stage, -1, 0)
 
     def _input_gradient(self, stage: int, ahead: Kind | None) -> None:
         if stage == 0:  # nobody waits for it: W does all, and the gradient that came is held until then
-            self.waits[stage] += 1
+            self._hold(stage, 0, 1)
             return
         if not self._is_known("I", stage):
             self._back(stage, "input")
-        self.whole[stage] -= 1
-        self.waits[stage] += 1
+        self._hold(stage, -1, 1)
 
     def _weight_gradient(self, stage: int, ahead: Kind | None) -> None:
-        self.waits[stage] -= 1
+        if stage > 0 and not self._is_known("W", stage):
+            self._note("weights")
+        self._hold(stage, 0, -1)
         if stage == 0:
             self._backward(stage, ahead)
-        elif not self._is_known("W", stage):
-            self.waits[stage] += 1
-            self._note("weights")
-            self.waits[stage] -= 1
 
     def _back(self, stage: int, work: str) -> None:
         """The moments of a B or an I."""
@@ -237,10 +254,11 @@ class _Rank:
             self._note("backward first", head=of_head, gone=blocks[1:], backward=blocks[0])
 
     def _is_known(self, kind: str, stage: int) -> bool:
-        key = (kind, stage, self.when, *self.whole.values(), *self.waits.values())
-        if key in self._seen:
+        """Whether there was such a pass with at least as much of everything."""
+        noted, now = self._noted[kind, self.alike[stage], self.when], tuple(self.counts)
+        if any(all(map(le, now, other)) for other in reversed(noted)):
             return True
-        self._seen.add(key)
+        noted.append(now)
         return False
 
     def _note(
@@ -252,12 +270,11 @@ class _Rank:
         kinds = self.num_types
         row = [0.0] * (len(BY_TYPE) * kinds + len(APART))
         for stage, count in self.whole.items():
-            for kind in self.stages[stage]:
-                row[kind] += count
-        for stage, count in self.waits.items():
-            if stage > 0:
+            waits = self.waits[stage] if stage else 0
+            if count or waits:
                 for kind in self.stages[stage]:
-                    row[kinds + kind] += count
+                    row[kind] += count
+                    row[kinds + kind] += waits
         for kind in gone:
             row[kind] -= 1
         for kind in left:
@@ -273,3 +290,9 @@ class _Rank:
         pending = {stage for stage, count in self.waits.items() if count and stage} | ({own} if own else set())
         row[apart + 3] = len(pending) / len(self.waits)
         self.found[self.when, name].add(tuple(row))
+
+
+DO = {
+    Kind.FORWARD: _Rank._forward, Kind.BACKWARD: _Rank._backward, Kind.INPUT_GRADIENT: _Rank._input_gradient,
+    Kind.WEIGHT_GRADIENT: _Rank._weight_gradient,
+}  # fmt: skip
