@@ -184,9 +184,10 @@ def _pipelines(
     """The different pipelines of `table`, and the layouts with each."""
     every = np.where(table.recompute == EVERY, table.recompute_every, 0)
     piped = table.pp > 1
-    keys = np.stack(
-        [np.where(piped, table.schedule, 0), table.pp, table.virtual_stages, micro_batches, every, table.kept_blocks]
-    )
+    # Those of one schedule follow one another, so that its lists are made once.
+    keys = np.stack([
+        every, table.kept_blocks, micro_batches, table.virtual_stages, table.pp, np.where(piped, table.schedule, 0)
+    ])  # fmt: skip
     if len(table) == 1:
         return [(_pipeline(workload, table, stages, keys[:, 0], num_types), np.zeros(1, dtype=np.intp))]
     order = np.lexsort(keys)
@@ -201,7 +202,7 @@ def _pipelines(
 
 def _pipeline(workload: Workload, table: LayoutTable, stages: Stages, key: NDArray[np.int64], num_types: int) -> Pipeline:
     """The pipeline of a column of numbers, in the order of `_pipelines`."""
-    number, pp, virtual, count, every, kept = map(int, key)
+    every, kept, count, virtual, pp, number = map(int, key)
     name = SCHEDULES[number]
     chunks = tuple(chunk_layers_of(workload, pp * virtual, stages.layers_per_stage))
     types = _types(workload, table.modes, every, kept)

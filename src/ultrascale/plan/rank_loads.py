@@ -108,7 +108,12 @@ def loads_of(pipeline: Pipeline) -> Loads:
     if pp == 1:
         return loads_of_actions([accumulate(pipeline.num_micro_batches, 0)], pipeline)
     virtual = pipeline.virtual_stages if name in ("interleaved", "breadth-first") else None
-    return loads_of_actions(build_schedule(name, pp, pipeline.num_micro_batches, virtual), pipeline)
+    return loads_of_actions(_lists(name, pp, pipeline.num_micro_batches, virtual), pipeline)
+
+
+@lru_cache(maxsize=2)
+def _lists(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None) -> list[list[Action]]:
+    return build_schedule(name, pp, num_micro_batches, virtual_stages)
 
 
 def loads_of_actions(schedule: Sequence[Sequence[Action]], pipeline: Pipeline) -> Loads:
