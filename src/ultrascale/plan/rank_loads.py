@@ -17,7 +17,7 @@ A type is a kind of block in one way of recomputing it, so that "every second bl
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from operator import le
@@ -26,9 +26,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ultrascale.plan.cut_backward import CUTTING
+from ultrascale.plan.stages import stages_of_ranks
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
-from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.build import lists_of_ranks
 from ultrascale.schedules.sharded import FINISHES
 
 Floats = NDArray[np.float64]
@@ -108,24 +110,37 @@ def loads_of(pipeline: Pipeline) -> Loads:
     if pp == 1:
         return loads_of_actions([accumulate(pipeline.num_micro_batches, 0)], pipeline)
     virtual = pipeline.virtual_stages if name in ("interleaved", "breadth-first") else None
-    return loads_of_actions(_lists(name, pp, pipeline.num_micro_batches, virtual), pipeline)
+    held = stages_of_ranks(len(pipeline.chunks), pp, name)
+    sorts = _sorts(held, _types_of_stages(pipeline), cuts=name in CUTTING)
+    some = tuple(sorted({rank for ranks in sorts for rank in ranks}))
+    return _loads(sorts, _lists(name, pp, pipeline.num_micro_batches, virtual, some), pipeline)
 
 
 @lru_cache(maxsize=2)
-def _lists(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None) -> list[list[Action]]:
-    return build_schedule(name, pp, num_micro_batches, virtual_stages)
+def _lists(
+    name: str, pp: int, num_micro_batches: int, virtual_stages: int | None, ranks: tuple[int, ...]
+) -> dict[int, list[Action]]:
+    return lists_of_ranks(name, pp, num_micro_batches, virtual_stages, ranks)
 
 
 def loads_of_actions(schedule: Sequence[Sequence[Action]], pipeline: Pipeline) -> Loads:
     """The same of lists of actions."""
+    held = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
+    cuts = any(part.kind is Kind.INPUT_GRADIENT for action in schedule[-1] for part in action.parts)
+    return _loads(_sorts(held, _types_of_stages(pipeline), cuts=cuts), schedule, pipeline)
+
+
+def _loads(
+    sorts: Sequence[Sequence[int]], actions: Mapping[int, Sequence[Action]] | Sequence[Sequence[Action]], pipeline: Pipeline
+) -> Loads:
+    """Of the lists of the ranks of three sorts."""
     stages = _types_of_stages(pipeline)
-    sorts = [[0], _different(schedule, stages), [len(schedule) - 1] if len(schedule) > 1 else []]
     columns = len(BY_TYPE) * pipeline.num_types + len(APART)
     rows, begins, never, total = [], [], [], 0
     for ranks in sorts:
         found: Found = {(when, name): set() for when in WHEN for name in PASSES}
         for rank in ranks:
-            for key, some in _Rank(stages, pipeline.num_types).play(schedule[rank]).items():
+            for key, some in _Rank(stages, pipeline.num_types).play(actions[rank]).items():
                 found[key] |= some
         for some in found.values():
             best = _highest(some, columns)
@@ -141,15 +156,14 @@ def _types_of_stages(pipeline: Pipeline) -> list[tuple[int, ...]]:
     return [pipeline.types[start:end] for start, end in pairwise(ends)]
 
 
-def _different(schedule: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]) -> list[int]:
-    """Of the ranks between the ends: of those that hold the same blocks the first, which has most micro-batches under way, and
-    where backward passes are cut the last, which has most waiting for W."""
-    cuts = any(part.kind is Kind.INPUT_GRADIENT for action in schedule[-1] for part in action.parts)
-    ends: dict[object, list[int]] = {}
-    for rank in range(1, len(schedule) - 1):
-        held = sorted({part.stage for action in schedule[rank] for part in action.parts})
-        ends.setdefault(tuple(stages[stage] for stage in held), []).append(rank)
-    return sorted({rank for alike in ends.values() for rank in (alike[0], alike[-1] if cuts else alike[0])})
+def _sorts(held: Sequence[Sequence[int]], stages: Sequence[tuple[int, ...]], *, cuts: bool) -> list[list[int]]:
+    """The first rank, some between, and the last, of what each holds. Between: of the ranks with the same blocks the first,
+    which has most micro-batches under way, and where backward passes are cut the last, which has most waiting for W."""
+    alike: dict[object, list[int]] = {}
+    for rank in range(1, len(held) - 1):
+        alike.setdefault(tuple(stages[stage] for stage in held[rank]), []).append(rank)
+    between = sorted({rank for ranks in alike.values() for rank in (ranks[0], ranks[-1] if cuts else ranks[0])})
+    return [[0], between, [len(held) - 1] if len(held) > 1 else []]
 
 
 def _highest(rows: Iterable[tuple[float, ...]], columns: int) -> Floats:
