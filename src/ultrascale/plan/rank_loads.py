@@ -171,9 +171,8 @@ def _highest(rows: Iterable[tuple[float, ...]], columns: int) -> Floats:
     table = np.array(sorted(rows, reverse=True)).reshape(-1, columns)
     if len(table) < 2:
         return table if len(table) else np.zeros((1, columns))
-    below = (table[:, None] <= table[None]).all(axis=2)
-    np.fill_diagonal(below, False)
-    return table[~below.any(axis=1)]
+    below = np.logical_and.reduce(table[:, None] <= table[None], axis=2)
+    return table[np.count_nonzero(below, axis=1) == 1]  # below itself alone
 
 
 class _Rank:
