@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultrascale.plan.footprint import CATEGORIES, stage_memory
-from ultrascale.plan.layouts import SCHEDULES, LayoutTable
+from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.memory import plan_memory
-from ultrascale.plan.pipeline_activations import in_flight as count_in_flight
-from ultrascale.plan.rank_activations import in_flight
 from ultrascale.plan.rank_state import rank_state
 from ultrascale.plan.stages import cut_stages
 from ultrascale.plan.workload import Workload
@@ -148,19 +146,6 @@ def needed(model: Model, layout: Layout, axis: str, stack: str) -> float:
     if axis == "zero_stage" and layout.zero_stage == 2:  # a block gathered, and its gradients on their way out
         return 12 * block
     return 0.0
-
-
-@given(
-    name=st.sampled_from(SCHEDULES), pp=st.sampled_from([2, 4, 8]), chunks=st.sampled_from([2, 3]),
-    rounds=st.sampled_from([1, 2, 5]),
-)  # fmt: skip
-@settings(max_examples=60, deadline=None)
-def test_micro_batches_in_flight_are_those_that_the_schedule_keeps(name: str, pp: int, chunks: int, rounds: int) -> None:
-    v = {"interleaved": chunks, "breadth-first": chunks, "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
-    count = pp * rounds * (2 if "dual" in name else 1)
-    formula = in_flight(LayoutTable.of([Layout(pp=pp, virtual_stages=v, schedule=name)]), np.array([count]))[:, 0]
-    counted = [one.total / v for one in count_in_flight(name, pp, v, count)]
-    assert list(formula) == [counted[0], counted[min(1, pp - 1)], counted[-1]]
 
 
 def peaks(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from ultrascale.cli.main import main
-from ultrascale.plan.memory import plan_memory
+from ultrascale.plan.memory import plan_fullest_rank, plan_memory
 from ultrascale.plan.price import predict
 from ultrascale.plan.replayed import CATEGORIES, with_replay
 from ultrascale.plan.search import distinct, search
@@ -46,10 +47,19 @@ def test_memory_is_that_of_the_fullest_rank_replayed(name: str, length: int, seq
 
 
 def test_a_layout_whose_replay_is_larger_than_the_device_does_not_fit() -> None:
-    """Weights' gradients that wait between I and W are more than what full recomputation keeps."""
+    """Weights' gradients that wait between I and W are more than what full recomputation keeps: replay and columns say so."""
     name, length, sequences, layout = LARGE
     priced = predict(workload(name, length, sequences, layout), layout)
-    assert priced.memory.fits and not with_replay(priced).memory.fits
+    assert not priced.memory.fits and not with_replay(priced).memory.fits
+
+
+def test_the_last_rank_is_replayed_where_it_holds_as_many_blocks_as_the_first() -> None:
+    """Its loss makes it the fullest: 5.99 GB against the first rank's 5.35."""
+    layout = Layout(dp=4, cp=2, pp=2, zero_stage=1, recompute="selective", precision="bf16")
+    model = replace(preset("mistral-7b"), num_hidden_layers=4)
+    asked = {"sequence_length": 4096, "sequences_per_batch": 32, "documents": True}
+    first, last = (plan_memory(model, layout, rank=rank, **asked).peak.total for rank in (0, 8))
+    assert plan_fullest_rank(model, layout, **asked).peak.total == last > 1.1 * first
 
 
 def test_the_plan_of_a_pipeline_says_what_its_replay_does(capsys) -> None:

@@ -9,7 +9,7 @@ blocks, passes      seconds of one block; of one micro-batch on one rank
 compute, curves     seconds of matrix products and attention
 collectives, nccl   seconds of messages
 pipeline            a schedule played with prices
-footprint           memory of many layouts at once, from parts (with rank_state, rank_activations, rank_moments)
+footprint           memory of many layouts at once, from parts (with rank_loads, rank_activations, rank_state, rank_moments)
 space, search       all legal layouts of some devices; the best of them
 explain             why this layout, and what would change the choice
 flops               model FLOPs and hardware FLOPs, which MFU and HFU count

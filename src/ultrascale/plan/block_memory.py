@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from ultrascale.plan.cut_backward import is_row_sum, may_wait
 from ultrascale.spec.model import Model
+from ultrascale.spec.op_builders import is_fp8
 from ultrascale.spec.recomputed import parse_mode
 from ultrascale.spec.stack import Stack
 from ultrascale.spec.weights import layer_weights, weights_outside_layers
@@ -41,15 +43,21 @@ class BlockMemory:
     """With the gradient of its result and, if they are held, those of its weights."""
     weight_gradient_bytes: int
     """Of all its weights, as autograd makes them."""
+    waiting_bytes: int = 0
+    """Of a backward pass that is cut in two: what I leaves for W."""
 
 
-@lru_cache(maxsize=1 << 16)  # DeepSeek-V3 on 2,048 devices has 11,000
-def block_memory(model: Model, layer: int, shape: Shape, *, recompute: Recompute = "none", stack: Stack) -> BlockMemory:
-    """Decoder block `layer`. `shape.kernels` are those of `stack`; `recompute` as in `Layout`, without every-k."""
+@lru_cache(maxsize=1 << 12)
+def block_memory(
+    model: Model, layer: int, shape: Shape, *, recompute: Recompute = "none", stack: Stack, cuts: bool = False
+) -> BlockMemory:
+    """Decoder block `layer`. `shape.kernels` are those of `stack`; `recompute` as in `Layout`, without every-k. `cuts`: the
+    backward pass is I, which leaves inputs and gradients of linear layers for W."""
     ops = block_work(model, layer, shape)
     sizes = local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp)
     hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
     part = _Part(ops, {"hidden": hidden}, "hidden_out", hidden, sizes, shape.itemsize, weight_gradients(stack))
+    part.cuts = shape if cuts else None
     found = part.measure(recompute, stack.selective)
     if not (shape.partition_checkpoints and recompute == "full"):
         return found
@@ -156,6 +164,9 @@ class _Part:
     ):
         self.ops, self.given, self.result, self.result_bytes = ops, given, result, result_bytes
         self.weights, self.itemsize, self.gradients, self.is_outside = weights, itemsize, gradients, is_outside
+        self.cuts: Shape | None = None
+        self.waiting: dict[str, None] = {}
+        """Names held for W."""
         self.made = given | {one.name: one.num_bytes for op in ops for one in op.makes}
         self.books = _Books()
         for name, num_bytes in given.items():
@@ -178,7 +189,12 @@ class _Part:
             tape = self._again(kept)
         self._backward(tape, again)
         return BlockMemory(
-            sum(saved.values()), self._by_kind(saved), forward_peak, self.books.peak, self._weight_bytes(self.weights_named())
+            sum(saved.values()),
+            self._by_kind(saved),
+            forward_peak,
+            self.books.peak,
+            self._weight_bytes(self.weights_named()),
+            sum(self.books.sizes[name] for name in self.waiting),
         )
 
     def weights_named(self) -> list[str]:
@@ -286,13 +302,30 @@ class _Part:
             else:
                 leaving[name] = f"d {name} of {op.name}"
                 books.take(leaving[name], self.made[name])
-        self._make_weight_gradients(op, saved)
-        books.touch(op.backward_scratch_bytes)
+        if self.cuts is not None and may_wait(op):
+            self._leave_for_w(op, saved, arriving[0], self.cuts)
+        else:
+            self._make_weight_gradients(op, saved)
+            books.touch(op.backward_scratch_bytes)
         for name, gradient in leaving.items():
             if name in gradients:  # autograd adds to the one that is there
                 books.drop(gradient)
             else:
                 gradients[name] = gradient
+
+    def _leave_for_w(self, op: Op, saved: list[str], arriving: str, shape: Shape) -> None:
+        """The input and the gradient of a linear layer's result: of what tp sums this rank's positions, in fp8 as rounded."""
+        held = [arriving, *saved[:1]]
+        part = next((one.makes[0].num_bytes for one in self.ops if is_row_sum(one) and one.reads[0] == op.makes[0].name), None)
+        if part is not None or is_fp8(op):
+            held[0] = f"d {op.makes[0].name} for W"
+            whole = self.books.sizes[arriving] if part is None else part
+            self.books.take(held[0], whole // (shape.itemsize if is_fp8(op) else 1))
+            self.books.holders[held[0]] = 0
+        for name in held:
+            if name not in self.waiting:
+                self.waiting[name] = None
+                self.books.hold(name)
 
     def _make_weight_gradients(self, op: Op, saved: list[str]) -> None:
         if not op.weights or (self.gradients == "in place" and not self.is_outside):

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from ultrascale.plan.allocator import outside_bytes, reserved_bytes
 from ultrascale.plan.fp8_state import fp8_bytes
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.rank_activations import Kept, rank_activations
+from ultrascale.plan.rank_activations import rank_activations
 from ultrascale.plan.rank_moments import MOMENTS, NOTHING, Moment, aside_bytes, late_bytes, rank_moments
 from ultrascale.plan.rank_state import rank_state
 from ultrascale.plan.stages import Stages, cut_stages
 from ultrascale.plan.workload import Workload
+from ultrascale.schedules.executable import Schedule
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
@@ -86,13 +87,15 @@ class Footprint:
         return MOMENTS[int(self.moment)]
 
 
-def stage_memory(workload: Workload, table: LayoutTable, stages: Stages | None = None, kept: Kept | None = None) -> Footprint:
-    """The footprint of every layout of `table`. `stages`: if the caller has cut them already; `kept`: what a schedule from a
-    file keeps, for a table of its one layout."""
+def stage_memory(
+    workload: Workload, table: LayoutTable, stages: Stages | None = None, schedule: Schedule | None = None
+) -> Footprint:
+    """The footprint of every layout of `table`. `stages`: if the caller has cut them already; `schedule`: one from a file,
+    for a table of its one layout."""
     stages = stages or cut_stages(workload, table)
     micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
     state = rank_state(workload, table, stages, micro_batches)
-    parts = rank_activations(workload, table, stages, micro_batches, kept)
+    parts = rank_activations(workload, table, stages, micro_batches, schedule)
     moments = rank_moments(workload, table, state, parts, micro_batches)
 
     exists = stages.exists > 0

@@ -13,7 +13,7 @@ costs a millisecond a layer at most. Not in it: what kernels take for themselves
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -25,7 +25,7 @@ from ultrascale.plan.pipeline_activations import peak_activation_bytes
 from ultrascale.plan.pipeline_replay import MailReplay, RankReplay
 from ultrascale.plan.sharding import Shards
 from ultrascale.plan.stage_cut import stage_layers
-from ultrascale.plan.stage_player import StagePlayer
+from ultrascale.plan.stage_player import Entries, StagePlayer, alike
 from ultrascale.plan.stage_replay import StageReplay
 from ultrascale.plan.stage_work import Part
 from ultrascale.plan.tally import Tally
@@ -112,13 +112,16 @@ def plan_memory(
     optimizer_state_exists: bool = True,
     steps: int = 1,
     keeps_timeline: bool = False,
+    passes: dict[Hashable, Entries] | None = None,
 ) -> MemoryPlan:
     """Replay `steps` training steps of one rank: of the first, which holds the largest parts, or another.
 
     `documents`: packed documents with masks. `optimizer`: one of `spec.stack.OPTIMIZERS`. `optimizer_state_exists`: moments
-    are there before the first step (as our trainer makes them), not made by the first update.
+    are there before the first step (as our trainer makes them), not made by the first update. `passes`: what other ranks of the
+    same layout, asked in the same words, have written down of theirs.
     Raises SpecError if the batch cannot be cut into micro-batches, or the pipeline's schedule does not suit.
     """
+    passes = {} if passes is None else passes
     count = num_micro_batches(layout, sequences_per_batch)
     ledger, at = Ledger(keeps_timeline=keeps_timeline), Coordinates.of(layout, rank)
     shape = rank_shape(layout, sequence_length, documents=documents, device=device, at=at)
@@ -142,7 +145,7 @@ def plan_memory(
         if step == 0 and optimizer_state_exists:
             ledger.take("optimizer", "moments", moments)
         tally.clear()
-        _play_step(ledger, tally, stages, orders, step, at)
+        _play_step(ledger, tally, stages, orders, step, at, passes)
         ledger.touch("communication", "embedding's gradient", tied)
         ledger.mark("optimizer", step)
         before_update = ledger.now()
@@ -173,7 +176,8 @@ def plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPla
     """`plan_memory` of the rank of the pipeline that needs most; `options` are its own."""
     in_stage = layout.world_size // layout.pp
     ranks = _full_ranks(model, layout, options["sequence_length"], options["sequences_per_batch"])
-    plans = [plan_memory(model, layout, rank=rank * in_stage, **options) for rank in ranks]
+    passes: dict[Hashable, Entries] = {}
+    plans = [plan_memory(model, layout, rank=rank * in_stage, passes=passes, **options) for rank in ranks]
     return max(plans, key=lambda plan: plan.peak.total)
 
 
@@ -193,7 +197,7 @@ def _full_ranks(model: Model, layout: Layout, sequence_length: int, sequences_pe
     for rank, stages in enumerate(stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)):
         weights = WAITING_WEIGHTS if orders.splits else WAITING_WEIGHTS[:1]
         kept = _most_kept(orders.schedule[rank], kinds, {kinds[stage] for stage in stages}, weights)
-        alike.setdefault(tuple((stage in (0, last), kinds[stage]) for stage in stages), []).append((kept, rank))
+        alike.setdefault(tuple((stage == 0, stage == last, kinds[stage]) for stage in stages), []).append((kept, rank))
     fullest = {
         max(group, key=lambda one: (one[0][measure], -one[1]))[1]
         for group in alike.values()
@@ -331,8 +335,9 @@ def _pipeline_orders(name: str, pp: int, count: int, virtual_stages: int) -> _Or
 
 
 def _play_step(
-    ledger: Ledger, tally: Tally, stages: Mapping[int, StageReplay], orders: _Orders, step: int, at: Coordinates
-) -> None:
+    ledger: Ledger, tally: Tally, stages: Mapping[int, StageReplay], orders: _Orders, step: int, at: Coordinates,
+    passes: dict[Hashable, Entries],
+) -> None:  # fmt: skip
     """The passes of a step."""
     layout = tally.layout
     if layout.pp == 1:
@@ -346,7 +351,8 @@ def _play_step(
     stage = next(iter(stages.values()))
     mail = MailReplay(ledger, tally, orders.messages, at.pp, stage.work.hidden_bytes, over_gloo=stage.shards.over_gloo)
     plain = ledger.keeps_timeline or layout.offload_activations
-    played = stages if plain else {number: StagePlayer(one) for number, one in stages.items()}
+    players = {number: StagePlayer(one, passes.setdefault(alike(one), {})) for number, one in stages.items()}
+    played = stages if plain else players
     replay = RankReplay(ledger, played, mail, layout.num_stages - 1)
     replay.play(sharded(orders.schedule[at.pp], layout.zero_stage), step)
 

@@ -49,41 +49,6 @@ def bubble_seconds(
     return np.maximum(_FILLS[schedule](*map(np.asarray, columns)), 0.0)
 
 
-def in_flight_stages(
-    schedule: str, pp: ArrayLike, virtual_stages: ArrayLike, num_micro_batches: ArrayLike, rank: ArrayLike
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The most activations that live at once on a rank, in micro-batches of one stage; and those of them that wait for W only.
-
-    Exact for every schedule, rank and number of micro-batches. Columns broadcast.
-    """
-    p, v, m, r = map(np.asarray, (pp, virtual_stages, num_micro_batches, rank))
-    most = _IN_FLIGHT[schedule](p, v, m, r) + 0 * r  # of every rank, where it is the same on all
-    return most, most - np.minimum(m, p - r) if schedule == "zb-h1" else np.zeros_like(most)
-
-
-def _largest_round(p: NDArray, m: NDArray) -> NDArray:
-    """Micro-batches of `schedules.interleaved.rounds`'s first round."""
-    return -(-m // np.maximum(1, m // p))
-
-
-def _in_flight_dualpipe(p, v, m, r):
-    near = np.minimum(r, p - 1 - r)
-    entering = np.where(near == r, (m + 1) // 2, m // 2)
-    return np.minimum(np.minimum(p + 1, m), entering + near + 1)
-
-
-_IN_FLIGHT: dict[str, Callable[..., NDArray[np.int64]]] = {
-    "afab": lambda p, v, m, r: m,
-    "breadth-first": lambda p, v, m, r: m * v,
-    "1f1b": lambda p, v, m, r: np.minimum(m, p - r),
-    "interleaved": lambda p, v, m, r: np.minimum(m * v, (v - 1) * _largest_round(p, m) + 2 * (p - r) - 1),
-    "zb-h1": lambda p, v, m, r: np.minimum(m, p),
-    "zb-v": lambda p, v, m, r: np.minimum(np.minimum(2 * p, 2 * m), m + r + 1),
-    "dualpipe-v": lambda p, v, m, r: np.minimum(np.minimum(2 * p + 1, 2 * m), m + r + 1),
-    "dualpipe": _in_flight_dualpipe,
-}
-
-
 def _afab(p, v, m, f, i, w, s):
     return (p - 1) * (f + i + w + 2 * s)
 

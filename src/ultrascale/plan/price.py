@@ -37,7 +37,7 @@ from ultrascale.plan.pipelined import (
     waiting_seconds,
     with_and_without_sends,
 )
-from ultrascale.plan.rank_activations import kept_by, rank_activations
+from ultrascale.plan.rank_activations import rank_activations
 from ultrascale.plan.rank_state import shards
 from ultrascale.plan.stages import FIRST, Stages, cut_stages
 from ultrascale.plan.storage import checkpoint_share, read_seconds
@@ -172,7 +172,7 @@ def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> P
     table = LayoutTable.of([placed])
     found = replace(price(workload, table, constants, layout.layers_per_stage, cuts=False).row(0), layout=layout)
     stages = cut_stages(workload, table, layout.layers_per_stage)
-    memory = stage_memory(workload, table, stages, kept_by(schedule, layout.virtual_stages)).row(0)
+    memory = stage_memory(workload, table, stages, schedule).row(0)
     return _played(replace(found, memory=memory), placed, stage_seconds(workload, layout, constants), cut_share_of(schedule))
 
 

@@ -10,6 +10,9 @@ a pass over equal blocks memory changes evenly, so it is enough to look at its e
     reduction       between those two: the last block's gradients, and the buffer they are reduced in
     backward first  the first block: few activations, gradients of all others
     outside         the embedding's gradient, and the reduction of what is outside the blocks
+    input last      of a backward pass that is cut in two, in I: the last block
+    input first     the first: what the others leave for W instead of what they saved
+    weights         W: all that waits, and gradients of weights, block after block, until the stage's are reduced
     optimizer       no activations; its own temporaries
 
 FSDP's own memory (`plan.sharding` replays it move by move): parameters whole or gathered ahead, flat buffers of gathers,
@@ -25,14 +28,12 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.rank_activations import RankActivations
+from ultrascale.plan.rank_loads import PASSES
 from ultrascale.plan.rank_state import RankState
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
-MOMENTS = (
-    "forward", "head forward", "head backward", "backward last", "backward next", "reduction", "backward first", "outside",
-    "optimizer",
-)  # fmt: skip
+MOMENTS = (*PASSES, "optimizer")
 NOTHING = np.zeros((3, 1))
 MASTER_BYTES = 4
 """Of a parameter of one process in mixed precision, and of its gradient."""
@@ -70,18 +71,10 @@ def rank_moments(
 
 def _passes(parts: RankActivations) -> list[Floats]:
     """Activations at each of `MOMENTS`."""
-    full = parts.waiting + parts.current
-    return [
-        full + parts.forward_excess,
-        full + parts.head_forward,
-        full + parts.head_backward,
-        full + parts.last_excess,
-        full - parts.last_saved + parts.next_excess,
-        full - parts.last_saved + parts.hidden,
-        parts.waiting + parts.first_backward,
-        parts.waiting + parts.embedding_saved + parts.embedding_backward,
-        NOTHING,
-    ]
+    times = (parts.at_first, parts.at_between, parts.at_last)
+    most = {name: np.maximum.reduce([one[name] for one in times]) for name in PASSES}
+    most["outside"] = most["outside"] + parts.embedding_backward
+    return [*most.values(), NOTHING]
 
 
 def _whole_moments(workload: Workload, state: RankState, parts: RankActivations) -> list[Moment]:
@@ -104,6 +97,8 @@ class _Fsdp(NamedTuple):
     root_parameters: Floats
     flat: Floats
     """An all-gather's output that is not unpacked yet."""
+    flat_beside: Floats
+    """The same beside a reduction: where experts are a bucket of their own, of the smaller of a block's two."""
     narrow_bucket: Floats
     """Gradients of a bucket as autograd makes them."""
     narrow_root: Floats
@@ -131,8 +126,14 @@ class _Fsdp(NamedTuple):
     """What is left of these at the first block of the last micro-batch."""
     held: Floats
     """Gradients of a bucket's other blocks."""
+    narrow_stage: Floats
+    """Of all blocks of a stage but their experts': W makes them one after the other, and reduces them in the end."""
+    pending: Floats
+    """Gradients of experts, which I makes and W reduces: until then in the dtype of the reduction."""
     blocks_between: Floats
     """Blocks of a bucket but one."""
+    at_end: NDArray[np.bool_]
+    """Whether gradients are reduced in the last pass alone."""
     keeps: NDArray[np.bool_]
     stays: NDArray[np.bool_]
     """Whole parameters outlive the backward pass of their bucket."""
@@ -149,86 +150,118 @@ def _fsdp(
     flat = np.where(n > 1, state.bucket_itemsize, 0.0)
     wide = np.where(alone, np.maximum(c, MASTER_BYTES), r)  # of a summed gradient
     per_bucket = np.where(alone, 1, table.layers_per_bucket)
-    bucket, blocks, root = np.minimum(state.block * per_bucket, state.blocks), state.blocks, state.root
+    blocks, root, expert_shard = state.blocks, state.root, np.where(n > 1, state.expert_shard, 1)
+    dense, experts = ((state.block - state.block_experts) * per_bucket, state.block_experts * per_bucket)
+    dense, experts = np.minimum(dense, blocks - state.experts), np.minimum(experts, state.experts)
+    # Experts that are cut over other ranks than the rest are a bucket of their own, before the rest of their block.
+    apart = (experts > 0) & (table.tp * table.ep * table.expert_tp > 1)
+    bucket, alone_experts = dense + experts, np.where(apart, experts * (expert_shard > 1), 0.0)
+    larger = np.where(apart, np.maximum(dense, alone_experts), bucket)
+    smaller = np.where(apart, np.minimum(dense, alone_experts), bucket)
+    others_dense, others_experts = blocks - state.experts - dense, state.experts - experts
     copies = np.where(alone & (c >= MASTER_BYTES), 0.0, c)  # one process in one dtype computes with the parameters themselves
     cuts, scatters = n > 1, ~alone
     repeated = micro_batches > 1
     whole_sums = repeated & ((table.zero_stage < 2) | alone)
     adds = np.where(whole_sums, 0.0, 1.0)  # whether gradients of this micro-batch need memory of their own once summed
     fresh = np.where(whole_sums & (c >= wide), 0.0, c)  # and before: if they are not narrower, autograd adds in place
-    both_ends = (parts.head_forward > 0) & (parts.embedding_backward > 0)
-    half = np.where(both_ends & (not workload.model.tie_word_embeddings), 0.5, 1.0)
-    left = state.gradients - np.where(whole_sums & cuts, wide * (blocks - bucket) * (1 - 1 / n), 0.0)
+    both_ends = parts.has_head & parts.has_embedding
+    half = np.where(both_ends & ((table.pp > 1) | (not workload.model.tie_word_embeddings)), 0.5, 1.0)
+    ends = np.where(both_ends & (table.pp > 1), 0.5, 1.0) * root  # of one stage, which are reduced together
+    waits = (table.pp > 1) & (workload.stack.gathers == "buckets")
+    to_cut = others_dense * (1 - 1 / n) + others_experts * (1 - 1 / expert_shard)
+    left = state.gradients - np.where(whole_sums & cuts, wide * to_cut, 0.0)
     return _Fsdp(
         all_parameters=np.where(copies > 0, state.gathered_itemsize, 0.0) * blocks + copies * root,
         bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * bucket,
         root_parameters=copies * root,
-        flat=flat * bucket,
-        narrow_bucket=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * bucket),
-        narrow_root=np.where(whole_sums, 0.0, c * root),
-        narrow_head=fresh * root * np.where(parts.head_forward > 0, half, 0.0),
-        narrow_embedding=np.where(parts.embedding_backward > 0, c * root * half, 0.0),
-        narrow_largest=np.where((scatters & ~cuts) | (alone & (c >= wide)), 0.0, c * root * half),
-        reduce_bucket=np.where(cuts, r * bucket, 0.0),
-        reduce_root=np.where(cuts, r * root, 0.0),
-        copy_bucket=np.where(scatters & ~cuts, r * bucket * (2 - adds), 0.0),
-        copy_root=np.where(scatters & ~cuts, r * root * (2 - adds), 0.0),
-        cut_bucket=adds * wide * bucket / n,
-        cut_root=adds * wide * root / n,
-        cut_others=adds * wide * (blocks - bucket) / n * np.where(repeated & (table.zero_stage >= 2) & scatters, 0.0, 1.0),
+        flat=np.where(blocks > 0, flat * larger, flat * root),
+        flat_beside=flat * smaller,
+        narrow_bucket=np.where(
+            whole_sums | (alone & (c >= wide)), 0.0, c * np.where(apart, np.maximum(dense, experts), bucket)
+        ),
+        narrow_root=np.where(whole_sums, 0.0, c * ends),
+        narrow_head=fresh * root * np.where(parts.has_head, half, 0.0),
+        narrow_embedding=np.where(parts.has_embedding, c * root * half, 0.0),
+        narrow_largest=np.where(
+            (scatters & ~cuts) | (alone & (c >= wide)), 0.0, (c + np.where(alone & whole_sums, wide, 0.0)) * root * half
+        ),
+        reduce_bucket=np.where(cuts, r * larger, 0.0),
+        reduce_root=np.where(cuts, r * ends, 0.0),
+        copy_bucket=np.where(
+            scatters & ~cuts, r * bucket * (2 - adds), np.where(apart & cuts & (expert_shard == 1), r * experts, 0.0)
+        ),
+        copy_root=np.where(scatters & ~cuts, r * ends * (2 - adds), 0.0),
+        cut_bucket=adds * wide * (dense / n + experts / expert_shard),
+        cut_root=adds * wide * ends / n,
+        cut_others=adds
+        * wide
+        * (others_dense / n + others_experts / expert_shard)
+        * np.where(repeated & (table.zero_stage >= 2) & scatters, 0.0, 1.0),
         summed=state.gradients,
         summed_at_first=left,
         held=(per_bucket - 1) * fresh * state.block,
-        blocks_between=(per_bucket - 1.0) * (parts.current > per_bucket * parts.last_saved),
+        narrow_stage=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * (blocks - state.experts) / table.virtual_stages),
+        pending=np.where(waits & ~whole_sums, r * (state.experts + np.where(parts.has_head, root * half, 0.0)), 0.0),
+        blocks_between=(per_bucket - 1.0) * (blocks > bucket),
+        at_end=whole_sums & ~alone,
         keeps=state.keeps | alone,
         stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),
         first_of_two=(table.zero_stage == 2) & (micro_batches == 2) & scatters,
         forward_flat=np.where(
-            cuts, np.maximum(flat * bucket - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0), 0.0
+            cuts,
+            np.maximum(flat * np.where(blocks > 0, larger, root) - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0),
+            0.0,
         ),
     )
 
 
 def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: RankActivations) -> list[Moment]:
     """FSDP: parameters come bucket by bucket, gradients leave so. See `plan.sharding` for each move."""
-    f, activations = fsdp, _passes(parts)
+    f = fsdp
+    at = _as_if_alike(f, parts)
     outside = np.where(f.keeps, f.all_parameters, f.root_parameters)
     at_work = np.where(f.keeps, f.all_parameters, f.root_parameters + f.bucket_parameters)
     after_one = np.where(f.stays | ~f.keeps, outside, f.all_parameters - f.bucket_parameters)
     next_one = np.where(f.keeps, after_one, at_work)
     at_first = np.where(f.stays, f.all_parameters, f.root_parameters + f.bucket_parameters)
     forward_flat = f.forward_flat
-    full = parts.waiting + parts.current
-    next_bucket = np.maximum(full - (f.blocks_between + 1) * parts.saved, parts.waiting)
-    several = f.blocks_between > 0
-    at_last, at_next = (
-        np.maximum(start + parts.last_excess, np.where(several, start - parts.last_saved + parts.next_excess + f.held, 0.0))
-        for start in (full, next_bucket)
+    head_flat = np.where(
+        parts.bare_head & ~f.keeps & (state.shard > 1), np.maximum(forward_flat, f.root_parameters), forward_flat
     )
-    at_next = np.where(several, at_next, activations[4])
-    at_reduction = np.where(several, next_bucket + parts.hidden, activations[5])
+    several, gone = f.blocks_between > 0, f.blocks_between * parts.saved
+    at_last = np.where(several, np.maximum(at["backward last"], at["backward next"] + f.held), at["backward last"])
+    later = np.maximum(at["backward last"] - gone - parts.saved, at["backward next"] - gone + f.held)
+    at_next = np.where(several, later, at["backward next"])
+    at_reduction = at["reduction"] - np.where(several, gone, 0.0)
     ahead = np.where(f.keeps, 0.0, f.flat)
+    beside = np.where(f.keeps, 0.0, f.flat_beside)
+    reduced_before = np.where(state.stage_blocks > f.blocks_between + 1, f.reduce_bucket, 0.0)
     early = f.summed + f.narrow_head
+    pending = {name: share * f.pending for name, share in parts.pending.items()}
     late = f.summed_at_first + f.cut_others
     sharded = np.where(state.shard > 1, 1.0, 0.0)  # results of reductions and gathers live on streams of their own
     old = sharded * np.where(state.keeps & (state.gradients > state.late_gradients), 0.0, f.summed)
     reduced = np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket)
     root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
     moments = [
-        Moment(activations[0], at_work, f.summed, forward_flat, old + forward_flat),
-        Moment(activations[1], outside, f.summed, forward_flat, old + forward_flat),
-        Moment(activations[2], outside, f.summed, ahead, old + ahead),
+        Moment(at["forward"], at_work, f.summed + pending["forward"], forward_flat, old + forward_flat),
+        Moment(at["head forward"], outside, f.summed + pending["head forward"], head_flat, old + forward_flat),
+        Moment(at["head backward"], outside, f.summed + pending["head backward"], ahead, old + ahead),
         Moment(at_last, at_work, early, ahead, old + ahead),
-        Moment(at_next, next_one, early + f.cut_bucket, f.reduce_bucket + ahead, old + ahead),
-        Moment(at_reduction, after_one, early + reduced, f.reduce_bucket + ahead, old + ahead),
-        Moment(activations[6] + f.held, at_first, late + f.narrow_head, f.reduce_bucket, sharded * f.cut_others),
+        Moment(at_next, next_one, early + f.cut_bucket, f.reduce_bucket + beside, old + ahead),
+        Moment(at_reduction, after_one, early + reduced, f.reduce_bucket + beside, old + ahead),
+        Moment(at["backward first"] + f.held, at_first, late + f.narrow_head, reduced_before, sharded * f.cut_others),
         Moment(
-            parts.waiting + parts.embedding_saved,
+            at["outside"],
             np.where(f.stays, f.all_parameters, 0.0),
             late + f.cut_bucket + root_reduced,
             f.reduce_root,
             sharded * (f.cut_others + f.cut_bucket),
         ),
+        Moment(at["input last"], at_work, early + pending["input last"], ahead, old + ahead),
+        Moment(at["input first"], at_work, early + pending["input first"], ahead, old + ahead),
+        Moment(at["weights"], outside, early + f.narrow_stage + pending["weights"], f.reduce_bucket, old),
         Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
                sharded * state.late_gradients),
     ]  # fmt: skip
@@ -237,12 +270,31 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         late = {"backward next": of_bucket, "reduction": of_bucket, "backward first": of_bucket, "outside": at_end}
         moments = [one._replace(late=late.get(name, NOTHING)) for name, one in zip(MOMENTS, moments, strict=True)]
     fresh = state.reduce_itemsize * (state.blocks - state.block) / state.shard
-    for index in range(MOMENTS.index("backward next"), MOMENTS.index("optimizer")):
+    for index in range(MOMENTS.index("backward next"), MOMENTS.index("input last")):
         one = moments[index]
         cut = fresh if index >= MOMENTS.index("backward first") else 0.0
         more = np.where(f.first_of_two, np.maximum(f.all_parameters - one.gathered - f.summed + cut, 0.0), 0.0)
         moments[index] = one._replace(gathered=one.gathered + more)
     return moments
+
+
+def _as_if_alike(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
+    """Activations at each moment of passes, the highest of the times of a step, told as if at all of them there were the same
+    beside them: without what is not there yet (sums of gradients) or there in the last pass alone (their reductions)."""
+    root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
+    reduced = {
+        "backward next": f.cut_bucket + f.reduce_bucket,
+        "reduction": np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket) + f.reduce_bucket,
+        "backward first": f.cut_others + f.reduce_bucket,
+        "outside": f.cut_others + f.cut_bucket + root_reduced + f.reduce_root,
+        "weights": f.reduce_bucket,
+    }
+    found = {}
+    for name in PASSES:
+        once = np.where(f.at_end, reduced.get(name, 0.0), 0.0)
+        highest = np.maximum(parts.at_between[name], parts.at_first[name] - f.summed) - once
+        found[name] = np.maximum(parts.at_last[name], highest)
+    return found
 
 
 def _late(fsdp: _Fsdp, state: RankState, parts: RankActivations) -> tuple[Floats, Floats]:

@@ -51,12 +51,20 @@ class RankState:
     """The same of the largest bucket."""
     block: Floats
     """Parameters that are gathered, and whose gradients are reduced, together: of one bucket."""
+    block_experts: Floats
+    """Of these, routed experts'."""
     blocks: Floats
     """Parameters of all blocks of a rank."""
+    experts: Floats
+    """Of these, routed experts'."""
+    stage_blocks: Floats
+    """Blocks of the largest stage of a rank."""
     root: Floats
     """Parameters outside the blocks."""
     shard: Floats
     """n, of dense parameters."""
+    expert_shard: Floats
+    """The same of experts'."""
     gathers: NDArray[np.bool_]
     """Whether parameters are gathered bucket by bucket, [layouts]."""
     keeps: NDArray[np.bool_]
@@ -103,6 +111,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     leaves = in_host & gathers & stack.offloads_parameters
     narrow = sum(gathered_in_fp8(workload, table, stages)) / np.maximum(total - root, 1)
     gathered = compute - (compute - table.narrow_bytes) * narrow
+    block, block_experts = _largest_block(workload, table)
     optimizer = np.where(in_host, 0.0, moments + np.where(gathers & in_buckets, 0.0, masters))
     return RankState(
         weights=np.where(leaves, 0.0, weights),
@@ -112,10 +121,14 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
         compute_itemsize=compute,
         gathered_itemsize=gathered,
         bucket_itemsize=np.where(stages.kept_layers.sum(axis=1) > 0, compute, gathered),
-        block=_largest_block(workload, table) * np.ones((3, 1)),
+        block=block * np.ones((3, 1)),
+        block_experts=block_experts * np.ones((3, 1)),
         blocks=total - root,
+        experts=expert,
+        stage_blocks=stages.chunk_layers,
         root=root,
         shard=shard,
+        expert_shard=expert_shard,
         gathers=gathers,
         keeps=table.zero_stage < 3,
         alone=alone,
@@ -125,11 +138,11 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
 
 def _prediction_parameters(workload: Workload, table: LayoutTable, stages: Stages) -> tuple[Floats, Floats]:
     """Of multi-token prediction, on the rank with the head: what its blocks have beyond others, and a copy of the embedding if
-    that is on another rank (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
+    that is in another stage (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
     model, last = workload.model, workload.model.num_hidden_layers
     ways, which = np.unique(table.tp, return_inverse=True)
     more = [block_parameters(model, last, int(tp))[0] - block_parameters(model, last - 1, int(tp))[0] for tp in ways]
-    has_head, elsewhere = stages.has_head > 0, stages.has_embedding == 0
+    has_head, elsewhere = stages.has_head > 0, table.pp > 1
     joins = model.num_nextn_predict_layers * np.array(more, dtype=float)[which] * has_head
     return joins, np.where(has_head & elsewhere, stages.root_parameters[FIRST], 0.0)
 
@@ -143,7 +156,10 @@ def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, 
     return stages.dense_parameters, stages.expert_parameters, shard, expert_shard
 
 
-def _largest_block(workload: Workload, table: LayoutTable) -> Floats:
-    """Parameters of the largest kind of block on one rank."""
+def _largest_block(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
+    """Parameters of the largest kind of block on one rank, and of these the experts'."""
     dense, expert = parameters_by_kind(workload, table)
-    return (dense + expert[:, None] / (table.ep * table.expert_tp)).max(axis=0)
+    own = expert[:, None] / (table.ep * table.expert_tp)
+    largest = (dense + own).argmax(axis=0)
+    every = np.arange(len(table))
+    return (dense + own)[largest, every], own[largest, every]

@@ -98,11 +98,15 @@ class Shards:
                 self._finish_gather(bucket)
 
     def state(self) -> Hashable:
-        """What is there of every bucket."""
+        """What is there of every bucket: of its weights by their places, so that stages with the same blocks have the same."""
         buckets = tuple(
             (
                 bucket.parameters is None, bucket.flat is None, bucket.partial is None, bucket.replica_buffer is None,
-                bucket.cut_gradient is None, *map(frozenset, (bucket.whole_gradients, bucket.cast, bucket.narrow_gradients)),
+                bucket.cut_gradient is None,
+                *(
+                    tuple(place for place, weight in enumerate(bucket.weights) if weight.name in some) if some else ()
+                    for some in (bucket.whole_gradients, bucket.cast, bucket.narrow_gradients)
+                ),
             )
             for bucket in self.buckets
         )  # fmt: skip

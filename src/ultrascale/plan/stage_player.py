@@ -3,6 +3,7 @@
 Micro-batches come and go alike. The first pass of a kind is replayed operation by operation (`plan.stage_replay`), and its
 effect on the books is written down. If it left the stage as it found it, the next pass of that kind is one entry. A pass in a
 state that was not seen before is replayed; what played passes of its micro-batch would have left is made first, off the books.
+Stages with the same blocks between the ends share what is written down, those of other ranks of a layout too.
 `tests/plan/test_stage_player.py` holds this to the plain replay, byte for byte.
 """
 
@@ -39,12 +40,23 @@ class Played:
     """Its I, once that has been played too."""
 
 
+Entries = dict[Hashable, Entry | None]
+
+
+def alike(stage: StageReplay) -> Hashable:
+    """The same for stages whose passes change the books alike: their own blocks, or a number where they hold an end."""
+    part, layout = stage.part, stage.layout
+    if part.is_first or part.is_last:
+        return part
+    return tuple((id(stage.work.block(layer)), layout.again(layer)) for layer in part.blocks)
+
+
 @dataclass
 class StagePlayer:
     """The three passes of `StageReplay`."""
 
     stage: StageReplay
-    _entries: dict[Hashable, Entry | None] = field(default_factory=dict)
+    _entries: Entries = field(default_factory=dict)
     """None: a pass that changes the stage's state, or shares its result, and is replayed every time."""
     _played: dict[int, Played] = field(default_factory=dict)
     _state: Hashable | None = None

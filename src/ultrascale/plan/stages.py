@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,8 @@ class Stages:
     """Of `layers`, those that stay in bf16 beside blocks in fp8."""
     exists: Floats
     """How many ranks of this sort a pipeline has: 1, pp - 2, 1; with pp = 1 the first is the only one."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """A cut of one's own."""
 
 
 def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
@@ -55,12 +58,13 @@ def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[i
     kept_blocks = table.kept_blocks
     rows, which = _distinct_cuts(table, kept_blocks)
     kinds, kind_of_layer = layer_kinds(workload)
+    sizes = 2 * tuple(sum(block_parameters(workload.model, layer, 1)) for layer in kinds)
     sorts = []
     for row in rows:
         pp, name = int(table.pp[row]), SCHEDULES[table.schedule[row]]
         chunks = chunk_layers_of(workload, pp * int(table.virtual_stages[row]), layers_per_stage)
         own_kinds = kinds_with_kept(workload.model, kind_of_layer, len(kinds), int(kept_blocks[row]))
-        sorts.append(_sorts_of_ranks(tuple(chunks), pp, name, own_kinds, 2 * len(kinds)))
+        sorts.append(_sorts_of_ranks(tuple(chunks), pp, name, own_kinds, sizes))
     every = np.array(sorts)[which].transpose(1, 2, 0)  # [3, 2 kinds + 3, layouts]
     in_fp8, kept = every[:, : len(kinds)], every[:, len(kinds) : -3]
     layers = in_fp8 + kept
@@ -68,7 +72,7 @@ def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[i
     per_layer, expert = parameters_by_kind(workload, table)
     outside_embedding, outside_head, tied = _outside(workload, table)
     of_embedding = embedding * outside_embedding
-    of_head = head * (np.where(embedding > 0, 0.0, outside_head) if tied else outside_head)
+    of_head = head * (np.where(table.pp == 1, 0.0, outside_head) if tied else outside_head)  # two stages have two copies
     expert_parameters = np.zeros((3, len(table)))
     if expert.any():
         expert_parameters = (layers * (expert[:, None] / (table.ep * table.expert_tp))).sum(axis=1)
@@ -84,6 +88,7 @@ def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[i
         root_parameters=of_embedding + of_head,
         kept_layers=kept,
         exists=exists,
+        layers_per_stage=layers_per_stage,
     )
 
 
@@ -134,13 +139,13 @@ def split_layers(workload: Workload, num_chunks: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _sorts_of_ranks(
-    chunks: tuple[int, ...], pp: int, schedule: str, kind_of_layer: tuple[int, ...], num_kinds: int
+    chunks: tuple[int, ...], pp: int, schedule: str, kind_of_layer: tuple[int, ...], sizes: tuple[int, ...]
 ) -> list[list[float]]:
-    """[3, kinds + 3]: of the first rank, the fullest between, and the last: its blocks by kind, whether it holds the embedding
-    and the head, and the blocks of its largest chunk."""
-    ends = np.cumsum(chunks)
+    """[3, kinds + 3]: of the first rank, the fullest between (by `sizes`, parameters of each kind), and the last: its blocks by
+    kind, whether it holds the embedding and the head, and the blocks of its largest chunk."""
+    ends, num_kinds = np.cumsum(chunks), len(sizes)
     rows = []
-    for stages in _stages_of_ranks(len(chunks), pp, schedule):
+    for stages in stages_of_ranks(len(chunks), pp, schedule):
         by_kind = [0.0] * num_kinds
         for stage in stages:
             for kind in kind_of_layer[ends[stage] - chunks[stage] : ends[stage]]:
@@ -149,11 +154,11 @@ def _sorts_of_ranks(
         if schedule == "dualpipe" and pp > 1:  # either stage for half of the micro-batches
             row[:-1] = [value / 2 for value in row[:-1]]
         rows.append(row)
-    between = max(rows[1:-1], key=lambda row: sum(row[:num_kinds]), default=rows[0] if pp == 1 else [0.0] * len(rows[0]))
+    between = max(rows[1:-1], key=lambda row: sum(map(mul, row, sizes)), default=rows[0] if pp == 1 else [0.0] * len(rows[0]))
     return [rows[0], between, rows[-1]]
 
 
-def _stages_of_ranks(num_stages: int, pp: int, schedule: str) -> list[list[int]]:
+def stages_of_ranks(num_stages: int, pp: int, schedule: str) -> list[list[int]]:
     """The stages each rank holds: one after another around the ranks; there and back; or from both ends at once."""
     if schedule in ("zb-v", "dualpipe-v") and num_stages == 2 * pp:
         return [[rank, 2 * pp - 1 - rank] for rank in range(pp)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +43,9 @@ NAMES = {
 }
 DEFAULT_VIRTUAL_STAGES = 2
 
+ALONE = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+"""Schedules whose ranks' lists do not need the others'."""
+
 
 def build_schedule(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> list[list[Action]]:
     """One list of actions for each of `pp` ranks, of a schedule of `NAMES` or of a CSV or JSON file.
@@ -58,6 +61,17 @@ def build_schedule(name: str, pp: int, num_micro_batches: int, virtual_stages: i
     if NAMES[name].virtual_stages is None:
         function = partial(function, virtual_stages=virtual_stages or DEFAULT_VIRTUAL_STAGES)
     return function(pp, num_micro_batches)
+
+
+def lists_of_ranks(
+    name: str, pp: int, num_micro_batches: int, virtual_stages: int | None, ranks: Sequence[int]
+) -> dict[int, list[Action]]:
+    """Those of some ranks of a schedule of `NAMES`, without the others' where they can be made alone."""
+    if name not in ALONE:
+        every = build_schedule(name, pp, num_micro_batches, virtual_stages)
+        return {rank: every[rank] for rank in ranks}
+    options = {"virtual_stages": virtual_stages or DEFAULT_VIRTUAL_STAGES} if NAMES[name].virtual_stages is None else {}
+    return dict(zip(ranks, NAMES[name].function(pp, num_micro_batches, ranks=ranks, **options), strict=True))
 
 
 def schedule_problems(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> list[Problem]:

@@ -10,16 +10,18 @@ Orders after github.com/deepseek-ai/DualPipe (MIT), dualpipev.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ultrascale.schedules.actions import Action, only_micro_batches
 from ultrascale.schedules.streams import Place, Streams
 
 
-def dualpipe_v(pp: int, num_micro_batches: int) -> list[list[Action]]:
-    """The actions of each of `pp` ranks; rank r holds stages r and 2 pp - 1 - r.
+def dualpipe_v(pp: int, num_micro_batches: int, *, ranks: Sequence[int] = ()) -> list[list[Action]]:
+    """The actions of each of `pp` ranks, or of some `ranks`; rank r holds stages r and 2 pp - 1 - r.
 
     Fewer than 2 pp micro-batches are the first ones of a schedule of so many.
     """
-    return [only_micro_batches(_rank_actions(rank, pp, num_micro_batches), num_micro_batches) for rank in range(pp)]
+    return [only_micro_batches(_rank_actions(rank, pp, num_micro_batches), num_micro_batches) for rank in ranks or range(pp)]
 
 
 def _rank_actions(rank: int, pp: int, num_micro_batches: int) -> list[Action]:

@@ -11,15 +11,16 @@ smaller than p would leave every rank (v-1)(p - m mod p) stage passes idle, one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from ultrascale.schedules.actions import Action, backward, forward
 from ultrascale.schedules.one_f_one_b import alternate
 
 
-def interleaved(pp: int, num_micro_batches: int, virtual_stages: int = 2) -> list[list[Action]]:
-    """The actions of each of `pp` ranks; rank r holds stages r, r + pp, ...: `virtual_stages` of them."""
-    return [_rank_actions(rank, pp, rounds(pp, num_micro_batches), virtual_stages) for rank in range(pp)]
+def interleaved(pp: int, num_micro_batches: int, virtual_stages: int = 2, *, ranks: Sequence[int] = ()) -> list[list[Action]]:
+    """The actions of each of `pp` ranks, or of some `ranks`; rank r holds stages r, r + pp, ...: `virtual_stages` of them."""
+    return [_rank_actions(rank, pp, rounds(pp, num_micro_batches), virtual_stages) for rank in ranks or range(pp)]
 
 
 def rounds(pp: int, num_micro_batches: int) -> list[range]:

@@ -8,15 +8,17 @@ Idle (p-1)(F+B), as all-forward-all-backward, but rank r keeps the activations o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ultrascale.schedules.actions import Action, backward, forward
 
 
-def one_f_one_b(pp: int, num_micro_batches: int) -> list[list[Action]]:
-    """The actions of each of `pp` ranks; rank r holds stage r."""
+def one_f_one_b(pp: int, num_micro_batches: int, *, ranks: Sequence[int] = ()) -> list[list[Action]]:
+    """The actions of each of `pp` ranks, or of some `ranks`; rank r holds stage r."""
     batches = range(num_micro_batches)
     return [
         alternate([forward(rank, k) for k in batches], [backward(rank, k) for k in batches], ahead=pp - 1 - rank)
-        for rank in range(pp)
+        for rank in ranks or range(pp)
     ]
 
 

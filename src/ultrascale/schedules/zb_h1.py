@@ -9,12 +9,14 @@ Rank r runs r weight gradients late: every rank then keeps p micro-batches (p-r 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ultrascale.schedules.actions import Action, forward, input_gradient, weight_gradient
 
 
-def zb_h1(pp: int, num_micro_batches: int) -> list[list[Action]]:
-    """The actions of each of `pp` ranks; rank r holds stage r."""
-    return [_rank_actions(rank, pp, num_micro_batches) for rank in range(pp)]
+def zb_h1(pp: int, num_micro_batches: int, *, ranks: Sequence[int] = ()) -> list[list[Action]]:
+    """The actions of each of `pp` ranks, or of some `ranks`; rank r holds stage r."""
+    return [_rank_actions(rank, pp, num_micro_batches) for rank in ranks or range(pp)]
 
 
 def _rank_actions(rank: int, pp: int, num_micro_batches: int) -> list[Action]:

@@ -7,17 +7,19 @@ stages    0  1  2  3        and every rank's memory is the same: 2p stages' acti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ultrascale.schedules.actions import Action, only_micro_batches
 from ultrascale.schedules.streams import Streams
 
 
-def zb_v(pp: int, num_micro_batches: int) -> list[list[Action]]:
-    """The actions of each of `pp` ranks; rank r holds stages r and 2 pp - 1 - r.
+def zb_v(pp: int, num_micro_batches: int, *, ranks: Sequence[int] = ()) -> list[list[Action]]:
+    """The actions of each of `pp` ranks, or of some `ranks`; rank r holds stages r and 2 pp - 1 - r.
 
     Fewer than 2 pp - 1 micro-batches are the first ones of a schedule of so many.
     """
     enough = max(2 * pp - 1, num_micro_batches)
-    return [only_micro_batches(_rank_actions(rank, pp, enough), num_micro_batches) for rank in range(pp)]
+    return [only_micro_batches(_rank_actions(rank, pp, enough), num_micro_batches) for rank in ranks or range(pp)]
 
 
 def _rank_actions(rank: int, pp: int, count: int) -> list[Action]:
