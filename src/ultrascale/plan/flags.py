@@ -21,6 +21,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.fp8_slots import is_delayed
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.recomputed import is_modules, megatron_modules
 from ultrascale.spec.stack import Stack
 
 MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a", "ring+all-to-all": "a2a+p2p"}
@@ -76,7 +77,11 @@ def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
         ("schedule", layout.pp == 1 or layout.schedule in can.schedules, f"{', '.join(can.schedules) or 'no pipeline'}"),
         ("ep", layout.ep == 1 or can.experts, "no expert parallelism"),
         ("expert_tp", layout.expert_tp == 1 or can.expert_tensor, "no tensor parallelism of experts"),
-        ("recompute", layout.recompute in can.recompute, f"recompute {', '.join(can.recompute)}"),
+        (
+            "recompute",
+            layout.recompute in can.recompute or (can.names_modules and is_modules(layout.recompute)),
+            f"recompute {', '.join(can.recompute)}",
+        ),
         ("dp_shard", layout.dp_replicate in (1, layout.dp) or can.hybrid, "no hybrid sharding"),
     ]
     found = [
@@ -201,6 +206,8 @@ def _megatron_layout(plan: _Plan) -> dict[str, Any]:
         words |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     if layout.recompute == "selective":
         words |= {"recompute-granularity": "selective"}
+    elif is_modules(layout.recompute):
+        words |= {"recompute-granularity": "selective", "recompute-modules": " ".join(megatron_modules(layout.recompute))}
     return words
 
 

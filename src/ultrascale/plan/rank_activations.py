@@ -189,7 +189,7 @@ def _by_layout(workload: Workload, table: LayoutTable, shapes: list[Shape], shap
 def _told(workload: Workload, table: LayoutTable, shapes: list[Shape], shape_of: NDArray[np.intp]) -> Sorts:
     """Of a table whose one layout tells each block's way."""
     kinds, kind_of_layer = layer_kinds(workload)
-    model, stack, modes = workload.model, workload.stack, table.modes
+    model, stack, modes = workload.model, workload.stack, table.modes_of_blocks(len(kind_of_layer))
     of_mode = {
         mode: np.stack(
             [_parts([block_memory(model, layer, shapes[0], recompute=mode, stack=stack)]) for layer in kinds], axis=1

@@ -18,6 +18,8 @@ from ultrascale.spec.problems import Problem, SpecError
 
 Name = Literal["ultrascale", "torchtitan", "megatron", "nanotron", "aleph-alpha", "llm-foundry", "deepspeed"]
 
+Selective = Literal["modules", "elementwise", "attention", "alternate-products", "wide-products"]
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -149,10 +151,11 @@ class Stack:
     """A token goes once to each node that has some of its experts, and spreads inside; in a node once to each rank (DeepEP,
     HybridEP). Else it is sent to each of its experts."""
     overlaps_sends: bool = True
-    selective: Literal["elementwise", "attention", "alternate-products", "wide-products"] = "elementwise"
-    """What recompute = "selective" computes again: all but products and attention; attention's core (Megatron); every second
-    product and what is element-wise (torchtitan's per-op policy); or all but attention's products (MaxText's
-    save_dot_except_mlpwi: the result of the MLP's second product is in its list too, but no gradient reads it)."""
+    selective: Selective = "elementwise"
+    """What recompute = "selective" computes again: the modules that save most a second (ours, `spec.kept`); all but products
+    and attention; attention's core (Megatron); every second product and what is element-wise (torchtitan's per-op policy); or
+    all but attention's products (MaxText's save_dot_except_mlpwi: the result of the MLP's second product is in its list too,
+    but no gradient reads it)."""
     offloads_parameters: bool = True
     """With the optimizer on the host no parameter stays on the device between steps; else what is gathered does. Read only if
     gathers = "buckets"."""
@@ -188,6 +191,7 @@ STACKS: dict[str, Stack] = {
         Stack(
             "ultrascale", 0, 4, 0, stage_cut="balanced", stops_early=True, offloads_parameters=False,
             overlaps_offloaded_update=True, attention_kernel="contest", joins_segments=False,
+            selective="modules",
         ),
         Stack(
             "torchtitan", 0, 4, 0, kernels=Kernels("compiled", compiled=True, gathers_again=False, drops_unseen_keys=False),
