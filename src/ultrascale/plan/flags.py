@@ -21,7 +21,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.fp8_slots import is_delayed
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.recomputed import is_modules, megatron_modules
+from ultrascale.spec.recomputed import is_modules, megatron_modules, modules_named
 from ultrascale.spec.stack import Stack
 
 MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a", "ring+all-to-all": "a2a+p2p"}
@@ -79,8 +79,9 @@ def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
         ("expert_tp", layout.expert_tp == 1 or can.expert_tensor, "no tensor parallelism of experts"),
         (
             "recompute",
-            layout.recompute in can.recompute or (can.names_modules and is_modules(layout.recompute)),
-            f"recompute {', '.join(can.recompute)}",
+            layout.recompute in can.recompute
+            or (is_modules(layout.recompute) and modules_named(layout.recompute) <= can.modules),
+            f"recompute {', '.join([*can.recompute, *sorted(can.modules)])}",
         ),
         ("dp_shard", layout.dp_replicate in (1, layout.dp) or can.hybrid, "no hybrid sharding"),
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.recomputed import MODULES, OURS_ALONE
 from ultrascale.spec.stack import STACKS, Stack
 
 
@@ -30,8 +31,8 @@ class Abilities:
     experts: bool = False
     expert_tensor: bool = False
     recompute: tuple[str, ...] = ("none", "full")
-    names_modules: bool = False
-    """Parts of a block can be recomputed by their names (`spec.recomputed.MODULES`)."""
+    modules: frozenset[str] = frozenset()
+    """Parts of a block that can be recomputed by their names (`spec.recomputed.MODULES`)."""
     any_micro_batches: bool = False
     """Interleaved pipelines run any number of micro-batches; else they want a multiple of pp."""
     equal_stages: bool = False
@@ -58,7 +59,7 @@ ABILITIES: dict[str, Abilities] = {
     "ultrascale": Abilities(
         (0, 1, 2, 3), (0, 1, 2, 3), (1, 2, 3), True, ("ring", "all-gather", "all-to-all", BOTH), False,
         ("1f1b", "afab", "interleaved", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"), True, True,
-        ("none", "selective", "full", "every-k"), True, any_micro_batches=True,
+        ("none", "selective", "full", "every-k"), frozenset(MODULES), any_micro_batches=True,
     ),
     # fully_shard always: reshard_after_forward "never" is stage 2, "always" 3. In pipelines torch reduces gradients once a
     # step, and parameters stay whole unless told otherwise: stage 1.
@@ -70,7 +71,7 @@ ABILITIES: dict[str, Abilities] = {
     # --use-distributed-optimizer is stage 1; --num-distributed-optimizer-instances makes it hybrid.
     "megatron": Abilities(
         (0, 1), (0, 1), (1,), True, ("ring", "all-gather", "all-to-all", BOTH), False, ("1f1b", "interleaved"), True, True,
-        ("none", "selective", "full"), True, cp_pieces=2,
+        ("none", "selective", "full"), frozenset(MODULES) - OURS_ALONE, cp_pieces=2,
     ),
     "nanotron": Abilities((0, 1), (0, 1), (), True, (), False, ("1f1b", "afab"), True, False, ("none", "full")),
     # Composer's FSDP: NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD.

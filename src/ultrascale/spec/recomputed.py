@@ -43,6 +43,8 @@ MODULES = {
     "moe": "layers of experts",
 }
 """By name, what is made again, in words."""
+OURS_ALONE = frozenset({"mlp_act", "moe_permute"})
+"""Modules that no other trainer has a name for."""
 SPELLINGS = {"layernorm": "norm"}
 """Megatron-Core's names for modules of ours."""
 CHOSEN = "selective"
@@ -96,11 +98,12 @@ def is_modules(text: str) -> bool:
 def megatron_modules(text: str) -> list[str]:
     """What Megatron-Core's --recompute-modules calls the modules of `text`."""
     back = {ours: theirs for theirs, ours in SPELLINGS.items()}
-    return [back.get(name, name) for name in modules_name((parse_mode(text) or ELEMENTWISE).modules).split("+")]
+    return [back.get(name, name) for name in modules_name(modules_named(text)).split("+")]
 
 
-OURS_ALONE = frozenset({"mlp_act", "moe_permute"})
-"""Modules that no other trainer has a name for."""
+def modules_named(text: str) -> frozenset[str]:
+    """The modules of `text`, which names some."""
+    return (parse_mode(text) or ELEMENTWISE).modules
 
 
 def mode_name(kinds: Iterable[str]) -> str:
