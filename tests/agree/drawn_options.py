@@ -8,6 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from ultrascale.spec.kept import available_modules
+from ultrascale.spec.recomputed import modules_name
 from ultrascale.spec.rules import run_problems
 from ultrascale.spec.run import Optimizer, Run
 from ultrascale.spec.trainable import untrainable_layout
@@ -52,7 +54,7 @@ def _values(run: Run) -> dict[str, dict[str, st.SearchStrategy[Any]]]:
         "mlp_chunks": {"mlp_chunks": st.sampled_from([2, 4])},
         "recompute_blocks": {
             "recompute": st.just("blocks"),
-            "recompute_blocks": st.lists(st.sampled_from(MODES), min_size=blocks, max_size=blocks).map(tuple),
+            "recompute_blocks": st.lists(_modes(run), min_size=blocks, max_size=blocks).map(tuple),
         },
         "recompute_every": {"recompute": st.just("every-k"), "recompute_every": st.sampled_from([1, 3])},
         "reduce_dtype": {"reduce_dtype": st.just("bf16")},
@@ -60,6 +62,12 @@ def _values(run: Run) -> dict[str, dict[str, st.SearchStrategy[Any]]]:
         "attention": {"attention": st.sampled_from(["sdpa", "varlen"])},
         "layers_per_stage": {"layers_per_stage": _cuts(run.model.num_hidden_layers, run.layout.num_stages)},
     }  # fmt: skip
+
+
+def _modes(run: Run) -> st.SearchStrategy[str]:
+    """Of `MODES`, or some modules of the model."""
+    modules = st.sets(st.sampled_from(available_modules(run.model)), min_size=1).map(modules_name)
+    return st.one_of(st.sampled_from(MODES), modules)
 
 
 def _cuts(layers: int, stages: int) -> st.SearchStrategy[tuple[int, ...]]:

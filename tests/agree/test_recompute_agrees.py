@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.recompute import apply_recompute
 from ultrascale.plan.memory import rank_shape
-from ultrascale.plan.recomputed_ops import computed_again
+from ultrascale.spec.kept import computed_again
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.recomputed import KINDS, mode_name
@@ -67,7 +67,7 @@ def test_gradients_are_the_same_bits_and_products_are_the_planned_ones_whatever_
         planned = sum(
             op.flops
             for layer in range(model.num_hidden_layers)
-            for op in computed_again(layout, layer, block_work(model, layer, shape), stops_behind=model.is_moe(layer))
+            for op in computed_again(layout.again(layer), block_work(model, layer, shape), stops_behind=model.is_moe(layer))
             if op.kind != "attention"
         )
         assert flops - without == planned, mode

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from ranks import run_ranks
 
 from ultrascale.plan.memory import rank_shape, stage_parts
-from ultrascale.plan.recomputed_ops import sent_again
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.messages import messages
 from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
+from ultrascale.spec.kept import resolved, sent_again
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
 from ultrascale.spec.ops import Collective
 from ultrascale.spec.places import Coordinates, place
@@ -93,7 +93,9 @@ def planned_of(case: Case, at: Coordinates) -> list[tuple[Collective, str]]:
         for layer in part.layers:
             ops = block_work(case.model, layer, shape)
             found += [(item, item.when) for op in ops for item in op.collectives]
-            again = sent_again(case.layout, layer, ops)
+            again = sent_again(
+                None if layer is None else resolved(case.layout.again(layer), case.model, layer, case.layout), ops
+            )
             found += [(item, "backward") for op in again for item in op.collectives if item.when == "forward"]
     return found
 

@@ -51,6 +51,14 @@ def test_megatron_gets_its_arguments() -> None:
     assert "num-experts" not in words and "fp16" not in words and "cp-comm-type" not in words
 
 
+def test_megatron_gets_the_modules_it_has_names_for() -> None:
+    words = megatron_words(trainer_flags(workload("megatron"), replace(PIPED, recompute="core_attn+norm")))
+    assert (words["recompute-granularity"], words["recompute-modules"]) == ("selective", "layernorm core_attn")
+    (problem,) = cannot_express(workload("megatron"), replace(PIPED, recompute="norm+mlp_act"))
+    assert problem.key == "layout.recompute" and "mla_up_proj" in problem.rule
+    assert not cannot_express(workload("ultrascale"), replace(PIPED, recompute="norm+mlp_act"))
+
+
 def test_megatron_gets_rings_of_ranks_that_swap_heads() -> None:
     """Megatron-LM's --hierarchical-context-parallel-sizes: the group of the all-to-all first, that of the ring second."""
     layout = Layout(dp=4, cp=16, cp_method="ring+all-to-all", cp_heads=8, zero_stage=1, precision="bf16")

@@ -29,6 +29,11 @@ LENGTH = 23
 """Tokens of a sequence: no number of ranks divides it."""
 STEPS = 2
 DENSE, SPARSE = "tiny-llama", "tiny-mixtral"
+NAMED = (
+    ("norms, activation functions", "norm+mlp_act", "norm+mlp_act+moe_act"),
+    ("attention, gate and up", "core_attn+mlp", "core_attn+mla_up_proj+shared_experts"),
+)
+"""Modules recomputed by name: how a cell is called, those of a dense model and of one with experts."""
 FAMILIES = (
     "tiny-gpt2", "tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-smollm3", "tiny-mixtral", "tiny-qwen3-moe",
     "tiny-olmoe", "tiny-deepseek-v2", "tiny-deepseek-v3", "tiny-gpt-oss",
@@ -168,6 +173,9 @@ def _recomputation() -> Iterator[Cell]:
     for column, layout in axes.items():
         told = {"recompute": "blocks", "recompute_blocks": ("full", mode_name(KINDS), "none")}
         yield _cell("Recomputation", "block by block", column, SPARSE if column == "ep" else DENSE, layout | told)
+        for kind, dense, experts in NAMED:
+            preset, modules = ("tiny-deepseek-v3", experts) if column == "ep" else (DENSE, dense)
+            yield _cell("Recomputation", kind, column, preset, layout | {"recompute": modules})
 
 
 def _memory() -> Iterator[Cell]:

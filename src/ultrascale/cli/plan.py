@@ -92,7 +92,8 @@ def plan(
         schedule: Pipeline schedules to search, such as 1f1b,interleaved.
         zero_stage: What is cut over GPUs: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too; or such as 1,3.
         dp_shard: GPUs that share one copy of the training state. Default: searched.
-        recompute: Activations computed again in the backward pass: none, selective, full, every-k, or several.
+        recompute: Activations computed again in the backward pass: none, selective, full, every-k, or several; of one layout
+            also modules such as norm+moe_act.
         micro_batch_size: Sequences in one forward pass of one GPU.
         precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16, fp16 where there is no
             bf16, fp32 on a CPU.

@@ -101,21 +101,29 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden: Tensor, angles: Angles | None, mask: Any, earlier: KeyValues | None = None) -> Tensor:
         assert angles is not None
-        query = self._queries(hidden).unflatten(-1, (-1, self.head_dim))  # [B, S, H, N+R]
-        query = rotate(query, angles, start=self.still_dim, neighbours=True)
+        if self.is_q_narrow:
+            query = self.widen_queries(self.q_a_layernorm(self.q_a_proj(hidden)), angles)  # [B, S, H, N+R]
+        else:
+            query = self._turned(self.fan_out(hidden, self.q_proj)[0], angles)
         latent, shared = self.kv_a_proj_with_mqa(hidden).split((self.kv_rank, self.head_dim - self.still_dim), -1)
-        (key_value,) = self.fan_out(self.kv_a_layernorm(latent), self.kv_b_proj)
+        key, value = self.widen_keys(self.kv_a_layernorm(latent), shared, angles)
+        if earlier is not None:
+            key, value = earlier.extend(key, value)
+        return self.fan_in(self.core(query, key, value, mask, scale=self.scale).flatten(2), self.o_proj)
+
+    def widen_queries(self, narrow: Tensor, angles: Angles) -> Tensor:
+        """[B, S, q_lora_rank] to queries [B, S, H, N+R]."""
+        return self._turned(self.fan_out(narrow, self.q_b_proj)[0], angles)
+
+    def _turned(self, query: Tensor, angles: Angles) -> Tensor:
+        return rotate(query.unflatten(-1, (-1, self.head_dim)), angles, start=self.still_dim, neighbours=True)
+
+    def widen_keys(self, latent: Tensor, shared: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """[B, S, kv_lora_rank] and the key that heads share [B, S, R] to keys [B, S, H, N+R] and values [B, S, H, E']."""
+        (key_value,) = self.fan_out(latent, self.kv_b_proj)
         still, value = key_value.unflatten(-1, (-1, self.still_dim + self.value_dim)).split(
             (self.still_dim, self.value_dim), -1
         )
         turned = rotate(self.whole(shared).unsqueeze(2), angles, neighbours=True)  # [B, S, 1, R]
         key = torch.cat((still, turned.expand(-1, -1, still.shape[2], -1)), dim=-1)  # [B, S, H, N+R]
-        value = value.contiguous()  # or the keys beside it would be kept with it for the backward pass
-        if earlier is not None:
-            key, value = earlier.extend(key, value)
-        return self.fan_in(self.core(query, key, value, mask, scale=self.scale).flatten(2), self.o_proj)
-
-    def _queries(self, hidden: Tensor) -> Tensor:
-        if not self.is_q_narrow:
-            return self.fan_out(hidden, self.q_proj)[0]
-        return self.fan_out(self.q_a_layernorm(self.q_a_proj(hidden)), self.q_b_proj)[0]
+        return key, value.contiguous()  # or the keys beside it would be kept with it for the backward pass

@@ -15,7 +15,7 @@ that keep the load even get their gradient, and choices are counted. So neither 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,6 +67,7 @@ class LocalDispatch:
     num_experts: int
     drops: bool = False
     """Whether a choice may have been dropped; then the host asks how many are left."""
+    spread: Callable[[Tensor, Tensor, int], Tensor] = spread
 
     def start(self, tokens: Tensor, routing: Routing) -> Here:
         """A row for each token [N, D] and expert that it chose."""
@@ -75,7 +76,7 @@ class LocalDispatch:
         pairs = flat.argsort(stable=True)
         if self.drops:
             pairs = pairs[: num_kept(counts, pairs)]
-        return Here([spread(tokens, pairs, routing.experts.shape[1])], pairs, counts, routing.weights)
+        return Here([self.spread(tokens, pairs, routing.experts.shape[1])], pairs, counts, routing.weights)
 
     def finish(self, under_way: Here, experts: Experts) -> Tensor:
         found = experts(under_way.rows.pop(), under_way.counts)
@@ -135,13 +136,13 @@ class Experts(nn.Module):
         self.gate_proj = GroupedLinear(count, d, f, bias=bias) if model.gated_mlp else None
         self.up_proj = GroupedLinear(count, d, f, bias=bias)
         self.down_proj = GroupedLinear(count, f, d, bias=bias)
-        self.grouped_out, self.grouped_in = grouped_out, grouped_in
+        self.grouped_out, self.grouped_in, self.activate = grouped_out, grouped_in, activate
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """[M, D] in the order of experts to [M, D]; counts [X] int64: rows of each."""
         projections = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
         inner = self.grouped_out(rows, counts, *projections)
-        return self.grouped_in(activate(self.activation, *inner), counts, self.down_proj)
+        return self.grouped_in(self.activate(self.activation, *inner), counts, self.down_proj)
 
 
 class MoE(nn.Module):
@@ -161,12 +162,16 @@ class MoE(nn.Module):
     @torch.compiler.disable
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, S, D] to [B, S, D]."""
+        out, auxiliary, counts = self.compute(hidden)
+        return _Note.apply(out, auxiliary, counts, self.seen, self.auxiliary_scale) if torch.is_grad_enabled() else out
+
+    def compute(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The result, the weighted auxiliary losses, and how often each expert was chosen."""
         routing, counts, auxiliary = self.router(hidden)
         under_way = self.dispatch.start(hidden.flatten(0, 1), routing)
         shared = None if self.shared_experts is None else self.shared_experts(hidden)
         out = self.dispatch.finish(under_way, self.experts).view_as(hidden)
-        out = out if shared is None else out + shared
-        return _Note.apply(out, auxiliary, counts, self.seen, self.auxiliary_scale) if torch.is_grad_enabled() else out
+        return out if shared is None else out + shared, auxiliary, counts
 
 
 class Seen:

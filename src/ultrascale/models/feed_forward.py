@@ -38,11 +38,16 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
         self.up_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
         self.down_proj = nn.Linear(width, model.hidden_size, bias=model.mlp_bias)
-        self.fan_out, self.fan_in = fan_out, fan_in
+        self.fan_out, self.fan_in, self.activate = fan_out, fan_in, activate
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """Those that read the input."""
+        return self.gate_proj, self.up_proj
 
     def forward(self, hidden: Tensor) -> Tensor:
-        inner = self.fan_out(hidden, self.gate_proj, self.up_proj)
-        return self.fan_in(activate(self.activation, *inner), self.down_proj)
+        inner = self.fan_out(hidden, *self.projections)
+        return self.fan_in(self.activate(self.activation, *inner), self.down_proj)
 
 
 class MLP(nn.Module):
@@ -53,10 +58,15 @@ class MLP(nn.Module):
         self.activation = model.activation
         self.up_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
         self.down_proj = nn.Linear(width, model.hidden_size, bias=model.mlp_bias)
-        self.fan_out, self.fan_in = fan_out, fan_in
+        self.fan_out, self.fan_in, self.activate = fan_out, fan_in, activate
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """Those that read the input."""
+        return (self.up_proj,)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.fan_in(activate(self.activation, *self.fan_out(hidden, self.up_proj)), self.down_proj)
+        return self.fan_in(self.activate(self.activation, *self.fan_out(hidden, self.up_proj)), self.down_proj)
 
 
 def build_mlp(model: Model, width: int) -> GatedMLP | MLP:

@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
 
 def norm_of_sum(norm: nn.Module, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
     """(norm(x + added), x + added), both [..., D]; by one kernel where the run has one (`kernels.norm.add_rms_norm`)."""
-    if isinstance(norm, RMSNorm) and fuses_sums(x):
+    if isinstance(norm, RMSNorm) and "forward" not in vars(norm) and fuses_sums(x):  # or one that is made again alone
         return add_rms_norm(x, added, norm.weight, norm.eps)
     total = x + added
     del added  # it would stay while the norm is computed

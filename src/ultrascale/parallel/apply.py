@@ -88,7 +88,7 @@ def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
     apply_fp8(stage, layout, mesh)
     apply_mlp_chunks(stage, layout)
     # 3. Recomputation inside compilation, so that the compiler sees what it may drop.
-    apply_recompute(stage, layout)
+    apply_recompute(stage, layout, compiled=compile_blocks)
     # 4. Compilation inside sharding: gathering parameters stays outside the compiled graph.
     if compile_blocks:
         for _, block in stage.blocks():

@@ -1,14 +1,17 @@
 """Activation recomputation: keep less in the forward pass, compute it again in the backward pass.
 
     none        keep what autograd saves
-    selective   keep results of matrix products and attention; compute norms, rotary and activation functions again
-    +KIND       of which those of a kind too, such as `selective+mlp`: see `spec.recomputed`
+    MODULES     keep what autograd saves but what named parts make, such as `norm+moe_act` (`parallel.remade`)
+    selective   those that save most a second in the model at hand (`spec.kept.selective_modules`)
+    sel...+KIND keep results of products and attention but those of a kind, such as `selective+mlp`; compute all else again
     full        keep each block's input; run the block again
     every-k     full, for one block of every k
     blocks      each block its own of these; what "auto" comes down to (`plan.recompute_choice`)
 
-Full costs one forward pass more (a third of the step's FLOPs) and leaves 2 S B D bytes a block in bf16; selective costs only
-element-wise work. Source: Chen et al. 2016; Korthikanti et al. 2022; playbook, "Activation recomputation".
+Full costs one forward pass more (a third of the step's FLOPs) and leaves 2 S B D bytes a block in bf16; selective costs up to
+5 percent. `spec.recomputed` has the names, `spec.kept` what each keeps. Inside a compiled block autograd sees one operation, of
+which no part can be named: selective keeps the results of products and attention there.
+Source: Chen et al. 2016; Korthikanti et al. 2022; playbook, "Activation recomputation".
 The block's `forward` is wrapped, not the module, so that parameter names stay as they are. Kinds are told apart by where in the
 block an operation runs: the model's seams say so on their way in.
 """
@@ -16,24 +19,28 @@ block an operation runs: the model's seams say so on their way in.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ultrascale.kernels import flash_packages, fp8, fp8_grouped
 from ultrascale.models.attention import Attention, LatentAttention
 from ultrascale.models.decoder import Block, Decoder
-from ultrascale.models.experts import Experts
+from ultrascale.models.experts import Experts, LocalDispatch, MoE
 from ultrascale.models.feed_forward import MLP, GatedMLP
 from ultrascale.parallel import all_to_all, context_operation, fp8_wires, tensor_ops
 from ultrascale.parallel.cut_checkpoints import keep_own_part
+from ultrascale.parallel.expert_sequences import WholeSequences
+from ultrascale.parallel.remade import Remade
 from ultrascale.parallel.tensor import cut_of
 from ultrascale.parallel.torch_private import CachedTorchDispatchMode
+from ultrascale.spec.kept import resolved
 from ultrascale.spec.layout import Layout
-from ultrascale.spec.recomputed import Again
+from ultrascale.spec.recomputed import ELEMENTWISE, SELECTIVE, Again
 
 _aten = torch.ops.aten
 KEPT_OPS = {
@@ -59,12 +66,17 @@ KEPT_OPS = {
 """Results worth their memory: computing them again costs matrix products, or messages."""
 
 
-def apply_recompute(decoder: Decoder, layout: Layout) -> None:
-    """Wrap the forward passes of the blocks as `layout` says, in place; after whatever replaces seams of theirs."""
+def apply_recompute(decoder: Decoder, layout: Layout, *, compiled: bool = False) -> None:
+    """Wrap the forward passes of the blocks as `layout` says, in place; after whatever replaces seams of theirs. `compiled`:
+    blocks will be."""
     cut = cut_of(decoder) if layout.partition_checkpoints else None
     for place, (index, block) in enumerate(decoder.blocks()):
         again = layout.again(index)
+        again = ELEMENTWISE if compiled and again == SELECTIVE else resolved(again, decoder.spec, index, layout)
         if again is None:
+            continue
+        if again.modules:
+            remake(block, again.modules)
             continue
         if again.whole:
             block.forward = _recomputed(block.forward)
@@ -72,6 +84,58 @@ def apply_recompute(decoder: Decoder, layout: Layout) -> None:
                 setattr(block, "forward", partial(keep_own_part, cut.group, block.forward))  # noqa: B010
         else:
             block.forward = _recomputed(block.forward, context_fn=partial(_selective, _policy(block, again)))
+
+
+def remake(block: Block, modules: frozenset[str]) -> None:
+    """Let `block` let go of what these of `spec.recomputed.MODULES` make, in place."""
+    remade, mlp = Remade(), block.mlp
+    dense = mlp.shared_experts if isinstance(mlp, MoE) else mlp
+    if "norm" in modules:
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            _wrap(remade, norm, "forward")
+    if "core_attn" in modules:
+        _wrap(remade, block.self_attn, "core")
+    if "mla_up_proj" in modules and isinstance(block.self_attn, LatentAttention):
+        _wrap(remade, block.self_attn, "widen_queries")
+        _wrap(remade, block.self_attn, "widen_keys")
+    if isinstance(mlp, MoE) and "moe" in modules:
+        keep = getattr(mlp.router.keep, "__self__", None)
+        compute = partial(_placed, keep, mlp.compute) if isinstance(keep, WholeSequences) else mlp.compute
+        setattr(mlp, "compute", partial(_with_places, keep, remade.region(compute)))  # noqa: B010
+    elif isinstance(mlp, MoE):
+        if "moe_act" in modules:
+            _wrap(remade, mlp.experts, "activate")
+        if "moe_permute" in modules and isinstance(mlp.dispatch, LocalDispatch):
+            mlp.dispatch = replace(mlp.dispatch, spread=remade.region(mlp.dispatch.spread))
+    if isinstance(dense, GatedMLP | MLP) and "forward" not in vars(dense):  # pieces of tokens keep nothing
+        if ("shared_experts" if isinstance(mlp, MoE) else "mlp") in modules:
+            setattr(dense, "forward", partial(_fed_forward, dense, remade.region(partial(_widened, dense))))  # noqa: B010
+        elif "mlp_act" in modules:
+            _wrap(remade, dense, "activate")
+    block.forward = remade.block(block.forward)
+
+
+def _wrap(remade: Remade, module: nn.Module, seam: str) -> None:
+    setattr(module, seam, remade.region(getattr(module, seam)))
+
+
+def _widened(mlp: GatedMLP | MLP, hidden: Tensor) -> Tensor:
+    """[B, S, D] to what `down` reads, [B, S, F]."""
+    return mlp.activate(mlp.activation, *mlp.fan_out(hidden, *mlp.projections))
+
+
+def _fed_forward(mlp: GatedMLP | MLP, widened: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    return mlp.fan_in(widened(hidden), mlp.down_proj)
+
+
+def _with_places(sequences: Any, compute: Callable[..., Any], hidden: Tensor) -> Any:
+    """Experts of limited capacity are told where tokens stand, of this micro-batch whenever it is computed."""
+    return compute(hidden, sequences.positions) if isinstance(sequences, WholeSequences) else compute(hidden)
+
+
+def _placed(sequences: WholeSequences, compute: Callable[..., Any], hidden: Tensor, positions: list[Tensor]) -> Any:
+    sequences.positions = positions
+    return compute(hidden)
 
 
 def _recomputed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem
+from ultrascale.spec.recomputed import is_modules
 from ultrascale.spec.stack_files import abilities
 from ultrascale.spec.units import count_of, divisors
 
@@ -143,9 +144,10 @@ def _choices(has: str, name: str, offered: tuple[Any, ...], value: Any) -> Reaso
     if name == "schedule" and is_file(str(value)):
         rule = f"{value} is made for one number of ranks and micro-batches, and a search has many"
         return rule, "Name the whole layout in a run.toml, with layout.schedule there, and plan that."
-    if name == "recompute" and value in ("auto", "blocks"):
+    if name == "recompute" and (value in ("auto", "blocks") or is_modules(value)):
         rule = f"{value} is said of one layout's blocks, and a search has many layouts"
-        return rule, 'Search without it (--save RUN.TOML), then set layout.recompute = "auto" there and plan that.'
+        told = value if is_modules(value) else "auto"
+        return rule, f'Search without it (--save RUN.TOML), then set layout.recompute = "{told}" there and plan that.'
     kind = {"zero_stage": "ZeRO ", "recompute": "recompute "}.get(name, "")
     words = ", ".join(map(str, offered))
     return f"{has} {kind}{words}, not {value}", f"Choose one of {words}, or another --stack."

@@ -10,21 +10,22 @@ distinct shape: `plan.footprint` builds whole ranks out of it. A part owns what 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from ultrascale.plan.cut_backward import is_row_sum, may_wait
+from ultrascale.spec.kept import Region, block_again, kept_results, regions
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import is_fp8
-from ultrascale.spec.recomputed import parse_mode
-from ultrascale.spec.stack import Stack
+from ultrascale.spec.recomputed import Again
+from ultrascale.spec.stack import Selective, Stack
 from ultrascale.spec.weights import layer_weights, weights_outside_layers
 from ultrascale.spec.work import Op, Shape, block_work, embedding_work, head_work, shared_work
 
 Recompute = str
-"""`none`, `selective`, `full`, or of our own trainer `selective` and more (`spec.recomputed`)."""
+"""One block's, as `spec.recomputed` has the words."""
 WeightGradients = Literal["held", "momentary", "in place"]
 """What becomes of the gradient of a weight: it stays until the block is done (FSDP), is added to the one that is there and
 goes, or the product adds to that one itself (Megatron's gradient accumulation fusion)."""
@@ -58,7 +59,7 @@ def block_memory(
     hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
     part = _Part(ops, {"hidden": hidden}, "hidden_out", hidden, sizes, shape.itemsize, weight_gradients(stack))
     part.cuts = shape if cuts else None
-    found = part.measure(recompute, stack.selective)
+    found = part.measure(block_again(recompute, model, layer, shape, stack), stack.selective)
     if not (shape.partition_checkpoints and recompute == "full"):
         return found
     less = hidden - -(-hidden // shape.tp)
@@ -73,7 +74,7 @@ def head_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
     sizes = _outside_weights(model, shape.tp)
     part = _Part(head_work(model, shape), {"hidden": hidden}, "loss", 0, sizes, shape.itemsize, weight_gradients(stack),
                  is_outside=True)  # fmt: skip
-    return part.measure("none", stack.selective)
+    return part.measure(None, stack.selective)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -84,7 +85,7 @@ def embedding_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory
     sizes = _outside_weights(model, shape.tp)
     ops = embedding_work(model, shape)
     part = _Part(ops, {"shared": shared}, "hidden", hidden, sizes, shape.itemsize, weight_gradients(stack), is_outside=True)
-    return part.measure("none", stack.selective)
+    return part.measure(None, stack.selective)
 
 
 def weight_gradients(stack: Stack) -> WeightGradients:
@@ -169,16 +170,19 @@ class _Part:
         """Names held for W."""
         self.made = given | {one.name: one.num_bytes for op in ops for one in op.makes}
         self.books = _Books()
+        self._lent: dict[int, list[str]] = {}
+        """By region, what others have made again that it reads."""
         for name, num_bytes in given.items():
             self.books.take(name, num_bytes)
 
-    def measure(self, recompute: Recompute, selective: str) -> BlockMemory:
-        """Play both passes."""
-        again, kept = self._recomputed(recompute, selective)
-        checkpoints = recompute != "none" and (recompute != "selective" or selective != "attention")
+    def measure(self, again: Again | None, selective: Selective) -> BlockMemory:
+        """Play both passes. `selective`: where `again` keeps results and names no kinds, what the stack means by it."""
+        some = () if again is None else regions(self.ops, again.modules, keeps_attended=selective != "modules")
+        checkpoints = again is not None and not again.modules
+        kept = frozenset[str]() if again is None or again.whole or not checkpoints else kept_results(self.ops, again, selective)
         if checkpoints:
             self._hold_given()
-        tape = self._forward(self.ops, saves=not checkpoints, keep=kept, again=again)
+        tape = self._forward(self.ops, saves=not checkpoints, keep=kept, some=some)
         forward_peak = self.books.peak
         saved = {name: n for name, n in self.books.sizes.items() if name != self.result}
         if self.result in self.books.sizes:
@@ -187,7 +191,7 @@ class _Part:
         self.books.take(f"d {self.result}", self.result_bytes)
         if checkpoints:
             tape = self._again(kept)
-        self._backward(tape, again)
+        self._backward(tape, some)
         return BlockMemory(
             sum(saved.values()),
             self._by_kind(saved),
@@ -205,41 +209,30 @@ class _Part:
         for name in self.given:
             self.books.hold(name)
 
-    def _recomputed(self, recompute: Recompute, selective: str) -> tuple[frozenset[str], frozenset[str]]:
-        """What only attention's core makes and needs, if it is computed again; and results kept of a block that is."""
-        if recompute in ("none", "full"):
-            return frozenset(), frozenset()
-        if (mode := parse_mode(recompute)) and mode.kinds:
-            return frozenset(), frozenset(one.name for op in self.ops if op.kept(mode.kinds) for one in op.makes)
-        if selective == "attention":
-            elsewhere = {name for op in self.ops if op.kind != "attention" for name in op.saves}
-            inside = {one.name for op in self.ops if op.kind == "attention" for one in op.makes}
-            return frozenset(inside - elsewhere), frozenset()
-        ops = [op for op in self.ops if op.kept_by_selective]
-        if selective == "alternate-products":  # of aten.mm: grouped products of experts are another operator, and not kept
-            products = [op for op in ops if op.kind == "matmul" and not op.name.startswith("mlp.experts.")]
-            ops = [op for op in ops if op.kind != "matmul" or (op in products and products.index(op) % 2 == 0)]
-        if selective == "wide-products":
-            ops = [op for op in ops if op.kind == "matmul" and op.name.startswith("self_attn.")]
-        return frozenset(), frozenset(one.name for op in ops for one in op.makes)
-
     def _forward(
         self,
         ops: tuple[Op, ...],
         *,
         saves: bool,
         keep: Collection[str] = (),
-        again: Collection[str] = (),
+        some: Sequence[Region] = (),
         kept: Collection[str] = (),
         leaves: Collection[str] | None = None,
     ) -> list[tuple[Op, list[str]]]:
-        """Run forward. `keep`: results to hold; `kept`: those of the first run, there already; `again`: not saved now."""
+        """Run forward. `keep`: results to hold; `kept`: those of the first run, there already; `some`:
+        what they make is not saved now, but what they read."""
         books = self.books
         leaves = (self.result,) if leaves is None else leaves
         last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves)}
         live = set(self.given)
         there = {name for op in ops if kept and op.makes[0].name in kept for name in op.reads}
+        again = frozenset(name for region in some for name in region.drops)
         tape: list[tuple[Op, list[str]]] = []
+        if some:
+            places = {op.name: index for index, op in enumerate(ops)}
+            for region in some:
+                end = places[region.end]
+                last_reader |= {name: max(end, last_reader.get(name, 0)) for name in region.reads}
         for index, op in enumerate(ops):
             for one in op.makes:
                 if one.name not in kept:  # of a sum that is kept nobody makes the parts again
@@ -250,6 +243,9 @@ class _Part:
             books.touch(op.scratch_bytes)
             if saves:
                 tape.append((op, self._save(op, again)))
+            for region in some:
+                if op.name == region.end:
+                    self._hold([name for name in region.reads if name not in again])
             gone = [name for name in live if name not in leaves and last_reader.get(name, -1) <= index]
             for name in gone:
                 live.remove(name)
@@ -258,10 +254,13 @@ class _Part:
 
     def _save(self, op: Op, again: Collection[str]) -> list[str]:
         """Hold what `op` saves. What blocks share is nobody's here."""
-        names = [name for name in op.saves if name in self.books.sizes and name not in again]
-        for name in names:
+        return self._hold([name for name in op.saves if name not in again])
+
+    def _hold(self, names: Iterable[str]) -> list[str]:
+        held = [name for name in names if name in self.books.sizes]
+        for name in held:
             self.books.hold(name)
-        return names
+        return held
 
     def _again(self, kept: frozenset[str]) -> list[tuple[Op, list[str]]]:
         """Run forward again up to the last operation that saves something, as torch does."""
@@ -276,17 +275,54 @@ class _Part:
                 self.books.drop(name)
         return [*tape, *((op, []) for op in self.ops[last + 1 :])]
 
-    def _backward(self, tape: list[tuple[Op, list[str]]], again: frozenset[str]) -> None:
+    def _backward(self, tape: list[tuple[Op, list[str]]], some: Sequence[Region]) -> None:
         books, gradients = self.books, {self.result: f"d {self.result}"}
-        waits = bool(again)
-        for op, saved in reversed(tape):
-            if waits and op.kind == "attention":
-                self._attention_again(tape, again)
-                waits = False
+        left = {name: region for region in some for name in region.drops}
+        dropped = frozenset(left)
+        while tape:
+            op, saved = tape[-1]
+            for name in op.saves:
+                if name in left:
+                    self._make_again(left[name], tape, left, dropped)
+            tape.pop()
             arriving = list(dict.fromkeys(gradients.pop(one.name) for one in op.makes if one.name in gradients))
             if arriving or op.hands_on_saved:
                 self._one_backward(op, saved, arriving, gradients)
             for name in (*arriving, *saved):
+                books.drop(name)
+
+    def _make_again(
+        self, region: Region, tape: list[tuple[Op, list[str]]], left: dict[str, Region], dropped: frozenset[str]
+    ) -> None:
+        """Run a region again; what it makes belongs to the operations on the tape that save it. `left`: what is still to be
+        made again, of all that was `dropped`."""
+        books = self.books
+        for name in region.reads:
+            if name in left:
+                self._make_again(left[name], tape, left, dropped)
+        borrowed = self._hold([name for name in region.reads if name in dropped])
+        for name in region.drops:
+            left.pop(name, None)
+        last = {name: index for index, op in enumerate(region.ops) for name in (*op.reads, *op.saves)}
+        passing: list[str] = []
+        for index, op in enumerate(region.ops):
+            for one in op.makes:
+                books.take(one.name if one.name in region.drops else f"{one.name} again", one.num_bytes)
+            passing += [one.name for one in op.makes if one.name not in region.drops]
+            books.touch(op.scratch_bytes)
+            for name in [one for one in passing if last.get(one, -1) <= index]:
+                passing.remove(name)
+                books.drop(f"{name} again")
+        for op, saved in tape:
+            names = [name for name in op.saves if name in region.drops]
+            saved += self._hold(names)
+        for other in dict.fromkeys(left.values()):  # they will read it
+            other_reads = [name for name in other.reads if name in region.drops]
+            self._lent.setdefault(id(other), []).extend(self._hold(other_reads))
+        for name in region.drops:
+            books.drop(name)
+        for name in (*borrowed, *self._lent.pop(id(region), ()), *(one for one in region.reads if one not in dropped)):
+            if name in books.sizes:
                 books.drop(name)
 
     def _one_backward(self, op: Op, saved: list[str], arriving: list[str], gradients: dict[str, str]) -> None:
@@ -339,21 +375,6 @@ class _Part:
             self.books.take(f"weights of {op.name}", num_bytes)
         else:
             self.books.touch(num_bytes)
-
-    def _attention_again(self, tape: list[tuple[Op, list[str]]], again: frozenset[str]) -> None:
-        """Make attention's core again, and hold what its operations save of it."""
-        for op, saved in tape:
-            if op.kind == "attention":
-                for one in op.makes:
-                    if one.name in again:
-                        self.books.take(one.name, one.num_bytes)
-                for name in op.saves:
-                    if name in again and name in self.books.sizes:
-                        self.books.hold(name)
-                        saved.append(name)
-        for name in again:
-            if name in self.books.sizes:
-                self.books.drop(name)
 
     def _weight_bytes(self, names: Iterable[str]) -> int:
         return sum(self.weights.get(name, 0) for name in names) * self.itemsize

@@ -20,10 +20,12 @@ from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matm
 from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
 from ultrascale.plan.layouts import CP_METHODS, FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.kept import computed_again, resolved
 from ultrascale.spec.layout import NARROW
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import without_fp8
 from ultrascale.spec.ops import Op, Scores, Shape
+from ultrascale.spec.recomputed import SELECTIVE
 from ultrascale.spec.stack import Kernels
 from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
 
@@ -75,6 +77,8 @@ class PartSeconds:
     """Of `product`: those of experts, whose results torchtitan's policy does not keep."""
     last_product: Floats
     """Of `product`: the last of a dense block without tp, before which torch stops when it runs the block again."""
+    chosen_modules: Floats
+    """Of all of it: what selective recomputation by modules runs again (`spec.kept.selective_modules`)."""
     num_ops: Floats
     """Operations launched in a forward pass."""
     num_collectives: Floats
@@ -145,12 +149,24 @@ def _by_part(known: list[Floats]) -> Floats:
 def _price_shapes(workload: Workload, kinds: Sequence[int], shapes: list[Shape]) -> Floats:
     """[shapes, parts, columns of `PartSeconds`]: the blocks of each kind, the embedding, the head, what a prediction adds."""
     model = workload.model
-    parts = [_price(workload, shapes, [block_work(model, layer, shape) for shape in shapes]) for layer in kinds]
+    parts = [_price_blocks_of(workload, shapes, layer) for layer in kinds]
     parts.append(_price(workload, shapes, [embedding_work(model, shape) for shape in shapes]))
     parts.append(_price(workload, shapes, [head_work(model, shape) for shape in shapes], head=True))
     predicts = model.num_nextn_predict_layers > 0
     parts.append(_price(workload, shapes, [prediction_work(model, shape) if predicts else () for shape in shapes]))
     return np.array([list(vars(part).values()) for part in parts]).transpose(2, 0, 1)
+
+
+def _price_blocks_of(workload: Workload, shapes: list[Shape], layer: int) -> PartSeconds:
+    """A block like `layer`."""
+    works = [block_work(workload.model, layer, shape) for shape in shapes]
+    part = _price(workload, shapes, works)
+    if workload.stack.selective == "modules":
+        again = [resolved(SELECTIVE, workload.model, layer, shape) for shape in shapes]
+        runs = [computed_again(one, ops, stops_behind=False) for one, ops in zip(again, works, strict=True)]
+        seconds = [sum(compute_seconds(workload, shape, run, False)[:3]) for shape, run in zip(shapes, runs, strict=True)]
+        part.chosen_modules = np.array(seconds)
+    return part
 
 
 def layer_kinds(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -236,6 +252,7 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
         tp_cut_weight=_over_tp(workload, shapes, of_weight),
         grouped_product=columns[5],
         last_product=columns[6],
+        chosen_modules=np.zeros(len(shapes)),
         num_ops=columns[7],
         num_collectives=counts[0],
         num_backward_collectives=counts[1],

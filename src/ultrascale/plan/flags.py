@@ -20,6 +20,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.fp8_slots import is_delayed
 from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.recomputed import is_modules, megatron_modules, modules_named
 from ultrascale.spec.stack import Stack
 from ultrascale.spec.stack_files import abilities, stack_file, stack_names
 
@@ -72,7 +73,12 @@ def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
         ("schedule", layout.pp == 1 or layout.schedule in can.schedules, f"{', '.join(can.schedules) or 'no pipeline'}"),
         ("ep", layout.ep == 1 or can.experts, "no expert parallelism"),
         ("expert_tp", layout.expert_tp == 1 or can.expert_tensor, "no tensor parallelism of experts"),
-        ("recompute", layout.recompute in can.recompute, f"recompute {', '.join(can.recompute)}"),
+        (
+            "recompute",
+            layout.recompute in can.recompute
+            or (is_modules(layout.recompute) and modules_named(layout.recompute) <= {*can.modules}),
+            f"recompute {', '.join([*can.recompute, *sorted(can.modules)])}",
+        ),
         ("dp_shard", layout.dp_replicate in (1, layout.dp) or can.hybrid, "no hybrid sharding"),
     ]
     found = [
@@ -202,6 +208,8 @@ def _megatron_layout(plan: _Plan) -> dict[str, Any]:
         words |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     if layout.recompute == "selective":
         words |= {"recompute-granularity": "selective"}
+    elif is_modules(layout.recompute):
+        words |= {"recompute-granularity": "selective", "recompute-modules": " ".join(megatron_modules(layout.recompute))}
     return words
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ultrascale.plan.recomputed_ops import again_of
+from ultrascale.spec.kept import computed_again, resolved
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.work import Op, Shape, block_work, first_alike, head_work, mask_elements, prediction_work
@@ -50,14 +50,16 @@ def hardware_flops(
     products = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
     products += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
     attention = again = 0.0
-    alike = Counter((first, layout.again(layer)) for layer, first in enumerate(first_alike(model)))
+    alike = Counter(
+        (first, resolved(layout.again(layer), model, layer, layout)) for layer, first in enumerate(first_alike(model))
+    )
     for (layer, what), count in alike.items():
         share = 1.0 if masks and mask_elements(model.window(layer), shape) else _causal_share(model, layer, shape)
         ops = block_work(model, layer, shape)
         products += 3 * count * sum(op.flops for op in ops if op.kind != "attention")
         again += count * sum(op.backward_flops - 2 * op.flops for op in ops if op.inside)
         attention += 3.5 * count * sum(_flops(op, share) for op in ops if op.kind == "attention")
-        again += count * sum(_flops(op, share) for op in ([] if what is None else again_of(what, ops, stops_behind=False)))
+        again += count * sum(_flops(op, share) for op in computed_again(what, ops, stops_behind=False))
     found = {"matrix products": products, "attention": attention, "recomputation": again}
     return {name: flops / sequence_length for name, flops in found.items()}
 

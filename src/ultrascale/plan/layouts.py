@@ -58,10 +58,15 @@ class LayoutTable:
     offload_activations: Column
     offload_optimizer: Column
     modes: tuple[str, ...] = ()
-    """Of a table of one layout with recompute = "blocks": each block's way (`spec.recomputed`)."""
+    """Of a table of one layout with recompute = "blocks", or with modules named: each block's way (`spec.recomputed`), or the
+    one of all."""
 
     def __len__(self) -> int:
         return len(self.dp)
+
+    def modes_of_blocks(self, count: int) -> tuple[str, ...]:
+        """`modes` of so many blocks."""
+        return self.modes * count if len(self.modes) == 1 else self.modes
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | Sequence[int]) -> LayoutTable:
         """The rows of `index`, an array of numbers or of booleans."""
@@ -111,9 +116,9 @@ class LayoutTable:
         layouts = list(layouts)
         rows = [_row(layout) for layout in layouts]
         columns = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS)).T
-        told = {layout.recompute_blocks for layout in layouts}
+        told = {_told(layout) for layout in layouts}
         assert len(layouts) == 1 or told <= {()}, "blocks of their own are told of one layout at a time"
-        return cls(*columns, modes=modes_of(layouts[0].recompute_blocks) if len(layouts) == 1 else ())
+        return cls(*columns, modes=modes_of(_told(layouts[0])) if len(layouts) == 1 else ())
 
     @classmethod
     def concatenate(cls, tables: Sequence[LayoutTable]) -> LayoutTable:
@@ -127,8 +132,8 @@ class LayoutTable:
         whole = row["dp_shard"] == (1 if row["zero_stage"] == 0 else row["dp"])
         row |= {
             "dp_shard": None if whole else row["dp_shard"],
-            "recompute": RECOMPUTE[row["recompute"]],
-            "recompute_blocks": blocks_text(self.modes),
+            "recompute": self.modes[0] if len(self.modes) == 1 else RECOMPUTE[row["recompute"]],
+            "recompute_blocks": blocks_text(self.modes) if len(self.modes) > 1 else (),
             "precision": PRECISIONS[row["precision"]],
             "fp8_scaling": FP8_SCALINGS[row["fp8_scaling"]],
             "fp8_all_gather": bool(row["fp8_all_gather"]),
@@ -153,10 +158,16 @@ def distinct(column: Column) -> Column:
 COLUMNS = tuple(field.name for field in fields(LayoutTable) if field.name != "modes")
 
 
+def _told(layout: Layout) -> tuple[str, ...]:
+    """Each block's way, or that of all, where `RECOMPUTE` has no word for it."""
+    return layout.recompute_blocks if layout.recompute in RECOMPUTE else (layout.recompute,)
+
+
 def _row(layout: Layout) -> list[int]:
     schedule = SCHEDULES.index(layout.schedule) if layout.schedule in SCHEDULES else 0
     return [
-        layout.dp, layout.zero_stage, layout.shard_size, layout.micro_batch_size, RECOMPUTE.index(layout.recompute),
+        layout.dp, layout.zero_stage, layout.shard_size, layout.micro_batch_size,
+        RECOMPUTE.index(layout.recompute if layout.recompute in RECOMPUTE else "blocks"),
         layout.recompute_every, PRECISIONS.index(layout.precision), FP8_SCALINGS.index(layout.fp8_scaling),
         layout.fp8_amax_history_len, layout.fp8_keep_blocks, int(layout.fp8_all_gather),
         {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),

@@ -12,7 +12,6 @@ costs a millisecond a layer at most. Not in it: what kernels take for themselves
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,6 +36,7 @@ from ultrascale.schedules.ends import ends_of, shares_embedding
 from ultrascale.schedules.messages import Message, messages
 from ultrascale.schedules.sharded import sharded
 from ultrascale.spec.fp8_slots import SLOT_BYTES, fp8_layers, gathers_fp8, is_delayed, num_block_slots
+from ultrascale.spec.kept import kept_bytes_by_kind, resolved
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.owners import part_shape
@@ -359,15 +359,5 @@ def _play_step(
 
 def _saved_by_kind(model: Model, layout: Layout, shape: Shape, layer: int) -> dict[str, int]:
     """Bytes a block holds between its forward and its backward pass, by the kind of operation that made them."""
-    ops = block_work(model, layer, shape)
-    made = {a.name: (op, a.num_bytes) for op in ops for a in op.makes}
-    saved = dict.fromkeys(name for op in ops for name in op.saves if name in made)  # a set has another order in every process
-    block_input = {"residual": shape.outer_tokens * model.hidden_size * shape.itemsize}
-    again = layout.again(layer)
-    if again is not None:
-        saved = {} if again.whole else dict.fromkeys(a.name for op in ops if op.kept(again.kinds) for a in op.makes)
-    by_kind: Counter[str] = Counter(block_input)
-    for name in saved:
-        op, num_bytes = made[name]
-        by_kind[op.kind if name != "hidden_mid" else "residual"] += num_bytes
-    return dict(by_kind)
+    again = resolved(layout.again(layer), model, layer, layout)
+    return kept_bytes_by_kind(block_work(model, layer, shape), again, shape.outer_tokens * model.hidden_size * shape.itemsize)

@@ -6,8 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ultrascale.plan.ledger import Held, Ledger
+from ultrascale.spec.kept import Region
 from ultrascale.spec.layout import OFFLOAD_FROM_BYTES, OFFLOAD_LEFT, Layout
 from ultrascale.spec.ops import Op
+
+
+@dataclass
+class Waiting:
+    """A region that is to be made again (`spec.kept`): what it keeps for that, by name."""
+
+    region: Region
+    reads: dict[str, Held] = field(default_factory=dict)
 
 
 @dataclass
@@ -15,6 +24,8 @@ class Tape:
     """What autograd remembers of operations of one pass: each with the bytes it saved."""
 
     entries: list[tuple[Op, list[Held]]] = field(default_factory=list)
+    remade: dict[str, Waiting] = field(default_factory=dict)
+    """By name, what is saved and not there."""
     trip: list[Held] = field(default_factory=list)
     """What goes to the host (`parallel.offload`)."""
 

@@ -142,6 +142,10 @@ def pass_seconds(
     )  # fmt: skip
 
 
+BY_SELECTIVE = {"attention": "attention", "modules": "chosen_modules"}
+"""What a stack's selective recomputation runs again, by column of `plan.blocks.PartSeconds`; else what is element-wise."""
+
+
 class _SumOf(Protocol):
     """A column of `PartSeconds`, summed over what each rank holds: of all parts, or of `counts` blocks alone."""
 
@@ -153,7 +157,7 @@ def _second_passes(stack: Stack, sum_of: _SumOf, in_blocks: Floats, derate: floa
     full = derate * sum_of("product", in_blocks) + sum_of("attention", in_blocks) + sum_of("elementwise", in_blocks)
     if stack.stops_early:
         full = full - derate * sum_of("last_product", in_blocks)
-    selective = sum_of("attention" if stack.selective == "attention" else "elementwise", in_blocks)
+    selective = sum_of(BY_SELECTIVE.get(stack.selective, "elementwise"), in_blocks)
     if stack.selective.endswith("-products"):  # gate and up are 0.55 of the products of a block of Llama 70B
         selective = selective + derate * (sum_of("product", in_blocks) + sum_of("grouped_product", in_blocks)) / 2
     if stack.selective == "wide-products":

@@ -12,6 +12,7 @@ from typing import Literal
 
 from ultrascale.plan.price import predict
 from ultrascale.plan.workload import Workload
+from ultrascale.spec.kept import selective_words
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.units import format_bytes
 
@@ -20,6 +21,7 @@ WAYS: tuple[Way, ...] = ("none", "selective", "full")
 WORTH = 0.01
 """Of the peak: less saved memory than this is none."""
 REDONE = {
+    "modules": "",  # told of the model
     "elementwise": "norms, rotary, activation functions",
     "attention": "attention's core",
     "alternate-products": "every second product and what is element-wise",
@@ -59,7 +61,7 @@ def ways_to_recompute(workload: Workload, layout: Layout) -> list[Recomputation]
 
 def recomputation_statement(workload: Workload, layout: Layout) -> str:
     """One sentence a way: what it does again, saves and costs."""
-    redone = {"selective": REDONE[workload.stack.selective], "full": "whole blocks"}
+    redone = {"selective": REDONE[workload.stack.selective] or selective_words(workload.model, layout), "full": "whole blocks"}
     told = []
     for item in ways_to_recompute(workload, layout):
         worth = item.saved_bytes >= WORTH * item.peak_bytes

@@ -27,17 +27,18 @@ from ultrascale.plan.memory import is_replayed, num_micro_batches, plan_memory, 
 from ultrascale.plan.pipeline_activations import rank_in_flight
 from ultrascale.plan.price import predict
 from ultrascale.plan.recompute_prices import forward_seconds
-from ultrascale.plan.recomputed_ops import again_of
 from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION, device_of, has_rates, workload_of
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Kind
 from ultrascale.schedules.build import build_schedule
 from ultrascale.spec.cluster import Cluster
-from ultrascale.spec.layout import NARROW, Layout
+from ultrascale.spec.kept import block_again, computed_again, regions
+from ultrascale.spec.kept import stops_behind as stops_behind_of
+from ultrascale.spec.layout import Layout
 from ultrascale.spec.ops import Op, Shape
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.problems import Problem, SpecError
-from ultrascale.spec.recomputed import blocks_text, mode_name, parse_mode
+from ultrascale.spec.recomputed import MODULES, blocks_text, mode_name, modules_name
 from ultrascale.spec.run import Run
 from ultrascale.spec.stack import Stack
 from ultrascale.spec.stack_files import STACKS
@@ -46,6 +47,11 @@ from ultrascale.spec.work import block_work
 
 PLAIN = ("none", "selective", "full")
 """What a compiled block can do: the compiler sees operations, and not where in the block they are."""
+CONTAINED = (
+    ("mlp", "mlp_act"), ("shared_experts", "mlp_act"), ("moe", "mlp_act"), ("moe", "moe_act"), ("moe", "moe_permute"),
+    ("moe", "shared_experts"),
+)  # fmt: skip
+"""Modules of which the first makes again what the second does."""
 CPU_FLOPS_PER_SECOND = 44e9
 CPU_BYTES_PER_SECOND = 10e9
 """Of one core, fp32, where no rates are in the catalogue. Only their ratio decides anything (docs/speed.md)."""
@@ -81,12 +87,12 @@ def ways_of_block(workload: Workload, layer: int, shape: Shape, *, compiled: boo
     `compiled`: blocks are compiled. `splits`: the pipeline's schedule cuts backward passes in two.
     """
     model, ops = workload.model, block_work(workload.model, layer, shape)
-    stops_behind = splits or shape.tp > 1 or model.is_moe(layer) or shape.precision in NARROW
+    behind = stops_behind_of(ops, tp=shape.tp, splits=splits)
     prices = {op.name: _seconds(workload, shape, op) for op in ops}
     found = []
     for mode in PLAIN if compiled else (*PLAIN, *_mixed(ops, shape)):
-        again = parse_mode(mode)
-        seconds = 0.0 if again is None else sum(prices[op.name] for op in again_of(again, ops, stops_behind=stops_behind))
+        again = block_again(mode, model, layer, shape, workload.stack)
+        seconds = sum(prices[op.name] for op in computed_again(again, ops, stops_behind=behind))
         found.append(Way(mode, block_memory(model, layer, shape, recompute=mode, stack=workload.stack).saved_bytes, seconds))
     found.sort(key=lambda way: (way.seconds, way.kept_bytes))
     return [way for index, way in enumerate(found) if all(way.kept_bytes < other.kept_bytes for other in found[:index])]
@@ -260,10 +266,13 @@ def _kind(workload: Workload, layer: int) -> tuple[bool, int | None]:
 
 
 def _mixed(ops: tuple[Op, ...], shape: Shape) -> list[str]:
-    """Selective recomputation with every set of the kinds that a block has. A ring's attention is no single operation that
-    could be kept or not."""
+    """Every set of the modules that a block has, and selective recomputation with every set of its kinds. A ring's attention is
+    no single operation that could be kept or not."""
     kinds = [kind for kind in dict.fromkeys(op.again_kind for op in ops) if kind and (kind != "attention" or shape.cp == 1)]
-    return [mode_name(some) for size in range(1, len(kinds) + 1) for some in combinations(kinds, size)]
+    modules = [name for name in MODULES if regions(ops, {name})]
+    sets = [frozenset(some) for size in range(1, len(modules) + 1) for some in combinations(modules, size)]
+    named = [modules_name(some) for some in sets if not any(outer in some and inner in some for outer, inner in CONTAINED)]
+    return [*named, *(mode_name(some) for size in range(1, len(kinds) + 1) for some in combinations(kinds, size))]
 
 
 def _seconds(workload: Workload, shape: Shape, op: Op) -> float:

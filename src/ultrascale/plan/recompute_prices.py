@@ -8,11 +8,9 @@ from numpy.typing import NDArray
 from ultrascale.plan.blocks import layer_kinds, price_ops
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.recomputed_ops import again_of
 from ultrascale.plan.workload import Workload
-from ultrascale.spec.layout import NARROW
+from ultrascale.spec.kept import block_again, computed_again, stops_behind
 from ultrascale.spec.ops import Op, Shape
-from ultrascale.spec.recomputed import parse_mode
 from ultrascale.spec.work import block_work
 
 Floats = NDArray[np.float64]
@@ -38,15 +36,14 @@ def mean_again(workload: Workload, table: LayoutTable, shape: Shape, constants: 
         for mode in dict.fromkeys(table.modes)
         for kind, layer in enumerate(kinds)
     }
-    found = [[of_mode[mode, kind] for mode, own in zip(table.modes, kind_of_layer, strict=False) if own == kind]
+    modes = table.modes_of_blocks(len(kind_of_layer))
+    found = [[of_mode[mode, kind] for mode, own in zip(modes, kind_of_layer, strict=False) if own == kind]
              for kind in range(len(kinds))]  # fmt: skip
     return np.array([np.mean(rows, axis=0) for rows in found]).T
 
 
 def _of_block(workload: Workload, shape: Shape, layer: int, mode: str, constants: Constants) -> Floats:
-    again = parse_mode(mode)
-    if again is None:
-        return np.zeros(4)
-    stops_behind = shape.tp > 1 or workload.model.is_moe(layer) or shape.precision in NARROW
-    ops = again_of(again, block_work(workload.model, layer, shape), stops_behind=stops_behind)
-    return forward_seconds(workload, shape, tuple(ops), constants)
+    ops = block_work(workload.model, layer, shape)
+    again = block_again(mode, workload.model, layer, shape, workload.stack)
+    run = computed_again(again, ops, stops_behind=stops_behind(ops, tp=shape.tp, splits=False))
+    return forward_seconds(workload, shape, tuple(run), constants) if run else np.zeros(4)

@@ -11,25 +11,35 @@ The stage is the whole model where there is no pipeline. FSDP2's part is `plan.s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ultrascale.plan.cut_backward import gathered_input_bytes, is_row_sum, may_wait, reads_gathered, sent_in_half
 from ultrascale.plan.ledger import Held, Ledger
-from ultrascale.plan.offload_replay import Checkpoint, OffloadReplay, Tape
-from ultrascale.plan.recomputed_ops import adds_bias_apart, computed_again, sent_again
+from ultrascale.plan.offload_replay import Checkpoint, OffloadReplay, Tape, Waiting
 from ultrascale.plan.sharding import Shards
-from ultrascale.plan.stage_work import EXPERTS, Part, StageWork
+from ultrascale.plan.stage_work import Part, StageWork
 from ultrascale.plan.tally import Tally
 from ultrascale.plan.waiting_gradients import Waits, waiting_bytes, waiting_gradient, waiting_room
 from ultrascale.plan.weight_gradients import WeightGradients
 from ultrascale.schedules.actions import Action, Kind
+from ultrascale.spec.kept import (
+    Region,
+    adds_bias_apart,
+    computed_again,
+    kept_results,
+    regions,
+    resolved,
+    sent_again,
+    stops_behind,
+)
 from ultrascale.spec.layout import DTYPE_BYTES
 from ultrascale.spec.model import Model
 from ultrascale.spec.op_builders import gathered_room, is_fp8
 from ultrascale.spec.places import Coordinates, even_part
+from ultrascale.spec.recomputed import Again
 from ultrascale.spec.work import Op, coming_work, input_gather, prediction_head_work, shared_work
 
 
@@ -72,7 +82,7 @@ class StageReplay:
         self._shares: dict[str, Held] = {}
         self._together: list[Held] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
-        self._readers: dict[int, tuple[tuple[Op, ...], dict[str, int]]] = {}
+        self._readers: dict[tuple[int, int], tuple[Any, dict[str, int]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
 
     def state(self) -> Hashable:
@@ -204,8 +214,8 @@ class StageReplay:
         ops = self.work.block(layer)
         leaves, block_input, more = {"hidden_out"}, hidden, {} if coming is None else {"coming": coming}
         made = {"hidden": hidden.hold(), **more}  # whoever calls holds it until the end
-        again = self.layout.again(layer)
-        if again is not None:
+        again = self._again(layer)
+        if again is not None and not again.modules:
             shared = {name for op in ops for name in op.saves} & self._now.shared.keys()
             reads = {name: held.hold() for name, held in made.items()}
             if again.whole and self.work.cuts_input(layer):
@@ -213,10 +223,12 @@ class StageReplay:
                 reads["hidden"] = self.ledger.take("activations", "residual", self._own_part_bytes)
             checkpoint = Checkpoint(reads, [self._now.shared[name].hold() for name in sorted(shared)], {})
             keep = None if again.whole else checkpoint.kept
-            self._run(ops, made, "activations", leaves, layer=layer, saves=False, keep=keep, kinds=again.kinds)
+            kept_names = kept_results(ops, again)
+            self._run(ops, made, "activations", leaves, layer=layer, saves=False, keep=keep, kept_names=kept_names)
             self._now.tapes.append(checkpoint)
         else:
-            self._now.tapes.append(self._run(ops, made, "activations", leaves, layer=layer))
+            some = () if again is None else regions(ops, again.modules)
+            self._now.tapes.append(self._run(ops, made, "activations", leaves, layer=layer, some=some))
         self.ledger.drop(block_input)
         self._offload.send_down(layer, self._now.tapes[-1], block_input, self._now.shared.values())
         if self.work.is_last(layer):
@@ -234,14 +246,19 @@ class StageReplay:
         saves: bool = True,
         keep: dict[str, Held] | None = None,
         kept: dict[str, Held] | None = None,
-        kinds: Collection[str] = (),
+        kept_names: Collection[str] = (),
+        some: Sequence[Region] = (),
         is_again: bool = False,
     ) -> Tape:
         """Run operations forward. `made`: activations that there are; after its last reader each goes, except `leaves`. `keep`
-        collects results that selective recomputation keeps; `kept` are those of the first run, used again. `is_again`: in a
-        backward pass, where FSDP2 lets go of nothing, and whoever calls counts what is done."""
+        collects results that selective recomputation keeps; `kept` are those of the first run, used again. `some`: what they
+        make is not saved, and what they read is kept. `is_again`: in a backward pass, where FSDP2 lets go of nothing, and
+        whoever calls counts what is done."""
         tape = Tape()
-        last_reader = self._last_readers(ops)
+        last_reader = self._last_readers(ops, some)
+        for region in some:
+            tape.remade |= dict.fromkeys(region.drops, Waiting(region))
+        ends = {region.end: region for region in some}
         there = set() if kept is None else {name for op in ops if op.reads and op.makes[0].name in kept for name in op.reads}
         experts, first, last = self.work.experts(layer, ops)
         for index, op in enumerate(ops):
@@ -249,7 +266,7 @@ class StageReplay:
                 self.tally.forward(op)
             if experts is not None and index == first:
                 self.shards.before_forward(experts)
-            apart, keeps = adds_bias_apart(op), keep if keep is not None and op.kept(kinds) else None
+            apart, keeps = adds_bias_apart(op), keep if keep is not None and op.makes[0].name in kept_names else None
             for result in op.makes:
                 if kept is not None and result.name in kept and not apart:
                     made[result.name] = kept.pop(result.name)
@@ -269,7 +286,10 @@ class StageReplay:
             if keeps is not None and apart:
                 keeps[op.makes[0].name] = self.ledger.take(category, op.kind, op.makes[0].num_bytes)
             if saves:
-                tape.entries.append((op, self._save(op, made)))
+                tape.entries.append((op, self._save(op, made, tape.remade)))
+            if (region := ends.get(op.name)) is not None:
+                reads = {name: made[name].hold() for name in region.reads if name in made and name not in tape.remade}
+                tape.remade[next(iter(region.drops))].reads |= reads
             for name in [n for n in made if n not in leaves and last_reader.get(n, -1) <= index]:
                 self.ledger.drop(made.pop(name))
             if experts is not None and index == last:
@@ -279,16 +299,25 @@ class StageReplay:
                     self.shards.after_forward(experts)
         return tape
 
-    def _last_readers(self, ops: tuple[Op, ...]) -> dict[str, int]:
+    def _again(self, layer: int) -> Again | None:
+        """What block `layer` computes again."""
+        return resolved(self.layout.again(layer), self.model, layer, self.layout)
+
+    def _last_readers(self, ops: tuple[Op, ...], some: Sequence[Region] = ()) -> dict[str, int]:
         """By name of what is read the last operation that does."""
-        known = self._readers.get(id(ops))
+        known = self._readers.get((id(ops), id(some)))
         if known is None:
             found = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.holds)}
-            known = self._readers[id(ops)] = ops, found
+            places = {op.name: index for index, op in enumerate(ops)}
+            for region in some:
+                end = places[region.end]
+                found |= {name: max(end, found.get(name, 0)) for name in region.reads}
+                found |= {name: min(end, found.get(name, end)) for name in region.hidden}  # its variables end with it
+            known = self._readers[id(ops), id(some)] = (ops, some), found
         return known[1]
 
-    def _save(self, op: Op, made: dict[str, Held]) -> list[Held]:
-        return [(made if name in made else self._now.shared)[name].hold() for name in op.saves]
+    def _save(self, op: Op, made: dict[str, Held], remade: Collection[str] = ()) -> list[Held]:
+        return [(made if name in made else self._now.shared)[name].hold() for name in op.saves if name not in remade]
 
     def _pop_tape(self) -> Tape:
         tape = self._now.tapes.pop()
@@ -343,6 +372,10 @@ class StageReplay:
         ops = tuple(op for op, _ in tape.entries)
         experts, first, last = self.work.experts(layer, ops)
         for index, (op, saved) in reversed(list(enumerate(tape.entries))):
+            if tape.remade and layer is not None and op.makes[0].name in gradients:
+                for name in op.saves:
+                    if name in tape.remade:
+                        self._make_again(tape, index, tape.remade[name], layer)
             if experts is not None and index == last:
                 self.shards.before_backward(experts)
             arriving = gradients.pop(op.makes[0].name, None)
@@ -353,6 +386,26 @@ class StageReplay:
             if experts is not None and index == first:
                 assert action is not None
                 self.shards.after_backward(experts, action)
+
+    def _make_again(self, tape: Tape, index: int, waiting: Waiting, layer: int) -> None:
+        """Run a region of a block again, for the operations of its tape up to `index` that save what it makes."""
+        region = waiting.region
+        for name in region.reads:
+            if name in tape.remade:
+                self._make_again(tape, index, tape.remade[name], layer)
+        for name in region.drops:
+            del tape.remade[name]
+        made = {name: held.hold() for name, held in waiting.reads.items()}
+        self._run(region.ops, made, "temporary", set(region.drops), layer=layer, saves=False, is_again=True)
+        for op in region.ops:
+            self.tally.compute_again(op)
+            if op.collectives:
+                self.tally.send_again(op)
+        for op, saved in tape.entries[: index + 1]:
+            saved += [made[name].hold() for name in op.saves if name in region.drops]
+        for other in {id(one): one for one in tape.remade.values()}.values():  # they will read it
+            other.reads |= {name: made[name].hold() for name in other.region.reads if name in region.drops}
+        self.ledger.drop_all([*made.values(), *waiting.reads.values()])
 
     def _one_backward(
         self,
@@ -401,12 +454,11 @@ class StageReplay:
             gradients[name] = self._added(gradients[name], gradient) if name in gradients else gradient
 
     def _count_again(self, layer: int, ops: tuple[Op, ...]) -> None:
-        """What recomputation of a block does. torch stops where the last tensor is saved: before a plain product, but behind an
-        operation of our own: over tp (with its sum), of experts, in fp8, and where W has a product as an operation."""
-        behind = self.splits or self.layout.tp > 1 or any(op.name.startswith(EXPERTS) or is_fp8(op) for op in ops)
-        for op in computed_again(self.layout, layer, ops, stops_behind=behind):
+        """What recomputation of a block does."""
+        again, behind = self._again(layer), stops_behind(ops, tp=self.layout.tp, splits=self.splits)
+        for op in computed_again(again, ops, stops_behind=behind):
             self.tally.compute_again(op)
-        for op in sent_again(self.layout, layer, ops):
+        for op in sent_again(again, ops):
             self.tally.send_again(op)
 
     def _of_input(self, op: Op) -> Op:

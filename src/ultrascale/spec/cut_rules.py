@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from ultrascale.spec.kept import available_modules
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem
-from ultrascale.spec.recomputed import modes_of
+from ultrascale.spec.recomputed import CHOSEN, is_modules, modes_of, modules_name, parse_mode
 from ultrascale.spec.units import divisors
 
 _MOST_NAMED = 8
@@ -83,9 +84,23 @@ def _recomputed(model: Model, layout: Layout) -> Iterator[Problem]:
     named = 0
     with suppress(ValueError):  # `Layout.problems` tells it
         named = len(modes_of(layout.recompute_blocks))
+        yield from _unknown_modules(model, layout)
     if layout.recompute == "blocks" and named and named != model.num_hidden_layers:
         rule = f"must name a way for each of model.num_hidden_layers = {model.num_hidden_layers} blocks, names {named}"
         yield Problem("layout.recompute_blocks", rule, 'Change it, or let recompute = "auto" choose.')
+
+
+def _unknown_modules(model: Model, layout: Layout) -> Iterator[Problem]:
+    """Modules that are named for recomputation, and are not in the model."""
+    there = available_modules(model)
+    told = {"recompute_blocks": modes_of(layout.recompute_blocks)}
+    if is_modules(layout.recompute):
+        told["recompute"] = (layout.recompute,)
+    for key, modes in told.items():
+        named = {name for mode in modes if (again := parse_mode(mode)) is not None for name in again.modules - {CHOSEN}}
+        if missing := modules_name(named - {*there}).split("+") if named - {*there} else []:
+            rule = f"names {' and '.join(missing)}, and this model has {', '.join(there)}"
+            yield Problem(f"layout.{key}", rule, "Name modules that it has.")
 
 
 def _heads_over_context(model: Model, layout: Layout) -> Iterator[Problem]:

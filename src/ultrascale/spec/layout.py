@@ -27,7 +27,7 @@ from math import gcd
 from typing import Literal
 
 from ultrascale.spec.problems import Problem
-from ultrascale.spec.recomputed import SELECTIVE, WHOLE, Again, modes_of, parse_mode
+from ultrascale.spec.recomputed import MODULES, WHOLE, Again, modes_of, parse_mode
 from ultrascale.spec.units import divisors
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
@@ -75,9 +75,9 @@ class Layout:
     """Ranks that hold one copy of the training state together. None: all of `dp`, or 1 for stage 0."""
     micro_batch_size: int = 1
     """Sequences in one forward pass of one rank."""
-    recompute: Literal["none", "selective", "full", "every-k", "auto", "blocks"] = "none"
-    """Activations computed again in the backward pass: none; all but the results of matrix products and attention
-    (selective: norms, rotary, activation functions and products); whole blocks (full); one block of every `recompute_every`
+    recompute: str = "none"
+    """Activations computed again in the backward pass: none; named modules joined by + such as norm+moe_act
+    (`spec.recomputed`); those that save most a second (selective); whole blocks (full); one block of every `recompute_every`
     (every-k); what the planner finds fastest of all that fits (auto); block by block as `recompute_blocks` says (blocks)."""
     recompute_every: int = 2
     """For recompute = "every-k": blocks 0, k, 2k, ... are recomputed."""
@@ -85,7 +85,7 @@ class Layout:
     """For recompute = "auto": bytes that a rank's blocks may keep for their backward passes, such as "20GiB". None: all that
     is free."""
     recompute_blocks: tuple[str, ...] = ()
-    """For recompute = "blocks": what each block computes again, in the model's order, such as ["selective+mlp x 20",
+    """For recompute = "blocks": what each block computes again, in the model's order, such as ["norm+mlp_act x 20",
     "none x 12"]; `spec.recomputed` has the words."""
     attention: AttentionCore = "auto"
     """The kernel of attention, and with it what keeps documents apart and windows narrow: sdpa (torch's own, under a mask of
@@ -225,7 +225,7 @@ class Layout:
             return parse_mode(modes[min(layer, len(modes) - 1)])  # multi-token prediction: as the last block
         if self.recompute == "every-k":
             return WHOLE if layer % self.recompute_every == 0 else None
-        return {"none": None, "selective": SELECTIVE, "full": WHOLE}[self.recompute]
+        return parse_mode(self.recompute)
 
     def recomputes(self, layer: int) -> bool:
         """Whether the whole block `layer` is computed again in the backward pass."""
@@ -272,9 +272,15 @@ class Layout:
         if self.partition_checkpoints and (self.tp == 1 or self.sequence_parallel):
             why = "there is one rank of tp" if self.tp == 1 else "with sequence parallelism a block's input is cut already"
             yield Problem("layout.partition_checkpoints", f"has nothing to cut: {why}", "Leave it out.")
-        elif self.partition_checkpoints and self.recompute in ("none", "selective"):
+        elif self.partition_checkpoints and self.recompute not in ("full", "every-k", "auto", "blocks"):
             rule = f'cuts inputs of blocks that are computed again as a whole, but layout.recompute is "{self.recompute}"'
             yield Problem("layout.partition_checkpoints", rule, 'Leave it out, or set layout.recompute = "full".')
+        if self.recompute not in ("every-k", "auto", "blocks"):
+            try:
+                parse_mode(self.recompute)
+            except ValueError as error:
+                ways = f"none, selective, full, every-k, auto, blocks, or of {', '.join(MODULES)} some joined by +"
+                yield Problem("layout.recompute", str(error), f"Choose one of {ways}.")
         try:
             modes_of(blocks)
         except ValueError as error:

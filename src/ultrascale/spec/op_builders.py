@@ -82,9 +82,10 @@ def linear(
     names = weights or (name,)
     suffixes = ("weight", "bias") if bias else ("weight",)
     flops, backward_flops = _product_flops(shape, source, n, columns, rows)
-    room, backward_room = fp8_room(shape, source, n, columns, rows)
-    if bias and in_own_fp8(shape, source):  # the product beside its sum with the bias
-        room += n * rows * shape.itemsize
+    unbiased = (
+        n * rows * shape.itemsize if bias and in_own_fp8(shape, source) else 0
+    )  # the product beside its sum with the bias
+    room, backward_room = fp8_room(shape, source, n, columns, rows, biased_bytes=unbiased)
     return Op(
         name, "matmul", (source.read,), (Activation(make, n * rows * shape.itemsize),), source.saved,
         tuple(f"{one}.{suffix}" for one in names for suffix in suffixes), flops, backward_flops,
@@ -118,13 +119,16 @@ def in_own_fp8(shape: Shape, source: Source) -> bool:
     return shape.kernels.own_fp8 and any(name.endswith("_fp8") for name in source.saved)
 
 
-def fp8_room(shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1) -> tuple[int, int]:
+def fp8_room(
+    shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1, biased_bytes: int = 0
+) -> tuple[int, int]:
     """What exists beside a product in fp8, if it is one, and beside its two of the backward pass: the weight rounded, before
     that divided in fp32; the gradient as both want it, each of which is scaled and divided in fp32 before; and while products
     are made, on CUDA the copies that `native_room` tells, on the CPU the factors and the result in fp32
-    (`kernels.fp8_linear`). `experts`: one after the other, and each row with its expert's scales beside it."""
+    (`kernels.fp8_linear`). `experts`: one after the other, and each row with its expert's scales beside it. `biased_bytes`:
+    what adding biases takes beside a product, in fp8 or not, when weights are rounded already."""
     if not in_own_fp8(shape, source):
-        return 0, 0
+        return biased_bytes, 0
     a, w = FP8_BYTES, shape.wide_itemsize
     forward = backward = w * ((n * columns + n * rows) // experts + rows * columns)
     if shape.device != "cpu":
@@ -136,7 +140,9 @@ def fp8_room(shape: Shape, source: Source, n: int, columns: int, rows: int, *, e
     by_row = shape.fp8_scaling == "row"  # else dW takes the gradient as dx does, turned, and nothing is scaled before
     roundings, wides = (2, 3 if experts > 1 else 2) if by_row else (1, 1)
     quotient = narrow // a * w - n * rows * shape.itemsize  # while the weight is rounded there is no result yet
-    return narrow + max(forward, quotient), narrow + roundings * n * rows * a + max(wides * n * rows * w, backward)
+    return narrow + max(forward + biased_bytes, quotient), narrow + roundings * n * rows * a + max(
+        wides * n * rows * w, backward
+    )
 
 
 def native_room(shape: Shape, m: int, k: int, n: int, *, lies: tuple[bool, bool] = (True, True)) -> int:

@@ -1,15 +1,26 @@
-"""What a block computes again in its backward pass, in words: `none`, `full`, `selective`, or `selective+mlp+qkv`.
+"""What a block computes again in its backward pass, in words. What it then keeps, and at what price, is `spec.kept`'s.
 
-    selective   what is element-wise: norms, rotary, activation functions; results of products and attention are kept
-    +KIND       the products of that kind again too
+    none, full   nothing; the whole block from its input
+    MODULES      named parts, joined by +, such as `norm+moe_act`: what they make is let go of and made again when it is needed
+    selective    the modules that save most a second, chosen for the model at hand (`spec.kept.selective_modules`)
 
-    qkv         queries, keys and values of the block's input        attention   what queries gather
-    output      attention's product back to the stream               mlp         gate and up
-    down        the product back to the stream from the MLP          experts     gate and up of routed experts
+The names are those of Megatron-Core's --recompute-modules, and two (*) for what that has no name for:
 
-What is not named stays: choices of experts, and what came over the network between them. Without tp nobody needs the result of
-`down`, and torch stops before it would make it again.
-A whole model is told in its order, equal blocks together: ["selective+mlp x 20", "none x 12"].
+    norm            both norms of the block                           mlp     gate and up of a dense layer, and what is between
+    mlp_act *       activation functions of dense and shared layers   moe     the whole layer of experts, its messages too
+    moe_act         those of routed experts                           shared_experts   gate and up of the shared expert
+    moe_permute *   rows of tokens by expert, of experts that are     core_attn        what queries gather
+                    all on their tokens' rank                         mla_up_proj      queries, keys and values of latents
+
+The older way is told by what is kept, operation by operation: all results of products and attention but those of some kinds.
+
+    selective+KIND   qkv         queries, keys and values of the block's input   attention   what queries gather
+                     output      attention's product back to the stream          mlp         gate and up
+                     down        the product back to the stream from the MLP     experts     gate and up of routed experts
+
+What is not named stays there: choices of experts, and what came over the network between them. Without tp nobody needs the
+result of `down`, and torch stops before it would make it again.
+A whole model is told in its order, equal blocks together: ["norm+moe_act x 20", "none x 12"].
 """
 
 from __future__ import annotations
@@ -20,17 +31,38 @@ from itertools import groupby
 from typing import NamedTuple
 
 KINDS = ("qkv", "attention", "output", "mlp", "down", "experts")
+MODULES = {
+    "norm": "norms",
+    "mlp_act": "activation functions of dense layers",
+    "moe_act": "activation functions of experts",
+    "moe_permute": "rows of tokens by expert",
+    "shared_experts": "gate and up of the shared expert",
+    "core_attn": "attention's core",
+    "mla_up_proj": "queries, keys and values of latents",
+    "mlp": "gate and up",
+    "moe": "layers of experts",
+}
+"""By name, what is made again, in words."""
+OURS_ALONE = frozenset({"mlp_act", "moe_permute"})
+"""Modules that no other trainer has a name for."""
+SPELLINGS = {"layernorm": "norm"}
+"""Megatron-Core's names for modules of ours."""
+CHOSEN = "selective"
+"""In the place of modules that the model decides."""
 
 
 class Again(NamedTuple):
-    """What one block computes again; a block that computes nothing again has none."""
+    """What one block computes again; a block that computes nothing again has none. Neither whole nor by modules: all results
+    but those of products and attention."""
 
     whole: bool
     kinds: frozenset[str] = frozenset()
-    """Of `KINDS`. Read only if not `whole`."""
+    """Of `KINDS`: products that are computed again too. Read only if not `whole` and without modules."""
+    modules: frozenset[str] = frozenset()
+    """Of `MODULES`, or `CHOSEN` alone."""
 
 
-SELECTIVE, WHOLE = Again(False), Again(True)
+ELEMENTWISE, SELECTIVE, WHOLE = Again(False), Again(False, modules=frozenset({CHOSEN})), Again(True)
 _PLAIN: dict[str, Again | None] = {"none": None, "selective": SELECTIVE, "full": WHOLE}
 
 
@@ -38,8 +70,11 @@ _PLAIN: dict[str, Again | None] = {"none": None, "selective": SELECTIVE, "full":
 def parse_mode(text: str) -> Again | None:
     """One block's. Raises ValueError, saying what is wrong."""
     first, *kinds = text.split("+")
+    first = SPELLINGS.get(first, first)
+    if first in MODULES:
+        return Again(False, modules=frozenset(map(_module, (first, *kinds))))
     if first not in _PLAIN:
-        raise ValueError(f"is {first!r} where none, selective or full must stand")
+        raise ValueError(f"is {first!r} where none, selective or full must stand, or of {', '.join(MODULES)} some joined by +")
     if kinds and first != "selective":
         raise ValueError(f"adds +{kinds[0]} to {first!r}, and only selective can be added to")
     for kind in kinds:
@@ -48,10 +83,39 @@ def parse_mode(text: str) -> Again | None:
     return Again(False, frozenset(kinds)) if kinds else _PLAIN[first]
 
 
+def _module(name: str) -> str:
+    known = SPELLINGS.get(name, name)
+    if known not in MODULES:
+        raise ValueError(f"names {name!r}, and there are {', '.join(MODULES)}")
+    return known
+
+
+def is_modules(text: str) -> bool:
+    """Whether it names modules."""
+    return SPELLINGS.get(text.partition("+")[0], text.partition("+")[0]) in MODULES
+
+
+def megatron_modules(text: str) -> list[str]:
+    """What Megatron-Core's --recompute-modules calls the modules of `text`."""
+    back = {ours: theirs for theirs, ours in SPELLINGS.items()}
+    return [back.get(name, name) for name in modules_name(modules_named(text)).split("+")]
+
+
+def modules_named(text: str) -> frozenset[str]:
+    """The modules of `text`, which names some."""
+    return (parse_mode(text) or ELEMENTWISE).modules
+
+
 def mode_name(kinds: Iterable[str]) -> str:
     """`selective` with these kinds, always in the same order."""
     named = set(kinds)
     return "+".join(["selective", *(kind for kind in KINDS if kind in named)])
+
+
+def modules_name(modules: Iterable[str]) -> str:
+    """These modules joined, always in the same order; `none` without any."""
+    named = set(modules)
+    return "+".join(name for name in MODULES if name in named) or "none"
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.progress import tokens_after
 from ultrascale.spec.ranges import MOST
+from ultrascale.spec.recomputed import is_modules
 from ultrascale.spec.run import LossScale, Optimizer, Run
 from ultrascale.spec.time_limits import time_limit_notes
 from ultrascale.spec.trainable import untrainable_layout, untrainable_model
@@ -290,9 +291,11 @@ def _compiled_pieces(run: Run) -> Iterator[Problem]:
 
 
 def _compiled_kinds(run: Run) -> Iterator[Problem]:
-    if run.compile and any("+" in text for text in run.layout.recompute_blocks):
-        rule = "names kinds of products, and compiled blocks are recomputed as none, selective or full alone"
-        yield Problem("layout.recompute_blocks", rule, "Name these alone, or leave compile out.")
+    layout = run.layout
+    for key, texts in (("recompute", (layout.recompute,)), ("recompute_blocks", layout.recompute_blocks)):
+        if run.compile and any("+" in text or is_modules(text.partition(" x ")[0]) for text in texts):
+            rule = "names parts of a block, and compiled blocks are recomputed as none, selective or full alone"
+            yield Problem(f"layout.{key}", rule, "Name these alone, or leave compile out.")
 
 
 def _kernels(run: Run) -> Iterator[Problem]:
@@ -367,7 +370,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Run], Iterator[Problem]]], ...] =
     (("data.sources", "data.validation"), _corpora),
     (("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout"), _noise_scale),
     (("compile", "layout.schedule", "layout.pp"), _compile),
-    (("compile", "layout.recompute_blocks"), _compiled_kinds),
+    (("compile", "layout.recompute", "layout.recompute_blocks"), _compiled_kinds),
     (("compile", "layout.mlp_chunks"), _compiled_pieces),
     (("kernels", "compile", "device", "layout.precision"), _kernels),
     (("log.sinks",), _sinks),

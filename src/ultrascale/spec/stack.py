@@ -17,6 +17,8 @@ from ultrascale.spec.attention_cores import PACKAGED
 from ultrascale.spec.layout import AttentionCore
 from ultrascale.spec.problems import Problem, SpecError
 
+Selective = Literal["modules", "elementwise", "attention", "alternate-products", "wide-products"]
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -151,10 +153,11 @@ class Stack:
     cuda_graphs: bool = False
     """A step is launched as one graph: no operation waits for its launch."""
     overlaps_sends: bool = True
-    selective: Literal["elementwise", "attention", "alternate-products", "wide-products"] = "elementwise"
-    """What recompute = "selective" computes again: all but products and attention; attention's core (Megatron); every second
-    product and what is element-wise (torchtitan's per-op policy); or all but attention's products (MaxText's
-    save_dot_except_mlpwi: the result of the MLP's second product is in its list too, but no gradient reads it)."""
+    selective: Selective = "elementwise"
+    """What recompute = "selective" computes again: the modules that save most a second (ours, `spec.kept`); all but products
+    and attention; attention's core (Megatron); every second product and what is element-wise (torchtitan's per-op policy); or
+    all but attention's products (MaxText's save_dot_except_mlpwi: the result of the MLP's second product is in its list too,
+    but no gradient reads it)."""
     offloads_parameters: bool = True
     """With the optimizer on the host no parameter stays on the device between steps; else what is gathered does. Read only if
     gathers = "buckets"."""

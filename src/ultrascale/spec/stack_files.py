@@ -43,6 +43,8 @@ class Abilities:
     experts: bool = False
     expert_tensor: bool = False
     recompute: tuple[str, ...] = ("none", "full")
+    modules: tuple[str, ...] = ()
+    """Parts of a block that can be recomputed by their names (`spec.recomputed.MODULES`)."""
     any_micro_batches: bool = False
     """Interleaved pipelines run any number of micro-batches; else they want a multiple of pp."""
     equal_stages: bool = False

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.recomputed import is_modules
 
 TRAINED_FAMILIES = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3",
@@ -64,7 +65,8 @@ def _unready_for_fp8(layout: Layout) -> list[Problem]:
 
 def _keeps_results(layout: Layout) -> bool:
     """Whether some block is recomputed selectively, or may be."""
-    return layout.recompute in ("selective", "auto") or any(text.startswith("selective") for text in layout.recompute_blocks)
+    ways = (layout.recompute, *layout.recompute_blocks)
+    return layout.recompute == "auto" or any(text.startswith("selective") or is_modules(text) for text in ways)
 
 
 def untrainable_model(model: Model) -> list[Problem]:

@@ -12,6 +12,7 @@ from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, plan_run
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.recomputed import is_modules
 from ultrascale.spec.rules import run_problems
 from ultrascale.spec.run import Run
 from ultrascale.spec.trainable import untrainable_layout
@@ -153,7 +154,7 @@ def _changes(layout: Layout, run: Run) -> Iterator[Change]:
         return Change(settings, replace(layout, **settings))
 
     ways = ["none", "selective", "every-k", "full"]
-    at = ways.index(layout.recompute) if layout.recompute in ways else 0
+    at = ways.index(layout.recompute) if layout.recompute in ways else int(is_modules(layout.recompute))
     for way in ("selective", "full"):
         if ways.index(way) > at:
             yield changed(recompute=way)

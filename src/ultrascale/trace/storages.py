@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel import recompute
 from ultrascale.parallel.host_memory import is_on_host
+from ultrascale.parallel.remade import Region
 from ultrascale.trace.lines import line_of_ours
 from ultrascale.trace.recipes import tensors_in
 from ultrascale.trace.record import Block, Mark, RankTrace
@@ -160,6 +161,22 @@ class Storages(LiveMemory):
 
         setattr(recompute, "checkpoint", watched)  # noqa: B010
         self._undo.append(lambda: setattr(recompute, "checkpoint", checkpoint))
+        begin, run_again = Region.__init__, Region.run_again
+
+        def begun(region: Region, *args: Any) -> None:
+            begin(region, *args)
+            setattr(region, "block", self._block)  # noqa: B010
+
+        def again(region: Region) -> None:
+            before, self._block = self._block, f"{getattr(region, 'block')}{AGAIN}"  # noqa: B009
+            try:
+                run_again(region)
+            finally:
+                self._block = before
+
+        setattr(Region, "__init__", begun)  # noqa: B010
+        setattr(Region, "run_again", again)  # noqa: B010
+        self._undo.append(lambda: (setattr(Region, "__init__", begin), setattr(Region, "run_again", run_again)))
 
     def _watch_blocks(self) -> None:
         """Let storages tell the block of the model they were made in."""

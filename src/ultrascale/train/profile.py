@@ -37,6 +37,7 @@ from ultrascale.measure.spans import Piece
 from ultrascale.measure.step_report import RankSteps, StepReport, plot_steps, write_merged
 from ultrascale.measure.waterfall import TopRow, top, waterfall
 from ultrascale.parallel.mesh import Ranks
+from ultrascale.parallel.remade import Region
 from ultrascale.plan.report import plan_run
 from ultrascale.plan.step_parts import parts_at, step_parts
 from ultrascale.spec.run import Run
@@ -141,6 +142,9 @@ def _ranges_in(trainer: Trainer) -> Iterator[None]:
 
 def _name_parts(stage: nn.Module) -> Iterator[Callable[[], None]]:
     """Name attention's core, and the inside of blocks that are recomputed; yields what takes the names away again."""
+    run_again = Region.run_again
+    setattr(Region, "run_again", _named(RECOMPUTED, run_again))  # noqa: B010
+    yield partial(setattr, Region, "run_again", run_again)
     for module in stage.modules():
         core, forward = getattr(module, "core", None), module.__dict__.get("forward")
         if callable(core) and not isinstance(core, nn.Module):
