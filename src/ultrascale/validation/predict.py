@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +20,11 @@ from ultrascale.plan.constants import Constants
 from ultrascale.plan.flops_conventions import CONVENTIONS, flops_per_token
 from ultrascale.plan.intervals import interval, kind_of
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.price import PriceTable, half_precision_peak, predict, price
+from ultrascale.plan.price import half_precision_peak, predict, price
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.problems import SpecError
+from ultrascale.spec.recomputed import is_modules
 from ultrascale.spec.stack_files import settings_of
 from ultrascale.validation.models import UnrepresentableError, UnrunnableError
 from ultrascale.validation.programs import TUNING, Tuning
@@ -95,8 +97,8 @@ def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
     """Predictions for rows of equal workloads."""
     workloads, ends = setups[0].workloads, np.cumsum([len(setup.layouts) for setup in setups])
     try:
-        table = LayoutTable.of(layout for setup in setups for layout in setup.layouts)
-        prices = [price(workload, table, constants) for workload in workloads]
+        layouts = [layout for setup in setups for layout in setup.layouts]
+        prices = [_priced(workload, layouts, constants) for workload in workloads]
         return [
             _choose(setup, prices, np.arange(end - len(setup.layouts), end), constants)
             for setup, end in zip(setups, ends, strict=True)
@@ -107,11 +109,32 @@ def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
         return [_without(f"cannot be priced: {error}")]
 
 
-def _choose(setup: Setup, prices: Sequence[PriceTable], rows: np.ndarray, constants: Constants) -> RowPrediction:
+class _Prices(NamedTuple):
+    """Columns, one number a layout."""
+
+    step_seconds: np.ndarray
+    fits: np.ndarray
+    allocated: np.ndarray
+    reserved: np.ndarray
+
+
+def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants) -> _Prices:
+    """The price of each: those that name modules for recomputation alone, all others in one table."""
+    alone = np.array([is_modules(layout.recompute) for layout in layouts])
+    columns = np.zeros((4, len(layouts)))
+    for index in (np.flatnonzero(~alone), *np.flatnonzero(alone)[:, None]):
+        if len(index):
+            found = price(workload, LayoutTable.of(layouts[int(row)] for row in index), constants)
+            memory = np.asarray(found.memory.allocated), np.asarray(found.memory.reserved)
+            columns[:, index] = found.step_seconds, found.fits, *memory
+    return _Prices(columns[0], columns[1] > 0, columns[2], columns[3])
+
+
+def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants: Constants) -> RowPrediction:
     """Of what a row may mean, programs and layouts, the fastest that fits, or else what needs least memory."""
     seconds = np.array([one.step_seconds[rows] for one in prices])
     fits = np.array([one.fits[rows] for one in prices])
-    reserved = np.array([np.asarray(one.memory.reserved)[rows] for one in prices])
+    reserved = np.array([one.reserved[rows] for one in prices])
     candidates = np.flatnonzero(fits if fits.any() else reserved == reserved.min())
     which, best = divmod(int(candidates[seconds.flat[candidates].argmin()]), len(rows))
     step = float(seconds[which, best])
@@ -125,7 +148,7 @@ def _choose(setup: Setup, prices: Sequence[PriceTable], rows: np.ndarray, consta
     rate = workload.tokens_per_step / step / layout.world_size
     convention = setup.asked.flops_def if setup.asked.flops_def in CONVENTIONS else setup.flops
     flops = rate * flops_per_token(workload.model, workload.sequence_length, convention)
-    allocated = float(np.asarray(prices[which].memory.allocated)[rows[best]])
+    allocated = float(prices[which].allocated[rows[best]])
     return RowPrediction(
         step, low, high, rate, flops, flops / _peak(workload, layout), allocated, float(reserved[which, best]),
         bool(fits[which, best]), kind, _reason(setup, workload, layout),

@@ -25,9 +25,12 @@ from typing import Literal
 from ultrascale.plan.share_cut import cannot_run
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator
+from ultrascale.spec.kept import available_modules
 from ultrascale.spec.layout import NARROW, Layout, Precision
 from ultrascale.spec.model import Model
-from ultrascale.spec.stack_files import Usual
+from ultrascale.spec.recomputed import SPELLINGS, modules_name
+from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack_files import Usual, abilities
 from ultrascale.validation.machines import cluster_of
 from ultrascale.validation.models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
 from ultrascale.validation.programs import TUNING, Program, Tuning, program_of_row
@@ -234,7 +237,7 @@ def _choices(asked: Asked, model: Model, program: Program, cut: Layout, assumed:
     schedules = _pipeline(asked, model, program.usual, cut.pp, assumed)
     return {
         "micro_batch_size": _micro_batches(asked, program.usual, cut, assumed),
-        "recompute": _recompute(asked, program),
+        "recompute": _recompute(asked, program, model),
         "pipeline": schedules,
     }
 
@@ -295,8 +298,10 @@ def _micro_batches(asked: Asked, usual: Usual, cut: Layout, assumed: list[str]) 
     return tuple(size for size in sizes if size <= LARGEST_MICRO_BATCH)
 
 
-def _recompute(asked: Asked, program: Program) -> tuple[str, ...]:
+def _recompute(asked: Asked, program: Program, model: Model) -> tuple[str, ...]:
     text, stack = asked.recompute.lower(), program.stacks[0]
+    if named := _modules(asked, stack, model):
+        return (named,)
     if "every second" in asked.recompute_detail.lower() and "block" in asked.recompute_detail.lower():
         return ("every-k",)
     if text == "selective" and stack.selective == "attention" and stack.kernels.attention == "flash":
@@ -307,6 +312,13 @@ def _recompute(asked: Asked, program: Program) -> tuple[str, ...]:
     if stack.kernels.attention == "math" and program.usual.recompute == ("none", "full"):
         return ("none", "selective", "full")
     return program.usual.recompute
+
+
+def _modules(asked: Asked, stack: Stack, model: Model) -> str:
+    """The modules that a selective row names, of those that its trainer can name and its model has; nothing without any."""
+    words = re.findall(r"[a-z_]+", asked.recompute_detail.lower()) if asked.recompute.lower() == "selective" else ()
+    named = {str(SPELLINGS.get(word, word)) for word in words} & {*abilities(stack).modules} & {*available_modules(model)}
+    return modules_name(named) if named else ""
 
 
 def _sequences(asked: Asked, cut: Layout, choices: dict[str, tuple], assumed: list[str]) -> int:
