@@ -9,6 +9,7 @@ planned as `ultrascale plan RUN.TOML --stack NAME --stack.KEY VALUE` plans it.
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +57,7 @@ def answers(setup: Setup, predicted: RowPrediction) -> bool:
             found = plan_run(run, workload.cluster, stack).prediction
         except SpecError:
             continue
-        if found is not None and found.step_seconds == predicted.step_seconds:
+        if found is not None and math.isclose(found.step_seconds, predicted.step_seconds or 0.0, rel_tol=1e-12):
             return float(found.memory.allocated) == predicted.allocated_bytes and bool(found.memory.fits) is predicted.fits
     return False
 
