@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,26 @@ def test_semaphores_and_sockets_of_a_launcher_are_its_own_and_go_with_its_folder
         assert len([*SEMAPHORES.glob(f"sem.{folder.name}-*")]) == 1
         sweep()
     assert not folder.exists() and [*SEMAPHORES.glob(f"sem.{folder.name}-*")] == []
+
+
+BEAT = """import sys; from pathlib import Path; from ultrascale import heartbeat
+heartbeat.start(Path(sys.argv[1]), 0, hang_seconds=9); print(flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "lives", "stack", "stays"),
+    [(True, False, "", False), (False, False, "", True), (True, True, "", True), (True, False, "a stack", True)],
+)
+def test_signs_of_life_of_ranks_that_are_gone_go_after_a_while(temporary, old: bool, lives: bool, stack: str, stays: bool):
+    """As a rank leaves them that torchrun has started, and that was killed."""
+    folder = temporary / "ultrascale-signs-abc"
+    folder.mkdir()
+    words = [sys.executable, "-c", BEAT + ("sys.stdin.read()" if lives else ""), str(folder)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout and rank.stdout.readline() and (lives or rank.wait() == 0)
+        (folder / "0.stack").write_text(stack)
+        when = time.time() - (7200 if old else 60)
+        os.utime(folder, (when, when))
+        sweep()
+        assert folder.exists() is stays

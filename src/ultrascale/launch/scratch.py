@@ -4,7 +4,8 @@ $TMPDIR may be full while the run's own disk is healthy, and a run must not end,
 
 Whoever makes a folder holds a lock in it for as long as it lives. What a killed process has left is swept away when the next
 one is made: folders of this user with a lock that nobody holds any more, nor any other in them, such as that of ranks which are
-still leaving; and the semaphores that were named after them.
+still leaving; and the semaphores that were named after them. Signs of life of ranks that torchrun had started have no such
+lock, for the next attempt reads them: they go once they are an hour old and none of their ranks lives.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 from ultrascale import console
-from ultrascale.heartbeat import FILE_BYTES
+from ultrascale.heartbeat import FILE_BYTES, SUFFIX, read
 
 PREFIX, OWNER = "ultrascale-", "owner.lock"
+SIGNS_PREFIX = f"{PREFIX}signs-"
+SIGNS_KEPT_SECONDS = 3600.0
 MEMORY = Path("/dev/shm")
 SEMAPHORES = MEMORY
 MOST_SOCKET_PATH = 100
@@ -126,7 +130,11 @@ def sweep() -> None:
 def _sweep(entry: os.DirEntry[str]) -> None:
     found = entry.stat(follow_symlinks=False)
     folder = Path(entry.path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or not (folder / OWNER).is_file():
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return
+    if not (folder / OWNER).is_file():
+        if entry.name.startswith(SIGNS_PREFIX) and _is_left(folder, found.st_mtime):
+            shutil.rmtree(folder)
         return
     with ExitStack() as holding:
         for path in folder.rglob("*.lock"):
@@ -134,3 +142,22 @@ def _sweep(entry: os.DirEntry[str]) -> None:
         for semaphore in SEMAPHORES.glob(f"sem.{folder.name}-*"):
             semaphore.unlink()
         shutil.rmtree(folder)
+
+
+def _is_left(signs: Path, changed: float) -> bool:
+    """Whether signs of life are of ranks that are gone, long ago, and hold nothing that somebody may want to read: a stack."""
+    if time.time() - changed < SIGNS_KEPT_SECONDS or any(
+        path.suffix != SUFFIX and path.stat().st_size for path in signs.iterdir()
+    ):
+        return False
+    return not any(_lives(beat.pid) for beat in read(signs))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's by now
+        return True
+    return True

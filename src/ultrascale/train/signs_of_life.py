@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultrascale import console, heartbeat
-from ultrascale.launch.scratch import folder_with_room
+from ultrascale.launch.scratch import SIGNS_PREFIX, folder_with_room, sweep
 from ultrascale.launch.warm import FOLDER_VARIABLE
 from ultrascale.launch.watchdog import DUMP_MARK, RECORDED, STACK_SIGNAL
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.torch_private import flight_record
 from ultrascale.spec.run import Run
 
-FOLDER_PREFIX = "ultrascale-signs-"
+FOLDER_PREFIX = SIGNS_PREFIX
 LOOK_SECONDS = 0.5
 
 
@@ -97,6 +97,7 @@ def _folder_of_node(ranks: Ranks) -> Iterator[Signs]:
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     with ExitStack() as leaving:
         if leads:
+            sweep()
             try:
                 own = str(folder_with_room(FOLDER_PREFIX, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))))
             except OSError as error:
