@@ -27,7 +27,7 @@ from ultrascale import heartbeat
 from ultrascale.checkpoint import newest_valid
 from ultrascale.heartbeat import Beat, Collective
 from ultrascale.launch.forked import RankFailed
-from ultrascale.launch.watchdog import Hang, disagreement, judge, line_of, watch
+from ultrascale.launch.watchdog import STACK_SIGNAL, Hang, disagreement, judge, line_of, watch
 from ultrascale.parallel import lost
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.spec.layout import Layout
@@ -126,6 +126,15 @@ def stop_this_process(trainer: Trainer) -> None:
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
+def stop_again_and_again(trainer: Trainer) -> None:
+    """Whenever it is woken it stops again, before the thread that the signal for a stack came to has written it."""
+    until_the_other_waits(trainer)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STACK_SIGNAL})
+    count_from_now()
+    while True:
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+
 def hold_the_lock(trainer: Trainer) -> None:
     """As a C extension that never lets go of the interpreter: no thread of this process runs any more."""
     until_the_other_waits(trainer)
@@ -160,8 +169,9 @@ class _Skips(Ranks):
 
 
 @pytest.mark.catalogue(17)
-def test_a_stopped_rank_is_named_with_the_collective_that_the_other_waits_in(folder):
-    found = hang(folder, at_step(3, stop_this_process, rank=1))
+@pytest.mark.parametrize("stop", [stop_this_process, stop_again_and_again])
+def test_a_stopped_rank_is_named_with_the_collective_that_the_other_waits_in(folder, stop):
+    found = hang(folder, at_step(3, stop, rank=1))
     assert found is not None
     assert found.culprits == (1,) and found.steps_done == 3
     why, told = found.reason.split(" debugger): ")
