@@ -172,8 +172,8 @@ def conditions(parsed: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
     """Raises SpecError if the run's layout is none that its trainer can be asked for."""
-    from ultrascale.plan.flags import cannot_express
     from ultrascale.plan.report import workload_of
+    from ultrascale.plan.view.flags import cannot_express
 
     if chosen.stack.name == "ultrascale":
         return
@@ -292,7 +292,7 @@ def finish(chosen: RunPlan, plans: list[RunPlan], parsed: dict[str, Any], argume
     elif parsed["json"]:
         print(jsonlib.dumps(_as_json(chosen, plans), indent=2))
     else:
-        from ultrascale.plan.view import show_alternatives, show_plan
+        from ultrascale.plan.view.plan_view import show_alternatives, show_plan
 
         console = console_for_people()
         if len(plans) > 1:
@@ -313,15 +313,15 @@ def write_files(chosen: RunPlan, parsed: dict[str, Any]) -> None:
     if parsed["save"] is not None:
         Path(parsed["save"]).write_text(to_toml(chosen.run))
     if parsed["svg"] is not None or parsed["perfetto"] is not None:
-        from ultrascale.plan.step_timeline import write_step
+        from ultrascale.plan.view.step_timeline import write_step
 
         write_step(chosen, svg=parsed["svg"], perfetto=parsed["perfetto"])
 
 
 def print_flags(chosen: RunPlan) -> None:
     """Print the plan as settings of its trainer; that it does not fit is said on stderr, which a script leaves out."""
-    from ultrascale.plan.flags import trainer_flags
     from ultrascale.plan.report import workload_of
+    from ultrascale.plan.view.flags import trainer_flags
 
     print(trainer_flags(workload_of(chosen.run, chosen.cluster, chosen.stack), chosen.run.layout))
     if not chosen.fits:
