@@ -214,6 +214,15 @@ def test_every_key_for_nanotron_and_llm_foundry_is_one_of_theirs() -> None:
         assert unknown(yaml.safe_load(trainer_flags(own, layout)), places) == []
 
 
+def test_every_argument_for_megatron_is_one_of_its_release() -> None:
+    release = NAMES["megatron core_r0.16.0"]
+    for own, layout in drawn("megatron")[::4]:
+        words = megatron_words(trainer_flags(own, layout))
+        assert set(words) <= set(release[""])
+        for name in ("cp-comm-type", "recompute-modules", "moe-flex-dispatcher-backend"):
+            assert set(words.get(name, "").split()) <= set(release[name])
+
+
 def test_numbers_of_yaml_are_numbers() -> None:
     """YAML 1.1 takes 1e-05 for text."""
     read = yaml.safe_load(trainer_flags(workload("nanotron"), Layout(dp=64, zero_stage=1, precision="bf16")))

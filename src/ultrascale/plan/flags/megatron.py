@@ -10,7 +10,7 @@ from ultrascale.spec.fp8_slots import is_delayed
 from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.recomputed import is_modules, megatron_modules
 
-RELEASE = "Megatron-LM, core_r0.14.0 (pretrain_gpt.py)"
+RELEASE = "Megatron-LM, core_r0.16.0 (pretrain_gpt.py)"
 MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a", "ring+all-to-all": "a2a+p2p"}
 
 
