@@ -8,6 +8,7 @@ activations   the one times the other; the most of all passes of a kind
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from ultrascale.plan.columns.block_memory import (
     BlockMemory,
     Recompute,
-    block_memory,
+    block_columns,
     dummy_gradient_bytes,
     embedding_memory,
     head_memory,
@@ -264,18 +265,18 @@ def _blocks(
     cut = np.zeros(count, dtype=bool)
     cut[shape_of[cuts]] = True
 
-    def of_shape(shape: Shape, mode: str, is_cut: bool) -> Floats:
-        """[kinds, 3], or of I [kinds, 2]."""
-        key = shape, mode, is_cut
-        if key not in known:
-            # Without the cache of single blocks: numbers are kept here, and a search has many.
-            some = [block_memory.__wrapped__(model, layer, shape, recompute=mode, stack=stack, cuts=is_cut) for layer in kinds]
-            rows = [(one.saved_bytes, one.forward_peak_bytes, one.backward_peak_bytes, one.waiting_bytes) for one in some]
-            known[key] = np.array(rows, dtype=float)[:, slice(2, 4) if is_cut else slice(3)]
-        return known[key]
+    def of_shapes(some: Sequence[Shape], mode: str, is_cut: bool) -> list[Floats]:
+        """Of each [kinds, 3], or of I [kinds, 2]."""
+        if new := [shape for shape in dict.fromkeys(some) if (shape, mode, is_cut) not in known]:
+            those = {"recompute": mode, "stack": stack, "cuts": is_cut}
+            rows = np.stack([block_columns(model, layer, new, **those) for layer in kinds], axis=1)
+            known.update(
+                ((shape, mode, is_cut), row[:, slice(2, 4) if is_cut else slice(3)])
+                for shape, row in zip(new, rows, strict=True)
+            )
+        return [known[shape, mode, is_cut] for shape in some]
 
     found = []
-    nothing = np.zeros((len(kinds), 2))
     for mode in modes:
         used = distinct(mode).tolist()
         position = np.searchsorted(used, mode)
@@ -285,10 +286,11 @@ def _blocks(
                 continue
             told = np.empty((len(used), count, len(kinds), 5))
             for row, number in enumerate(used):
-                told[row, :, :, :3] = [of_shape(shape, ways[number], False) for shape in some]
-                told[row, :, :, 3:] = [
-                    of_shape(shape, ways[number], True) if is_cut else nothing for shape, is_cut in zip(some, cut, strict=True)
-                ]
+                told[row, :, :, :3] = of_shapes(some, ways[number], False)
+                told[row, :, :, 3:] = 0.0
+                if cut.any():
+                    told[row, cut, :, 3:] = of_shapes([shape for shape, is_cut in zip(some, cut, strict=True) if is_cut],
+                                                      ways[number], True)  # fmt: skip
             found += list(told[position, shape_of].transpose(1, 2, 0))
     return _Blocks(*np.stack(found, axis=1))
 
