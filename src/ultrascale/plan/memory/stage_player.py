@@ -103,7 +103,7 @@ class StagePlayer:
             self._play(entry, None)
 
     def _key(self, action: Action) -> Hashable:
-        return action._replace(micro_batch=0, beside=None), self._now()
+        return action._replace(stage=0, micro_batch=0, beside=None), self._now()
 
     def _now(self) -> tuple[Hashable, ...]:
         if self._state is None:
