@@ -115,16 +115,19 @@ def rank_activations(
         blocks.input_peak - blocks.saved, [kept * embedding[0], kept * (1 + heads) * head[0], hidden, 0.0 * hidden],
     ])  # fmt: skip
     assert len(columns) == len(BY_TYPE) * len(blocks.saved) + len(APART)
-    pipelines = _pipelines(workload, table, stages, micro_batches, len(blocks.saved))
+    num_types = len(blocks.saved)
+    pipelines = _pipelines(workload, table, stages, micro_batches)
     most, of_blocks, rank_saved = (
         np.empty((3, len(WHEN), len(PASSES), len(table))),
         np.empty((3, len(table))),
         np.empty((3, len(table))),
     )
     pending, bare_head = np.zeros((3, len(PASSES), len(table))), np.zeros(len(table), dtype=bool)
-    for pipeline, rows in pipelines:
+    for pipeline, used, rows in pipelines:
         loads = loads_of(pipeline) if schedule is None else loads_of_actions(schedule, pipeline)
-        own, saved = columns[:, rows], blocks.saved[:, rows]
+        of_types = [part * num_types + kind for part in range(len(BY_TYPE)) for kind in used]
+        own = columns[np.ix_([*of_types, *range(len(BY_TYPE) * num_types, len(columns))], rows)]
+        saved = blocks.saved[np.ix_(used, rows)]
         if pipeline.schedule in FORWARD_FIRST and pipeline.pp > 1:
             most[..., rows] = _all_forward(loads, own, micro_batches[rows], len(saved))
         else:
@@ -182,9 +185,9 @@ def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64]
 
 
 def _pipelines(
-    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64], num_types: int
-) -> list[tuple[Pipeline, NDArray[np.intp]]]:
-    """The different pipelines of `table`, and the layouts with each."""
+    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64]
+) -> list[tuple[Pipeline, tuple[int, ...], NDArray[np.intp]]]:
+    """The different pipelines of `table`, the types of blocks that each has, and the layouts with each."""
     every = np.where(table.recompute == EVERY, table.recompute_every, 0)
     piped = table.pp > 1
     # Those of one schedule follow one another, so that its lists are made once.
@@ -192,24 +195,28 @@ def _pipelines(
         every, table.kept_blocks, micro_batches, table.virtual_stages, table.pp, np.where(piped, table.schedule, 0)
     ])  # fmt: skip
     if len(table) == 1:
-        return [(_pipeline(workload, table, stages, keys[:, 0], num_types), np.zeros(1, dtype=np.intp))]
+        return [(*_pipeline(workload, table, stages, keys[:, 0]), np.zeros(1, dtype=np.intp))]
     order = np.lexsort(keys)
     keys = keys[:, order]
     starts = np.flatnonzero(np.concatenate([[True], (keys[:, 1:] != keys[:, :-1]).any(axis=0)]))
-    by_pipeline: dict[Pipeline, list[NDArray[np.intp]]] = {}
+    by_pipeline: dict[tuple[Pipeline, tuple[int, ...]], list[NDArray[np.intp]]] = {}
     for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-        one = _pipeline(workload, table, stages, keys[:, start], num_types)
+        one = _pipeline(workload, table, stages, keys[:, start])
         by_pipeline.setdefault(one, []).append(order[start:end])
-    return [(one, np.concatenate(rows)) for one, rows in by_pipeline.items()]
+    return [(*one, np.concatenate(rows)) for one, rows in by_pipeline.items()]
 
 
-def _pipeline(workload: Workload, table: LayoutTable, stages: Stages, key: NDArray[np.int64], num_types: int) -> Pipeline:
-    """The pipeline of a column of numbers, in the order of `_pipelines`."""
+def _pipeline(
+    workload: Workload, table: LayoutTable, stages: Stages, key: NDArray[np.int64]
+) -> tuple[Pipeline, tuple[int, ...]]:
+    """The pipeline of a column of numbers, in the order of `_pipelines`, and the types that its own are the places of."""
     every, kept, count, virtual, pp, number = map(int, key)
     name = SCHEDULES[number]
     chunks = tuple(chunk_layers_of(workload, pp * virtual, stages.layers_per_stage))
     types = _types(workload, table.modes, every, kept)
-    return Pipeline(name, pp, virtual, enough_micro_batches(name, pp, count), chunks, types, num_types)
+    used = tuple(sorted(set(types)))
+    places = tuple(map(used.index, types))
+    return Pipeline(name, pp, virtual, enough_micro_batches(name, pp, count), chunks, places, len(used)), used
 
 
 def _types(workload: Workload, modes: tuple[str, ...], every: int, kept: int) -> tuple[int, ...]:
