@@ -430,7 +430,9 @@ class _Part:
     def _leave_for_w(self, op: Op, saved: list[str], arriving: str, shape: Shape) -> None:
         """The input and the gradient of a linear layer's result: of what tp sums this rank's positions, in fp8 as rounded."""
         held = [arriving, *saved[:1]]
-        part = next((self.made[one.makes[0].name] for one in self.ops if is_row_sum(one) and one.reads[0] == op.makes[0].name), None)
+        part = next(
+            (self.made[one.makes[0].name] for one in self.ops if is_row_sum(one) and one.reads[0] == op.makes[0].name), None
+        )
         if part is not None or is_fp8(op):
             held[0] = f"d {op.makes[0].name} for W"
             whole = self.books.sizes[arriving] if part is None else part

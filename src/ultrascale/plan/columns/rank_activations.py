@@ -8,6 +8,7 @@ activations   the one times the other; the most of all passes of a kind
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -169,6 +170,31 @@ def rank_activations(
     )
 
 
+def least_of_blocks(workload: Workload, table: LayoutTable, stages: Stages) -> tuple[Floats, Floats]:
+    """Bytes that the blocks of a rank save of one micro-batch on the device, and that one of them needs beside that at work,
+    [3, layouts]: at the least, where blocks of a kind are computed again in several ways, and whichever kind is at work."""
+    shapes, shape_of = distinct_shapes(workload, table)
+    blocks = _blocks(
+        workload, table, shapes, shape_of, any_kept=bool(stages.kept_layers.any()), cuts=np.zeros(len(table), bool)
+    )
+    num_kinds, splits = stages.layers.shape[1], (table.pp > 1) & np.isin(table.schedule, CUTS)
+    forward, backward = blocks.forward_peak - blocks.saved, blocks.backward_peak - blocks.saved
+    beside = np.where(splits, forward, np.maximum(forward, backward))
+    by_way = [one.reshape(-1, 2, num_kinds, len(table)) for one in (blocks.saved, beside)]
+    if not stages.kept_layers.any():
+        by_way = [one[:, :1] for one in by_way]
+    (saved, *again), (at_work, *others) = (one.min(axis=1) for one in by_way)  # [kinds, layouts]
+    held, some = (saved * stages.layers).sum(axis=1), table.recompute == EVERY
+    if again:  # at most one block more a stage than every k-th of them
+        count = stages.layers.sum(axis=1)
+        left = np.maximum(count - -(-count // table.recompute_every) - table.virtual_stages, 0)
+        least = (again[0] * stages.layers).sum(axis=1) + left * np.maximum(saved - again[0], 0.0).min(axis=0)
+        held, at_work = np.where(some, least, held), np.where(some, np.minimum(at_work, others[0]), at_work)
+    largest = np.where(stages.layers > 0, at_work, np.inf).min(axis=1)
+    held = np.where(table.offload_activations > 0, 0.0, held)
+    return held, np.where(np.isfinite(largest), np.maximum(largest, 0.0), 0.0)
+
+
 def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64], num_types: int) -> Floats:
     """Where all micro-batches go forward first: of one as it is counted, and of all others what each saves besides."""
     found = loads.most(columns)
@@ -258,7 +284,7 @@ def _blocks(
     cuts: NDArray[np.bool_],
 ) -> _Blocks:
     """Types in the order of `_types`: by way, in fp8 or kept in bf16, by kind."""
-    kinds, model, stack = layer_kinds(workload)[0], workload.model, workload.stack
+    kinds = layer_kinds(workload)[0]
     every = table.recompute == EVERY
     if table.modes:
         ways = list(dict.fromkeys(table.modes))
@@ -268,21 +294,9 @@ def _blocks(
         modes = [np.where(every, MODES.index("none"), table.recompute)]
         modes += [np.full(len(table), MODES.index("full"))] if every.any() else []
 
-    known, count = _known_blocks(model, stack), len(shapes)
+    count = len(shapes)
     cut = np.zeros(count, dtype=bool)
     cut[shape_of[cuts]] = True
-
-    def of_shapes(some: Sequence[Shape], mode: str, is_cut: bool) -> list[Floats]:
-        """Of each [kinds, 3], or of I [kinds, 2]."""
-        if new := [shape for shape in dict.fromkeys(some) if (shape, mode, is_cut) not in known]:
-            those = {"recompute": mode, "stack": stack, "cuts": is_cut}
-            rows = np.stack([block_columns(model, layer, new, **those) for layer in kinds], axis=1)
-            known.update(
-                ((shape, mode, is_cut), row[:, slice(2, 4) if is_cut else slice(3)])
-                for shape, row in zip(new, rows, strict=True)
-            )
-        return [known[shape, mode, is_cut] for shape in some]
-
     found = []
     for mode in modes:
         used = distinct(mode).tolist()
@@ -293,19 +307,36 @@ def _blocks(
                 continue
             told = np.empty((len(used), count, len(kinds), 5))
             for row, number in enumerate(used):
-                told[row, :, :, :3] = of_shapes(some, ways[number], False)
+                told[row, :, :, :3] = _of_shapes(workload, some, ways[number])
                 told[row, :, :, 3:] = 0.0
                 if cut.any():
-                    told[row, cut, :, 3:] = of_shapes([shape for shape, is_cut in zip(some, cut, strict=True) if is_cut],
-                                                      ways[number], True)  # fmt: skip
+                    those = [shape for shape, is_cut in zip(some, cut, strict=True) if is_cut]
+                    told[row, cut, :, 3:] = _of_shapes(workload, those, ways[number], cuts=True)
             found += list(told[position, shape_of].transpose(1, 2, 0))
     return _Blocks(*np.stack(found, axis=1))
 
 
+def _of_shapes(workload: Workload, shapes: Sequence[Shape], mode: str, *, cuts: bool = False) -> list[Floats]:
+    """Of each shape [kinds, 3]: what blocks save and their peaks; or of I [kinds, 2]: its peak and what waits."""
+    model, stack, known = workload.model, workload.stack, _known_blocks(workload.model, workload.stack)[mode, cuts]
+    if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
+        kinds = layer_kinds(workload)[0]
+        rows = np.stack([block_columns(model, layer, new, recompute=mode, stack=stack, cuts=cuts) for layer in kinds], axis=1)
+        known.update(zip(new, rows[:, :, slice(2, 4) if cuts else slice(3)], strict=True))
+    return [known[shape] for shape in shapes]
+
+
+def know_blocks(workload: Workload, table: LayoutTable) -> None:
+    """Work out at once what `least_of_blocks` will ask of many tables taken from `table`: blocks are played together."""
+    shapes = distinct_shapes(workload, table)[0]
+    for mode in MODES if not table.modes and len(table) else ():
+        _of_shapes(workload, shapes, mode)
+
+
 @lru_cache(maxsize=8)
-def _known_blocks(model: Model, stack: Stack) -> dict[tuple[Shape, str, bool], Floats]:
-    """What `_blocks` worked out so far: DeepSeek-V3 on 2,048 devices has 11,000 shapes."""
-    return {}
+def _known_blocks(model: Model, stack: Stack) -> defaultdict[tuple[str, bool], dict[Shape, Floats]]:
+    """What `_of_shapes` worked out so far, by way of recomputing and whether backward passes are cut."""
+    return defaultdict(dict)
 
 
 def _dummies(workload: Workload, shapes: list[Shape]) -> Floats:

@@ -3,8 +3,8 @@
 Micro-batches come and go alike. The first pass of a kind is replayed operation by operation (`plan.memory.stage_replay`), and
 its effect on the books is written down, and what its buckets have after it where that is not what they had before. The next
 pass of that kind in that state is one entry. A pass in a state that was not seen before is replayed; what played passes of its
-micro-batch would have left is made first, off the books. Stages with the same blocks between the ends share what is written down, those of other ranks of a layout too.
-`tests/plan/test_stage_player.py` holds this to the plain replay, byte for byte.
+micro-batch would have left is made first, off the books. Stages with the same blocks between the ends share what is written
+down, those of other ranks of a layout too. `tests/plan/test_stage_player.py` holds this to the plain replay, byte for byte.
 
 A rank of a pipeline replayed: its list of actions on its stages, and the messages that come and go beside them.
 
