@@ -10,6 +10,8 @@ nor the front of time and memory can change; `tests/plan/test_search.py` compare
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -70,14 +72,14 @@ def time_floor(workload: Workload, table: LayoutTable) -> Floats:
 def _flops_per_token(workload: Workload, table: LayoutTable) -> Floats:
     """Hardware FLOPs of a token: they depend on what is recomputed and on nothing else."""
     ways, which = np.unique(table.recompute * 2**20 + table.recompute_every, return_inverse=True)
-    flops = [
-        hardware_flops_per_token(
-            workload.model,
-            Layout(recompute=RECOMPUTE[way // 2**20], recompute_every=int(way % 2**20)),  # type: ignore[arg-type]
-            workload.sequence_length,
-            documents=workload.documents,
-            masks=not (workload.stack.kernels.spans or workload.stack.kernels.masks_in_kernel),
-        )
-        for way in ways
-    ]
+    layouts = [_recomputing(RECOMPUTE[way // 2**20], int(way % 2**20)) for way in ways if not table.modes]
+    if table.modes:
+        layouts, which = [table.layout(0)], np.zeros(len(table), dtype=np.intp)
+    masks = not (workload.stack.kernels.spans or workload.stack.kernels.masks_in_kernel)
+    told = {"documents": workload.documents, "masks": masks}
+    flops = [hardware_flops_per_token(workload.model, one, workload.sequence_length, **told) for one in layouts]
     return np.array(flops)[which]
+
+
+def _recomputing(way: Any, every: int) -> Layout:
+    return Layout(recompute=way, recompute_every=every)
