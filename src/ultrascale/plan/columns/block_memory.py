@@ -107,8 +107,12 @@ def _played_together(
     of_weights = {name: np.array([one[name] for one in weights]) for name in weights[0]}
     part = _Part(works[0], {"hidden": hidden}, "hidden_out", hidden, of_weights, itemsize, weight_gradients(stack))
     part.cuts = shapes[0] if cuts else None
-    part.made |= {one.name: np.array([ops[number].makes[place].num_bytes for ops in works])
-                  for number, op in enumerate(works[0]) for place, one in enumerate(op.makes)}  # fmt: skip
+    part.results = {
+        (op.name, one.name): np.array([ops[number].makes[place].num_bytes for ops in works])
+        for number, op in enumerate(works[0])
+        for place, one in enumerate(op.makes)
+    }
+    part.made |= {name: num_bytes for (_, name), num_bytes in part.results.items()}
     part.scratch = {op.name: (np.array([ops[number].scratch_bytes for ops in works]),
                               np.array([ops[number].backward_scratch_bytes for ops in works]))
                     for number, op in enumerate(works[0])}  # fmt: skip
@@ -247,6 +251,8 @@ class _Part:
         self.waiting: dict[str, None] = {}
         """Names held for W."""
         self.made: dict[str, Any] = given | {one.name: one.num_bytes for op in ops for one in op.makes}
+        self.results: dict[tuple[str, str], Any] = {(op.name, one.name): one.num_bytes for op in ops for one in op.makes}
+        """By operation too: eager attention and a router both make what is called scores."""
         self.scratch = {op.name: (op.scratch_bytes, op.backward_scratch_bytes) for op in ops}
         """Forward and backward, by name of the operation."""
         self.books = (_Books if isinstance(result_bytes, int) else _BooksOfMany)(given)
@@ -314,7 +320,7 @@ class _Part:
         for index, op in enumerate(ops):
             for one in op.makes:
                 if one.name not in kept:  # of a sum that is kept nobody makes the parts again
-                    books.take(one.name, 0 if op.makes_partial_sums and one.name in there else self.made[one.name])
+                    books.take(one.name, 0 if op.makes_partial_sums and one.name in there else self.results[op.name, one.name])
                 live.add(one.name)
                 if one.name in keep:
                     books.hold(one.name)
@@ -385,7 +391,7 @@ class _Part:
         passing: list[str] = []
         for index, op in enumerate(region.ops):
             for one in op.makes:
-                books.take(one.name if one.name in region.drops else f"{one.name} again", self.made[one.name])
+                books.take(one.name if one.name in region.drops else f"{one.name} again", self.results[op.name, one.name])
             passing += [one.name for one in op.makes if one.name not in region.drops]
             books.touch(self.scratch[op.name][0])
             for name in [one for one in passing if last.get(one, -1) <= index]:
