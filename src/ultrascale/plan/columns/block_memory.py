@@ -253,7 +253,7 @@ class _Part:
         self.made: dict[str, Any] = given | {one.name: one.num_bytes for op in ops for one in op.makes}
         self.results: dict[tuple[str, str], Any] = {(op.name, one.name): one.num_bytes for op in ops for one in op.makes}
         """By operation too: eager attention and a router both make what is called scores."""
-        self.scratch = {op.name: (op.scratch_bytes, op.backward_scratch_bytes) for op in ops}
+        self.scratch: dict[str, tuple[Any, Any]] = {op.name: (op.scratch_bytes, op.backward_scratch_bytes) for op in ops}
         """Forward and backward, by name of the operation."""
         self.books = (_Books if isinstance(result_bytes, int) else _BooksOfMany)(given)
         self._lent: dict[int, list[str]] = {}

@@ -127,8 +127,8 @@ def rank_activations(
     for pipeline, used, rows in pipelines:
         loads = loads_of(pipeline) if schedule is None else loads_of_actions(schedule, pipeline)
         of_types = [part * num_types + kind for part in range(len(BY_TYPE)) for kind in used]
-        own = columns[np.ix_([*of_types, *range(len(BY_TYPE) * num_types, len(columns))], rows)]
-        saved = blocks.saved[np.ix_(used, rows)]
+        own = columns[np.array([*of_types, *range(len(BY_TYPE) * num_types, len(columns))])[:, None], rows]
+        saved = blocks.saved[np.array(used)[:, None], rows]
         if pipeline.schedule in FORWARD_FIRST and pipeline.pp > 1:
             most[..., rows] = _all_forward(loads, own, micro_batches[rows], len(saved))
         else:
