@@ -79,6 +79,8 @@ class Overheads:
     expert_op_seconds: float = 0.0
     """The same, at least, in models with experts: permutations are many kernels, and the host waits for how many tokens each
     expert got."""
+    fused_dispatch: float = 1.0
+    """Of those seconds, what is left where the dispatcher permutes by itself (deepep, hybridep)."""
     collective_seconds: float = 3e-5
     """The same for a collective inside a block."""
     hops_per_rank: float = 0.0
@@ -97,7 +99,7 @@ class Overheads:
     elementwise: float = 1.0
     """Time of element-wise work over that of its bytes: what is not fused as `kernels` says, or reads with strides."""
     expert_elementwise: float = 1.0
-    """The same, on top, in models with experts: of a dispatch that is made of single operations."""
+    """The same, on top, in models with experts: of a dispatch that is made of single operations, so with alltoall alone."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,10 @@ class Stack:
     dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
     """How tokens get to their experts. alltoall: one copy for each of a token's experts. deepep (nodes), hybridep (racks): a
     token goes once to each node that has some of its experts, and spreads inside; in a node once to each rank."""
+    dispatches_fp8: bool = False
+    """In fp8 tokens travel to their experts in fp8; what comes back is in bf16. Read only if dispatcher is not alltoall."""
+    token_nodes: int = 0
+    """Nodes that a token's experts lie on, where a benchmark's gate decides it; 0: as uniform draws find them."""
     cuda_graphs: bool = False
     """A step is launched as one graph: no operation waits for its launch."""
     overlaps_sends: bool = True
@@ -221,7 +227,8 @@ def program_overheads(stack: Stack, num_experts: int) -> Overheads:
     """What the program adds to a model with so many experts."""
     overheads = stack.overheads
     if num_experts:
-        seconds, share = max(overheads.op_seconds, overheads.expert_op_seconds), overheads.expert_elementwise
+        left, share = (1.0, overheads.expert_elementwise) if stack.dispatcher == "alltoall" else (overheads.fused_dispatch, 1.0)
+        seconds = max(overheads.op_seconds, left * overheads.expert_op_seconds)
         overheads = replace(overheads, op_seconds=seconds, elementwise=overheads.elementwise * share)
     return replace(overheads, op_seconds=0.0) if stack.cuda_graphs else overheads
 
