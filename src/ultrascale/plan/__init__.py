@@ -11,5 +11,5 @@ pipeline    a schedule played with prices
 laws        seconds of products, attention and messages
 view        all of it drawn
 workload    what is asked, with `layouts`: tables of them
-constants, intervals, flops, storage, cut_backward  what several rooms need
+constants, intervals, stops, flops, storage, cut_backward  what several rooms need
 """
