@@ -5,13 +5,13 @@
     python benchmarks/plan/expert_layouts.py --search --only qwen3  # those whose name has it
 
 `expert_layouts.csv` has the rows, as `ultrascale validate` reads them: of each source what it leads with, one for a model, an
-accelerator and a trainer, of its newest release; whole models in pretraining, whose layout is told in full. A report is what the
-source printed (`reported`); `could_not` says what the expert could not do then, where a free pick gains more than `EXPLAINED`.
+accelerator and a trainer, of its newest release; whole models in pretraining, whose layout is told in full. A report is what
+the source printed (`reported`); `could_not` says what the expert could not do then, where a free pick gains more than
+`EXPLAINED`.
 
-The table is no blind test. Its rows were chosen by this rule and before any search, but predictions of Megatron-Bridge's runs had
-been seen, and two choices were made with an error in sight: AutoModel's GPT-OSS 120B left it (its table prints no ep), and Llama
-3's pipeline is interleaved (its section 3.3.2 says so, its table does not). Laws were mended on some of its sources: what they do to
-sources left out is in docs/validation.md.
+The table is no blind test. Its rows were chosen by this rule and before any search, but predictions of Megatron-Bridge's runs
+had been seen, and one cell was filled with an error in sight: Llama 3's pipeline is interleaved, which its section 3.3.2 says
+and its table does not. Laws were mended on some of its sources; what they do to sources left out is in docs/validation.md.
 """
 
 from __future__ import annotations

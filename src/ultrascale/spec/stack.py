@@ -152,7 +152,7 @@ class Stack:
     dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
     """How tokens get to their experts. alltoall: one copy for each of a token's experts. deepep (nodes), hybridep (racks): a
     token goes once to each node that has some of its experts, and spreads inside; in a node once to each rank."""
-    dispatches_fp8: bool = False
+    sends_tokens_in_fp8: bool = False
     """In fp8 tokens travel to their experts in fp8; what comes back is in bf16. Read only if dispatcher is not alltoall."""
     token_nodes: int = 0
     """Nodes that a token's experts lie on, where a benchmark's gate decides it; 0: as uniform draws find them."""

@@ -352,7 +352,7 @@ def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float
     allowed = stack.token_nodes or -(-nodes * model.topk_group // model.n_group)
     places = min(nodes, allowed) if nodes > 1 else shape.ep
     share = places * (1 - (1 - 1 / places) ** model.num_experts_per_tok) / model.num_experts_per_tok
-    in_fp8 = stack.dispatches_fp8 and shape.precision in NARROW and "dispatch" in name and when == "forward"
+    in_fp8 = stack.sends_tokens_in_fp8 and shape.precision in NARROW and "dispatch" in name and when == "forward"
     return share / 2 if in_fp8 else share
 
 
