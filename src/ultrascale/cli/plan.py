@@ -172,8 +172,8 @@ def conditions(parsed: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
     """Raises SpecError if the run's layout is none that its trainer can be asked for."""
+    from ultrascale.plan.flags.trainers import cannot_express
     from ultrascale.plan.report import workload_of
-    from ultrascale.plan.view.flags import cannot_express
 
     if chosen.stack.name == "ultrascale":
         return
@@ -320,8 +320,8 @@ def write_files(chosen: RunPlan, parsed: dict[str, Any]) -> None:
 
 def print_flags(chosen: RunPlan) -> None:
     """Print the plan as settings of its trainer; that it does not fit is said on stderr, which a script leaves out."""
+    from ultrascale.plan.flags.trainers import trainer_flags
     from ultrascale.plan.report import workload_of
-    from ultrascale.plan.view.flags import trainer_flags
 
     print(trainer_flags(workload_of(chosen.run, chosen.cluster, chosen.stack), chosen.run.layout))
     if not chosen.fits:

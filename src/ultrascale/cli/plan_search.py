@@ -11,12 +11,12 @@ from math import prod
 from typing import Any
 
 from ultrascale.cli import plan as verb
+from ultrascale.plan.flags.trainers import not_searched
 from ultrascale.plan.report import RunPlan, not_trainable, plan_run, prediction_json, workload_of
 from ultrascale.plan.search.explain import changes, marginals, rungs
 from ultrascale.plan.search.scaling import Scaled, elsewhere, scaling, smallest_that_fits
 from ultrascale.plan.search.search import TIE, SearchResult, distinct, risk, search
 from ultrascale.plan.time.price import Prediction
-from ultrascale.plan.view.flags import not_searched
 from ultrascale.plan.view.plan_view import show_plan
 from ultrascale.plan.view.search_view import layout_words, no_layout_fits, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
