@@ -66,6 +66,8 @@ class Kernels:
     sorts_own_rows: bool = True
     """Rows of tokens are sorted by expert once more before the products, and back behind them, also where none came from
     another rank; else (ours) only where some did."""
+    fuses_permutation: bool = False
+    """Tokens are put into the order of their experts by few kernels (Megatron's --moe-permute-fusion, DeepEP's)."""
     weighs_before_combining: bool = False
     """Experts' outputs are weighed by their scores on the rank of the expert: what comes back is summed, and not saved."""
 
@@ -79,8 +81,8 @@ class Overheads:
     expert_op_seconds: float = 0.0
     """The same, at least, in models with experts: permutations are many kernels, and the host waits for how many tokens each
     expert got."""
-    fused_dispatch: float = 1.0
-    """Of those seconds, what is left where the dispatcher permutes by itself (deepep, hybridep)."""
+    fused_permutation: float = 1.0
+    """Of those seconds, what is left where `kernels.fuses_permutation`."""
     collective_seconds: float = 3e-5
     """The same for a collective inside a block."""
     hops_per_rank: float = 0.0
@@ -99,7 +101,7 @@ class Overheads:
     elementwise: float = 1.0
     """Time of element-wise work over that of its bytes: what is not fused as `kernels` says, or reads with strides."""
     expert_elementwise: float = 1.0
-    """The same, on top, in models with experts: of a dispatch that is made of single operations, so with alltoall alone."""
+    """The same, on top, in models with experts: of a dispatch that is made of single operations."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,8 @@ def program_overheads(stack: Stack, num_experts: int) -> Overheads:
     """What the program adds to a model with so many experts."""
     overheads = stack.overheads
     if num_experts:
-        left, share = (1.0, overheads.expert_elementwise) if stack.dispatcher == "alltoall" else (overheads.fused_dispatch, 1.0)
+        fuses = stack.kernels.fuses_permutation
+        left, share = (overheads.fused_permutation, 1.0) if fuses else (1.0, overheads.expert_elementwise)
         seconds = max(overheads.op_seconds, left * overheads.expert_op_seconds)
         overheads = replace(overheads, op_seconds=seconds, elementwise=overheads.elementwise * share)
     return replace(overheads, op_seconds=0.0) if stack.cuda_graphs else overheads
