@@ -99,6 +99,7 @@ KNOBS = (
     Knob("shared", "eager bytes", 1.0, 0.7),
     Knob("shared", "eager launches", 4e-5, 1.0),
     Knob("shared", "expert launches", 4e-5, 1.0),
+    Knob("shared", "fused permutation", 0.7, 0.3),  # one host wait of two, and few of its many kernels
 )
 
 

@@ -17,7 +17,7 @@ from ultrascale.plan.flags.trainers import not_searched
 from ultrascale.plan.report import RunPlan, not_trainable, plan_run, prediction_json, workload_of
 from ultrascale.plan.search.explain import changes, marginals, rungs
 from ultrascale.plan.search.scaling import Scaled, elsewhere, scaling, smallest_that_fits
-from ultrascale.plan.search.search import TIE, Progress, SearchResult, distinct, search
+from ultrascale.plan.search.search import TIE, Progress, SearchResult, distinct, risk, search
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.plan_view import show_plan
 from ultrascale.plan.view.search_view import layout_words, no_layout_fits, show_explanation, show_ranking
@@ -274,7 +274,9 @@ def _as_json(
         "seconds": result.seconds,
         "tie_fraction": TIE,
         "num_tied": result.num_tied if result.ranked else 0,
-        "ranked": [prediction_json(one) for one in distinct(result.ranked)[: parsed["top"]]],
+        "ranked": [
+            prediction_json(one) | {"out_of_memory_risk": risk(one)} for one in distinct(result.ranked)[: parsed["top"]]
+        ],
         "front": [prediction_json(one) for one in result.front],
         "smallest": result.smallest and prediction_json(result.smallest),
         "refused": [asdict(one) for one in result.refused],

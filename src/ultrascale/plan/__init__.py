@@ -12,5 +12,5 @@ laws        seconds of products, attention and messages
 view        all of it drawn
 flags       a plan as the settings of another trainer
 workload    what is asked, with `layouts`: tables of them
-constants, intervals, flops, storage, cut_backward  what several rooms need
+constants, intervals, stops, flops, storage, cut_backward  what several rooms need
 """

@@ -66,6 +66,8 @@ class Kernels:
     sorts_own_rows: bool = True
     """Rows of tokens are sorted by expert once more before the products, and back behind them, also where none came from
     another rank; else (ours) only where some did."""
+    fuses_permutation: bool = False
+    """Tokens are put into the order of their experts by few kernels (Megatron's --moe-permute-fusion, DeepEP's)."""
     weighs_before_combining: bool = False
     """Experts' outputs are weighed by their scores on the rank of the expert: what comes back is summed, and not saved."""
 
@@ -79,6 +81,8 @@ class Overheads:
     expert_op_seconds: float = 0.0
     """The same, at least, in models with experts: permutations are many kernels, and the host waits for how many tokens each
     expert got."""
+    fused_permutation: float = 1.0
+    """Of those seconds, what is left where `kernels.fuses_permutation`."""
     collective_seconds: float = 3e-5
     """The same for a collective inside a block."""
     hops_per_rank: float = 0.0
@@ -150,6 +154,10 @@ class Stack:
     dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
     """How tokens get to their experts. alltoall: one copy for each of a token's experts. deepep (nodes), hybridep (racks): a
     token goes once to each node that has some of its experts, and spreads inside; in a node once to each rank."""
+    sends_tokens_in_fp8: bool = False
+    """In fp8 tokens travel to their experts in fp8; what comes back is in bf16. Read only if dispatcher is not alltoall."""
+    token_nodes: int = 0
+    """Nodes that a token's experts lie on, where a benchmark's gate decides it; 0: as uniform draws find them."""
     cuda_graphs: bool = False
     """A step is launched as one graph: no operation waits for its launch."""
     overlaps_sends: bool = True
@@ -221,7 +229,9 @@ def program_overheads(stack: Stack, num_experts: int) -> Overheads:
     """What the program adds to a model with so many experts."""
     overheads = stack.overheads
     if num_experts:
-        seconds, share = max(overheads.op_seconds, overheads.expert_op_seconds), overheads.expert_elementwise
+        fuses = stack.kernels.fuses_permutation
+        left, share = (overheads.fused_permutation, 1.0) if fuses else (1.0, overheads.expert_elementwise)
+        seconds = max(overheads.op_seconds, left * overheads.expert_op_seconds)
         overheads = replace(overheads, op_seconds=seconds, elementwise=overheads.elementwise * share)
     return replace(overheads, op_seconds=0.0) if stack.cuda_graphs else overheads
 

@@ -245,6 +245,8 @@ def _experts(asked: Asked, shape: Model | None, predicts_further: bool, assumed:
         "shared_expert_intermediate_size": asked.shared_expert_ffn or 0,
         "first_k_dense_replace": min(asked.dense_layers or 0, asked.layers or 0),
     }
+    if shape is not None and shape.n_group > 1 and shape.num_experts == asked.experts:  # no column says how tokens are limited
+        fields |= {name: getattr(shape, name) for name in ("n_group", "topk_group", "topk_method")}
     if predicts_further and "deepseek-v3" in asked.model.lower() and asked.layers == DEEPSEEK_V3_LAYERS:
         fields["num_nextn_predict_layers"] = 1
         assumed.append("one block of multi-token prediction")

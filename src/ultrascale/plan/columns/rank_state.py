@@ -99,11 +99,12 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     cut_gradients = np.where(grows & ~gathers, total, cut)
     whole_gradients = np.where(table.zero_stage >= stack.shards_gradients_from, cut, total)
     summed = np.where(wide, compute, stack.gradient_bytes)
-    cut_itemsize = master if in_buckets else summed
+    kept = np.minimum(master, stack.master_bytes)  # a model made in bf16 has no wider copy
+    cut_itemsize = np.minimum(master, stack.gradient_bytes) if in_buckets else summed
     autograd = np.where(wide, 0.0, stack.autograd_gradient_bytes) * total
     weights = np.where(
         gathers,
-        np.where(in_buckets | wide, master, stack.weight_bytes) * cut,
+        np.where(in_buckets | wide, kept, stack.weight_bytes) * cut,
         np.where(wide, compute, stack.weight_bytes) * total,
     )
     masters = np.where(wide, 0.0, stack.master_bytes) * cut

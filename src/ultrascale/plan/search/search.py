@@ -6,7 +6,8 @@
     predict      the best of each schedule again, one by one, with their pipelines played action by action
     replay       memory of the first of these: what is printed is never a column
 
-Layouts closer to the fastest than the model can tell apart (`TIE`) are one group: which is fastest is for a measurement.
+Layouts closer to the fastest than the model can tell apart (`TIE`) are one group: which is fastest is for a measurement. They
+are ranked by the time that is expected of them: one that may run out of memory pays for its tries (`expected_seconds`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.columns.footprint import MARGIN, Footprint, outside_bytes, reserved_bytes
 from ultrascale.plan.columns.rank_activations import know_blocks
+from ultrascale.plan.intervals import out_of_memory_risk
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.search.asked import unmet
 from ultrascale.plan.search.bounds import memory_floors, time_floor
@@ -81,7 +83,7 @@ class SearchResult:
     workload: Workload
     priced: Priced
     ranked: tuple[Prediction, ...]
-    """Layouts that fit, the fastest first."""
+    """Layouts that fit, that with the least expected time first."""
     front: tuple[Prediction, ...]
     """Layouts that fit and that no other beats in both time and memory, the fastest first; their bubbles by formula."""
     smallest: Prediction | None
@@ -96,7 +98,7 @@ class SearchResult:
     @property
     def num_tied(self) -> int:
         """Layouts at the head of the ranking that the model cannot tell apart."""
-        return sum(one.step_seconds <= self.ranked[0].step_seconds * (1 + TIE) for one in self.ranked)
+        return sum(expected_seconds(one) <= expected_seconds(self.ranked[0]) * (1 + TIE) for one in self.ranked)
 
     @property
     def refused(self) -> tuple[Refusal, ...]:
@@ -273,23 +275,30 @@ def _front(priced: Priced) -> list[int]:
 
 
 def _predict_all(workload: Workload, priced: Priced, rows: Sequence[int] | NDArray[np.intp]) -> list[Prediction]:
-    """Exact prices of these rows, the fastest first; those that turn out not to fit are left out."""
+    """Exact prices of these rows by expected time; those that turn out not to fit are left out."""
     found = [predict(workload, priced.table.layout(int(row))) for row in rows]
-    return sorted((one for one in found if one.memory.fits), key=lambda one: one.step_seconds)
+    return sorted((one for one in found if one.memory.fits), key=expected_seconds)
+
+
+def risk(one: Prediction) -> float:
+    """Chance that it runs out of memory."""
+    return out_of_memory_risk(float(needed_bytes(one.memory)), float(one.memory.capacity))
+
+
+def expected_seconds(one: Prediction) -> float:
+    """Seconds of a step over the chance that it gets through."""
+    return one.step_seconds / (1 - risk(one))
 
 
 def _first_replayed(ranked: Sequence[Prediction], count: int) -> list[Prediction]:
-    """`ranked`, of the first `count` ways to cut the model the fastest layout that fits when its step is replayed: those before
-    it that do not are left out."""
-    found: list[Prediction] = []
-    ways: set[tuple[object, ...]] = set()
-    for one in ranked:
-        if len(ways) < count and _way(one) not in ways:
-            one = with_replay(one)
-            if not one.memory.fits:
-                continue
-            ways.add(_way(one))
-        found.append(one)
+    """`ranked` in the order of what is known once the best of its first `count` ways to cut the model are replayed: those that
+    turn out not to fit are left out. A replay moves what it is of, so that others may come to the head and are replayed too."""
+    found, replayed = list(ranked), set[int]()
+    while waiting := [one for one in distinct(found)[:count] if id(one) not in replayed]:
+        after = {id(one): with_replay(one) for one in waiting}
+        found = [after.get(id(one), one) for one in found]
+        replayed |= {id(one) for one in after.values()}
+        found = sorted((one for one in found if one.memory.fits), key=expected_seconds)
     return found
 
 

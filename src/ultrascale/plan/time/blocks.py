@@ -342,22 +342,21 @@ def _is_of_column(op: Op) -> bool:
 
 
 def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float:
-    """Of the tokens' copies for all their experts in bf16, what a program sends that does not repeat itself, or one for
-    node-limited routing.
+    """Of the tokens' copies for all their experts in bf16, what a program sends.
 
-    The first reaches as many places (nodes, or ranks of one) as topk uniform draws find distinct ones among them.
-    A token goes to at most `topk_group` groups of experts, a node each, once, and spreads inside over NVLink; on its way to the
-    experts of an fp8 model in fp8 (DeepSeek-V3, section 3.2.2).
+    alltoall sends every copy. A dispatcher that does not repeat itself sends one to each place (node, or rank of one node) that
+    topk uniform draws find; node-limited routing has fewer nodes to draw from (DeepSeek-V3, section 3.2.2), and a benchmark's
+    gate may settle how many there are.
     """
-    model, ranks = workload.model, shape.ep * shape.expert_tp
-    nodes = -(-ranks // workload.cluster.node.num_accelerators)
-    if workload.stack.dispatcher != "alltoall" and ranks > 1:
-        places = nodes if nodes > 1 else shape.ep
-        return places * (1 - (1 - 1 / places) ** model.num_experts_per_tok) / model.num_experts_per_tok
-    if model.n_group <= 1 or nodes == 1:
+    model, stack, ranks = workload.model, workload.stack, shape.ep * shape.expert_tp
+    if stack.dispatcher == "alltoall" or ranks == 1:
         return 1.0
-    share = min(1.0, model.topk_group / model.num_experts_per_tok)
-    return share / 2 if shape.precision in NARROW and "dispatch" in name and when == "forward" else share
+    nodes = -(-ranks // workload.cluster.node.num_accelerators)
+    allowed = stack.token_nodes or -(-nodes * model.topk_group // model.n_group)
+    places = min(nodes, allowed) if nodes > 1 else shape.ep
+    share = places * (1 - (1 - 1 / places) ** model.num_experts_per_tok) / model.num_experts_per_tok
+    in_fp8 = stack.sends_tokens_in_fp8 and shape.precision in NARROW and "dispatch" in name and when == "forward"
+    return share / 2 if in_fp8 else share
 
 
 def _merge_bytes(scores: Scores) -> int:

@@ -15,7 +15,8 @@ from ultrascale.plan.columns.footprint import MARGIN
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.search.explain import Change, Marginal, Rung, binding, changes, marginals, rungs
 from ultrascale.plan.search.scaling import PAYS, Scaled, most_that_pay
-from ultrascale.plan.search.search import TIE, SearchResult, distinct, needed_bytes
+from ultrascale.plan.search.search import TIE, SearchResult, distinct, expected_seconds, needed_bytes, risk
+from ultrascale.plan.stops import stops
 from ultrascale.plan.time.price import Prediction
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.layout import Layout
@@ -25,6 +26,8 @@ from ultrascale.spec.units import count_of, format_bytes, format_count, format_s
 INDENT = (0, 0, 0, 3)
 MAX_FRONT = 8
 """Layouts of the front of time and memory that are told."""
+LOST_SHOWN = 0.01
+"""Share of the time that crashes cost, from which on it is told."""
 MAX_REFUSED = 12
 """Families left out that are told one by one; the rest is counted."""
 
@@ -33,16 +36,17 @@ def show_ranking(result: SearchResult, console: Console, *, top: int) -> None:
     """Print the fastest layouts, of those that differ only in details the fastest; and what was searched."""
     ours = result.workload.stack.name == "ultrascale"
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for column in ("", "step", "MFU", "memory"):
+    for column in ("", "step", "MFU", "memory", "free", "risk"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("runs" if ours else "", no_wrap=True)
     table.add_column("layout", overflow="fold")
     for number, one in enumerate(distinct(result.ranked)[:top], start=1):
-        tied = one.step_seconds <= result.ranked[0].step_seconds * (1 + TIE)
+        tied = expected_seconds(one) <= expected_seconds(result.ranked[0]) * (1 + TIE)
         mark = Text(f"{'=' if tied and number > 1 else ''}{number}", style="bold green" if number == 1 else "")
+        need, words = float(needed_bytes(one.memory)), layout_words(one.layout, one.num_micro_batches)
         table.add_row(
-            mark, format_seconds(one.step_seconds), f"{one.mfu():.1%}", format_bytes(float(needed_bytes(one.memory))),
-            _runs(one) if ours else "", layout_words(one.layout, one.num_micro_batches),
+            mark, format_seconds(one.step_seconds), f"{one.mfu():.1%}", format_bytes(need),
+            format_bytes(float(one.memory.capacity) - need), f"{risk(one):.0%}", _runs(one) if ours else "", words,
             style="bold" if number == 1 else "" if tied else "dim",
         )  # fmt: skip
     console.print(table)
@@ -61,12 +65,15 @@ def _summary(result: SearchResult) -> str:
         "    measurement can tell them apart." if tied > 1 else "",
         f"  step: four runs in five take {_interval_words(result)} of it.",
         f"  memory: of a GPU's {capacity}, allocator and NCCL included; {MARGIN:.0%} must stay free.",
+        "  free, risk: what is left, and the chance that it runs out after all; ranked by",
+        "    step / (1 - risk), the time expected.",
         "  runs: `ultrascale train` runs it today; --runnable searches only that."
         if result.workload.stack.name == "ultrascale"
         else "",
         "  2 x 8: micro-batch size x number of them.",
         f"  {cluster.num_nodes} machines, {cluster.places_words}; {gpus}/N takes N of each." if cluster.places_words else "",
         f"  {len(priced.fits):,} legal layouts: {int(priced.fits.sum()):,} fit, {dropped:,} dropped by bounds.",
+        _stops_note(cluster.num_nodes),
         _batch_note(result),
     ]
     return "\n".join(line for line in lines if line)
@@ -76,6 +83,15 @@ def _interval_words(result: SearchResult) -> str:
     best = result.ranked[0]
     low, high = (end / best.step_seconds for end in step_interval(best))
     return f"{low:.2f} to {high:.2f}"
+
+
+def _stops_note(num_nodes: int) -> str:
+    """How often so many nodes stop and what that costs; empty where it is rare."""
+    found = stops(num_nodes)
+    if found.lost_share < LOST_SHOWN:
+        return ""
+    between, every = format_seconds(found.between_seconds), format_seconds(found.save_every_seconds)
+    return f"  {num_nodes:,} machines stop once in {between}: saved every {every}, {found.lost_share:.1%} is lost."
 
 
 def _batch_note(result: SearchResult) -> str:
