@@ -6,8 +6,8 @@ Products are those of one block of three Llama shapes at 4096 and 16,384 tokens,
 out as a linear layer has it; in fp8, of one shape, with a scale for a tensor and for a row, with the tensor cores' fast sums
 and without, beside what rounding costs. Attention is causal, forward and backward, by each of SDPA's kernels by name: what
 SDPA takes by itself is cuDNN's on Hopper. Bandwidth is a copy and a sum of tensors of 2 GiB. Each is timed by device events
-over several runs on inputs that take turns, and the median is held against `plan.compute` (whose fp8 products include rounding
-the left factor). The printed ratios are what a calibration of the catalogue would change.
+over several runs on inputs that take turns, and the median is held against `plan.laws.compute` (whose fp8 products include
+rounding the left factor). The printed ratios are what a calibration of the catalogue would change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ultrascale.kernels.fp8 import FORWARD, Scaling, multiplies_fp8, narrow
 from ultrascale.measure.machine import device_name, this_gpu
-from ultrascale.plan.compute import Kernel, attention_seconds, elementwise_seconds, matmul_seconds
+from ultrascale.plan.laws.compute import Kernel, attention_seconds, elementwise_seconds, matmul_seconds
 from ultrascale.spec.cluster import Accelerator
 from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import preset

@@ -20,7 +20,7 @@ from plan.published_collectives import (
     SWEEPS,
 )
 
-from ultrascale.plan.collectives import bus_bytes, collective_seconds, explain_collective
+from ultrascale.plan.laws.collectives import bus_bytes, collective_seconds, explain_collective
 from ultrascale.spec.cluster import Cluster, parse_cluster
 
 

@@ -28,7 +28,7 @@ import tyro
 from numpy.typing import NDArray
 from validation_tables import Fold, write_markdown
 
-from ultrascale.plan import footprint
+from ultrascale.plan.columns import footprint
 from ultrascale.plan.intervals import COVERAGE
 from ultrascale.spec.stack_files import program_of, settings_of, stack_file, stack_names
 from ultrascale.validation.predict import RowPrediction, predict_rows

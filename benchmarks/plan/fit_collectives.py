@@ -1,4 +1,5 @@
-"""Derive the constants of `plan.nvlink_fits` from a table of measured collectives inside a node, and say how far off they are.
+"""Derive the constants of `plan.laws.nvlink_fits` from a table of measured collectives inside a node, and say how far off they
+are.
 
     python benchmarks/plan/fit_collectives.py --table nccl_intranode.csv [--print-table]
 
@@ -50,7 +51,7 @@ class Args:
     table: str
     """The CSV of measurements."""
     print_table: bool = False
-    """Print the constants as the Python of `plan.nvlink_fits`."""
+    """Print the constants as the Python of `plan.laws.nvlink_fits`."""
 
 
 def read(path: str) -> dict[tuple[str, str], dict[int, Curve]]:

@@ -1,6 +1,7 @@
-"""Fit the constants of `plan.curves` to measured products and attention kernels; print held-out errors; write the constants.
+"""Fit the constants of `plan.laws.curves` to measured products and attention kernels; print held-out errors; write the
+constants.
 
-    python benchmarks/plan/fit_compute.py --tables FOLDER [--output src/ultrascale/plan/fitted_curves.py]
+    python benchmarks/plan/fit_compute.py --tables FOLDER [--output src/ultrascale/plan/laws/fitted_curves.py]
 
 FOLDER holds gemm_<name>.csv.gz with columns gemm_dtype, m, n, k, latency_us: single products that NVIDIA's aiconfigurator
 timed (TensorRT-LLM torch flow; its fp8 rows include the cast of the left operand). Attention is fitted to
@@ -20,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from ultrascale.plan import curves
-from ultrascale.plan.curves import AttentionCurve, MatmulCurve
-from ultrascale.plan.multiprocessors import MULTIPROCESSORS
+from ultrascale.plan.laws import curves
+from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve
+from ultrascale.plan.laws.devices import MULTIPROCESSORS
 from ultrascale.spec.machines import ACCELERATORS
 
 HERE = Path(__file__).parent
@@ -215,8 +216,8 @@ def _attention_held_out(rows: list[dict[str, str]]) -> Vector:
 
 
 def _attention_seconds(curve: AttentionCurve, row: dict[str, str]) -> float:
-    from ultrascale.plan.compute import flash_seconds
     from ultrascale.plan.flops import mean_context
+    from ultrascale.plan.laws.compute import flash_seconds
 
     length, window = int(row["sequence_length"]), int(row["window"] or 0)
     share = 1.0 if row["mask"] == "none" else mean_context(length, window or None) / length
@@ -233,7 +234,7 @@ def _attention_seconds(curve: AttentionCurve, row: dict[str, str]) -> float:
 
 def _compare_directions(matmul: dict[tuple[str, str], MatmulCurve]) -> None:
     """The law against another bench's backward and grouped products, whose own speed is taken out by its forward median."""
-    from ultrascale.plan.compute import direction_seconds
+    from ultrascale.plan.laws.compute import direction_seconds
 
     with (HERE / "matmul_directions_measured.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -293,7 +294,7 @@ def _mape(errors: Vector) -> str:
 def _source(matmul: dict[tuple[str, str], MatmulCurve], attention: dict[tuple[str, str, str], AttentionCurve]) -> str:
     """The constants as a Python module."""
     lines = [
-        '"""Constants of `plan.curves`, written by `benchmarks/plan/fit_compute.py`: derived numbers, not measurements.',
+        '"""Constants of `plan.laws.curves`, written by `benchmarks/plan/fit_compute.py`: derived numbers, not measurements.',
         "",
         "Products: NVIDIA aiconfigurator's tables (TensorRT-LLM torch flow, 2026-08). Attention: FlashAttention-3's figures",
         "(2024), cudnn-frontend's training benchmark (2026-09), SimuMax's system files (2026). Errors: docs/compute-model.md.",
@@ -301,7 +302,7 @@ def _source(matmul: dict[tuple[str, str], MatmulCurve], attention: dict[tuple[st
         "",
         "from __future__ import annotations",
         "",
-        "from ultrascale.plan.curves import AttentionCurve, MatmulCurve",
+        "from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve",
         "",
         "# fmt: off",
         "MATMUL: dict[tuple[str, str], MatmulCurve] = {",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from ultrascale.plan.block_memory import block_memory
+from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.constants import CONSTANTS
-from ultrascale.plan.recompute_prices import forward_seconds
+from ultrascale.plan.time.recompute_prices import forward_seconds
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.kept import available_modules, block_again, computed_again, selective_words, stops_behind

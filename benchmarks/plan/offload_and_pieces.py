@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ultrascale.plan.memory import plan_memory
-from ultrascale.plan.price import predict
+from ultrascale.plan.memory.replay import plan_memory
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

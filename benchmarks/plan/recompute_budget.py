@@ -11,8 +11,8 @@ import argparse
 import time
 from dataclasses import replace
 
-from ultrascale.plan.price import predict
-from ultrascale.plan.recompute_choice import choose, ways_of_block
+from ultrascale.plan.search.recompute_choice import choose, ways_of_block
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

@@ -23,12 +23,12 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from ultrascale.plan.pipeline import step_seconds
-from ultrascale.plan.pipeline_program import program_of
-from ultrascale.plan.pipeline_steady import long_step_seconds
-from ultrascale.plan.pipelined import stage_seconds, with_and_without_sends
-from ultrascale.plan.price import predict
-from ultrascale.plan.search import SearchResult, search
+from ultrascale.plan.pipeline.pipeline_program import program_of
+from ultrascale.plan.pipeline.pipeline_steady import long_step_seconds
+from ultrascale.plan.pipeline.pipelined import stage_seconds, with_and_without_sends
+from ultrascale.plan.pipeline.play import step_seconds
+from ultrascale.plan.search.search import SearchResult, search
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

@@ -10,7 +10,7 @@ from agree.layouts import EXPERTS, MODEL, SCHEDULES, cases
 from hypothesis import given, settings
 from ranks import run_ranks
 
-from ultrascale.plan.memory import plan_memory
+from ultrascale.plan.memory.replay import plan_memory
 from ultrascale.spec.layout import Layout, PipelineRuntime
 
 LIMIT_PERCENT = 1.5

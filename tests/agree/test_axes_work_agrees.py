@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from ultrascale.parallel.data import sharded_modules
-from ultrascale.plan.memory import rank_shape
+from ultrascale.plan.memory.replay import rank_shape
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.work import block_work, work
 

@@ -12,19 +12,19 @@ from agree.test_trace_agrees import EXPERTS, LENGTH, MODEL, PREDICTS, TIED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale.plan.blocks import compute_seconds
-from ultrascale.plan.collectives import collective_seconds
 from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.cut_backward import cut_share, may_wait
+from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.ledger import Held, Ledger
-from ultrascale.plan.memory import rank_shape, stage_parts
-from ultrascale.plan.passes import product_derate
-from ultrascale.plan.pipeline import compile_schedule, duration_table
-from ultrascale.plan.pipelined import stage_seconds
-from ultrascale.plan.price import predict, price
-from ultrascale.plan.stage_replay import StageReplay
-from ultrascale.plan.tally import Pass, Tally, Way
+from ultrascale.plan.memory.ledger import Held, Ledger
+from ultrascale.plan.memory.replay import rank_shape, stage_parts
+from ultrascale.plan.memory.stage_replay import StageReplay
+from ultrascale.plan.memory.tally import Pass, Tally, Way
+from ultrascale.plan.pipeline.pipelined import stage_seconds
+from ultrascale.plan.pipeline.play import compile_schedule, duration_table
+from ultrascale.plan.time.blocks import compute_seconds
+from ultrascale.plan.time.passes import product_derate
+from ultrascale.plan.time.price import predict, price
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule

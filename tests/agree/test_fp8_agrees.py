@@ -12,7 +12,7 @@ from agree.test_trace_agrees import EXPERTS, GPT_OSS, LENGTH, MODEL, PREDICTS, T
 from agree.test_traffic_agrees import sent_by
 from ranks import run_ranks
 
-from ultrascale.plan.tally import Traffic, Way
+from ultrascale.plan.memory.tally import Traffic, Way
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.run import Batch, Data, Run

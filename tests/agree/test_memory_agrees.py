@@ -9,7 +9,7 @@ from agree.small_models import DEMO, FAMILIES, WITH_EXPERTS, measured_peak
 from ranks import run_ranks
 
 from ultrascale.measure.compare import compare_memory
-from ultrascale.plan.memory import plan_memory
+from ultrascale.plan.memory.replay import plan_memory
 from ultrascale.spec.layout import Layout
 
 LIMIT_PERCENT = 0.5

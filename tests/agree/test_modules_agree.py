@@ -13,7 +13,7 @@ from agree.test_axes_memory_agrees import differences
 from agree.test_memory_agrees import difference_percent
 from agree.test_recompute_agrees import backward
 
-from ultrascale.plan.memory import rank_shape
+from ultrascale.plan.memory.replay import rank_shape
 from ultrascale.spec.kept import available_modules, computed_again, resolved
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from agree.test_trace_agrees import EXPERTS, LENGTH, MODEL, Traced, compared, products_of
 
-from ultrascale.plan.memory import muon_matrices, stage_parts
-from ultrascale.plan.muon_update import muon_update_bytes
+from ultrascale.plan.memory.muon_update import muon_update_bytes
+from ultrascale.plan.memory.replay import muon_matrices, stage_parts
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.owners import exchanges, owned_shapes

@@ -13,7 +13,7 @@ from parallel.pipelines import MODEL, Running, Step, build, layout_of
 from ranks import run_ranks
 
 from ultrascale.parallel.collectives import DirectAllGather, DirectReduceScatter
-from ultrascale.plan.pipeline import in_flight
+from ultrascale.plan.pipeline.play import in_flight
 
 SCHEDULES = (
     ("afab", 1), ("1f1b", 1), ("interleaved", 2), ("breadth-first", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2),

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.recompute import apply_recompute
-from ultrascale.plan.memory import rank_shape
+from ultrascale.plan.memory.replay import rank_shape
 from ultrascale.spec.kept import computed_again
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model

@@ -2,7 +2,7 @@
 
 A draw of layouts on 64 GPUs, of models as wide as real ones and with few blocks; `ULTRASCALE_RESERVED_LAYOUTS=60` takes 60.
 Of 60, half are within 2.1 percent, 9 in 10 within 9.6, and the worst, a pipeline, is 12.6 too high; without the buffers that no
-free segment holds (`plan.rank_moments.late_bytes`) half are 13 percent too low or worse, and the worst 29.
+free segment holds (`plan.columns.rank_moments.late_bytes`) half are 13 percent too low or worse, and the worst 29.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from ultrascale.plan.footprint import Footprint
-from ultrascale.plan.price import predict
+from ultrascale.plan.columns.footprint import Footprint
 from ultrascale.plan.report import workload_of
+from ultrascale.plan.time.price import predict
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model

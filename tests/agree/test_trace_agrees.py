@@ -19,7 +19,7 @@ from agree.small_models import LLAMA, WITH_EXPERTS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ultrascale.plan.tally import Way
+from ultrascale.plan.memory.tally import Way
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.rules import run_problems

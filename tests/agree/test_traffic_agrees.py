@@ -13,7 +13,7 @@ from agree.traffic import Key, watched
 from hypothesis import given, settings
 from ranks import run_ranks
 
-from ultrascale.plan.memory import rank_shape, stage_parts
+from ultrascale.plan.memory.replay import rank_shape, stage_parts
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.messages import messages
 from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots

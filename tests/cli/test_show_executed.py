@@ -5,7 +5,7 @@ import pytest
 
 from ultrascale.cli.show import command
 from ultrascale.measure.executed import mean_seconds
-from ultrascale.plan.pipeline import StageSeconds, simulate
+from ultrascale.plan.pipeline.play import StageSeconds, simulate
 from ultrascale.schedules.build import build_schedule
 from ultrascale.spec.problems import SpecError
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ultrascale.plan.price import Prediction, predict
-from ultrascale.plan.replayed import with_replay
 from ultrascale.plan.report import has_rates, workload_of
-from ultrascale.plan.search import distinct, search
-from ultrascale.plan.search_view import layout_words
+from ultrascale.plan.search.replayed import with_replay
+from ultrascale.plan.search.search import distinct, search
+from ultrascale.plan.time.price import Prediction, predict
+from ultrascale.plan.view.search_view import layout_words
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import resolve

@@ -14,7 +14,7 @@ from ultrascale.kernels.attention import attention, attention_mask
 from ultrascale.kernels.cross_entropy import linear_cross_entropy
 from ultrascale.parallel.mesh import process_group
 from ultrascale.parallel.precision import computing_copies
-from ultrascale.plan.memory import plan_memory
+from ultrascale.plan.memory.replay import plan_memory
 from ultrascale.spec.layout import Layout, Precision
 from ultrascale.spec.model import Model
 from ultrascale.spec.run import Batch, Data, Log, Run

@@ -20,7 +20,7 @@ from torch import Tensor
 from ultrascale.check.prove import Case, prove_all
 from ultrascale.parallel import tensor_ops
 from ultrascale.parallel.tensor_traffic import part_lengths
-from ultrascale.plan.space import legal_layouts
+from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

@@ -29,8 +29,8 @@ from ultrascale.measure.network import (
     sizes_up_to,
 )
 from ultrascale.parallel.mesh import Ranks, process_group
-from ultrascale.plan.collectives import collective_seconds
-from ultrascale.plan.nccl import KINDS
+from ultrascale.plan.laws.collectives import collective_seconds
+from ultrascale.plan.laws.nccl import KINDS
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError

@@ -11,7 +11,7 @@ from rich.console import Console
 from ultrascale.measure.compare import compare_memory, comparison_table
 from ultrascale.measure.machine import measure_matmul_ceiling
 from ultrascale.measure.plots import plot_run_folder, read_metrics
-from ultrascale.plan.memory import plan_memory
+from ultrascale.plan.memory.replay import plan_memory
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 

@@ -15,7 +15,7 @@ from ranks import run_ranks
 
 from ultrascale.parallel import cut_checkpoints
 from ultrascale.parallel.share import local
-from ultrascale.plan.price import predict
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

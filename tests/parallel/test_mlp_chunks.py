@@ -17,8 +17,8 @@ from ultrascale.measure.memory import LiveMemory
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.mlp_chunks import apply_mlp_chunks
 from ultrascale.parallel.share import local
-from ultrascale.plan.memory import plan_memory
-from ultrascale.plan.price import predict
+from ultrascale.plan.memory.replay import plan_memory
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.cut_rules import cut_problems

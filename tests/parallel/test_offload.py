@@ -16,7 +16,7 @@ from ranks import run_ranks
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel import host_memory, offload
 from ultrascale.parallel.share import local
-from ultrascale.plan.memory import plan_memory
+from ultrascale.plan.memory.replay import plan_memory
 from ultrascale.spec.layout import OFFLOAD_FROM_BYTES, Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.trainable import expect_trainable

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ultrascale.cli.main import main
-from ultrascale.plan.search import search
-from ultrascale.plan.space import legal_layouts
+from ultrascale.plan.search.search import search
+from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.model_presets import preset

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from ultrascale.kernels.attention_contest import left_out
 from ultrascale.kernels.contest import decide
-from ultrascale.plan.attention_choice import attention_kernel, wanted_of
-from ultrascale.plan.compute import Kernel, attention_seconds
-from ultrascale.plan.price import predict
+from ultrascale.plan.laws.compute import Kernel, attention_seconds
 from ultrascale.plan.report import workload_of
+from ultrascale.plan.time.attention_choice import attention_kernel, wanted_of
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.attention_cores import CONTESTANTS, attention_wanted
 from ultrascale.spec.cluster import parse_cluster

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ultrascale.plan.data_traffic import _exposed, _num_buckets
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.price import predict
-from ultrascale.plan.stages import cut_stages
+from ultrascale.plan.time.data_traffic import _exposed, _num_buckets
+from ultrascale.plan.time.price import predict
+from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

@@ -20,8 +20,8 @@ from plan.published_collectives import (
     with_network,
 )
 
-from ultrascale.plan.collectives import _lines, bus_bytes, collective_seconds, explain_collective, send_seconds
-from ultrascale.plan.network import fabric_of, place
+from ultrascale.plan.laws.collectives import _lines, bus_bytes, collective_seconds, explain_collective, send_seconds
+from ultrascale.plan.laws.network import fabric_of, place
 from ultrascale.spec.cluster import Cluster, Spine, parse_cluster
 from ultrascale.spec.machines import NODES
 from ultrascale.spec.problems import SpecError

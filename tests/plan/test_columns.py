@@ -20,12 +20,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ultrascale.plan.footprint import stage_memory
+from ultrascale.plan.columns.footprint import stage_memory
+from ultrascale.plan.columns.rank_loads import PASSES, Pipeline, enough_micro_batches, loads_of, loads_of_actions
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.memory import plan_fullest_rank
-from ultrascale.plan.rank_loads import PASSES, Pipeline, enough_micro_batches, loads_of, loads_of_actions
-from ultrascale.plan.replayed import is_ours
-from ultrascale.plan.space import legal_layouts
+from ultrascale.plan.memory.replay import plan_fullest_rank
+from ultrascale.plan.search.replayed import is_ours
+from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
 from ultrascale.spec.cluster import parse_cluster

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ultrascale.plan import curves
-from ultrascale.plan.compute import attention_seconds, elementwise_seconds, matmul_seconds, optimizer_seconds
-from ultrascale.plan.devices import matmul_curve, relative_of
 from ultrascale.plan.flops import mean_context
+from ultrascale.plan.laws import curves
+from ultrascale.plan.laws.compute import attention_seconds, elementwise_seconds, matmul_seconds, optimizer_seconds
+from ultrascale.plan.laws.devices import matmul_curve, relative_of
 from ultrascale.spec.cluster import Accelerator, Sourced
 from ultrascale.spec.machines import ACCELERATORS, this_machine
 from ultrascale.spec.problems import SpecError

@@ -3,9 +3,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from ultrascale.plan.draw_schedule import boxes, draw_svg, draw_text
-from ultrascale.plan.pipeline import StageSeconds, simulate
-from ultrascale.plan.trace_events import trace_events
+from ultrascale.plan.pipeline.play import StageSeconds, simulate
+from ultrascale.plan.view.draw_schedule import boxes, draw_svg, draw_text
+from ultrascale.plan.view.trace_events import trace_events
 from ultrascale.schedules.build import build_schedule
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ultrascale.plan.compute import matmul_seconds
-from ultrascale.plan.multiprocessors import MULTIPROCESSORS
-from ultrascale.plan.price import Prediction, half_precision_peak, predict
-from ultrascale.plan.search import search
+from ultrascale.plan.laws.compute import matmul_seconds
+from ultrascale.plan.laws.devices import MULTIPROCESSORS
+from ultrascale.plan.search.search import search
+from ultrascale.plan.time.price import Prediction, half_precision_peak, predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from ultrascale.plan.cost import cost
-from ultrascale.plan.explain import MORE_MEMORY_BYTES, binding, changes, marginals, rungs
-from ultrascale.plan.price import predict
-from ultrascale.plan.search import SearchResult, needed_bytes, search
-from ultrascale.plan.search_view import MAX_FRONT, batch_words, layout_words, show_explanation, show_ranking
+from ultrascale.plan.search.explain import MORE_MEMORY_BYTES, binding, changes, marginals, rungs
+from ultrascale.plan.search.search import SearchResult, needed_bytes, search
+from ultrascale.plan.time.price import predict
+from ultrascale.plan.view.cost import cost
+from ultrascale.plan.view.search_view import MAX_FRONT, batch_words, layout_words, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

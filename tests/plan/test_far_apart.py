@@ -4,8 +4,8 @@ import pytest
 from rich.console import Console
 
 from ultrascale.cli.main import main
-from ultrascale.plan.far_apart import FarPlan, far_apart
-from ultrascale.plan.far_view import show
+from ultrascale.plan.view.far_apart import FarPlan, far_apart
+from ultrascale.plan.view.far_view import show
 from ultrascale.spec.problems import SpecError
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from ultrascale.plan.flags import cannot_express, not_searched, trainer_flags
-from ultrascale.plan.space import legal_layouts
+from ultrascale.plan.search.space import legal_layouts
+from ultrascale.plan.view.flags import cannot_express, not_searched, trainer_flags
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale.plan.footprint import CATEGORIES, stage_memory
+from ultrascale.plan.columns.footprint import CATEGORIES, stage_memory
+from ultrascale.plan.columns.rank_state import rank_state
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.memory import plan_memory
-from ultrascale.plan.rank_state import rank_state
-from ultrascale.plan.stages import cut_stages
+from ultrascale.plan.memory.replay import plan_memory
+from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

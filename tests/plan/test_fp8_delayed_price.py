@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ultrascale.plan.collectives import collective_seconds
+from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.price import price_time
-from ultrascale.plan.stages import cut_stages
+from ultrascale.plan.time.price import price_time
+from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultrascale.plan.collectives import collective_seconds
+from ultrascale.plan.columns.footprint import Footprint, stage_memory
 from ultrascale.plan.constants import CONSTANTS
-from ultrascale.plan.footprint import Footprint, stage_memory
+from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.memory import plan_memory
-from ultrascale.plan.price import predict, price_time
-from ultrascale.plan.stages import cut_stages
-from ultrascale.plan.step_parts import step_parts
+from ultrascale.plan.memory.replay import plan_memory
+from ultrascale.plan.time.price import predict, price_time
+from ultrascale.plan.time.stages import cut_stages
+from ultrascale.plan.time.step_parts import step_parts
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.fp8_slots import num_block_slots, num_slots, weights_gathered_in_fp8

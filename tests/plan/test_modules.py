@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale.plan.block_memory import block_memory
-from ultrascale.plan.price import predict
-from ultrascale.plan.recomputation import recomputation_statement
+from ultrascale.plan.columns.block_memory import block_memory
+from ultrascale.plan.time.price import predict
+from ultrascale.plan.view.recomputation import recomputation_statement
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.cut_rules import cut_problems

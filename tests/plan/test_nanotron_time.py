@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from plan.published_collectives import MIB, PLAYBOOK_MEDIANS
 
-from ultrascale.plan.collectives import bus_bytes, collective_seconds
-from ultrascale.plan.copied_pieces import LAUNCH_SECONDS, copy_seconds
+from ultrascale.plan.laws.collectives import bus_bytes, collective_seconds
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.price import predict
-from ultrascale.plan.share_cut import layers_by_share
-from ultrascale.plan.stages import cut_stages
+from ultrascale.plan.time.data_traffic import LAUNCH_SECONDS, copy_seconds
+from ultrascale.plan.time.price import predict
+from ultrascale.plan.time.stage_cut import layers_by_share
+from ultrascale.plan.time.stages import cut_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.layout import Layout

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from ultrascale.plan.blocks import price_blocks
 from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.price import predict
+from ultrascale.plan.time.blocks import price_blocks
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

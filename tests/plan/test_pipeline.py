@@ -6,7 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from ultrascale.plan.pipeline import (
+from ultrascale.plan.pipeline.pipeline_board import give_back, take_board
+from ultrascale.plan.pipeline.pipeline_levels import level_step_seconds
+from ultrascale.plan.pipeline.pipeline_steady import few_micro_batches, long_step_seconds, rounds_of
+from ultrascale.plan.pipeline.play import (
     StageSeconds,
     compile_schedule,
     in_flight,
@@ -17,9 +20,6 @@ from ultrascale.plan.pipeline import (
     simulate,
     step_seconds,
 )  # fmt: skip
-from ultrascale.plan.pipeline_board import give_back, take_board
-from ultrascale.plan.pipeline_levels import level_step_seconds
-from ultrascale.plan.pipeline_steady import few_micro_batches, long_step_seconds, rounds_of
 from ultrascale.schedules.actions import Kind, backward, forward
 from ultrascale.schedules.build import NAMES, build_schedule
 from ultrascale.schedules.custom import parse_schedule
@@ -210,7 +210,7 @@ def test_rounds_of_deep_pipelines_are_found_among_few_micro_batches(name):
 
 
 def test_the_rhythm_of_even_stages_is_found_without_playing_a_long_step(monkeypatch):
-    import ultrascale.plan.pipeline_steady as steady
+    import ultrascale.plan.pipeline.pipeline_steady as steady
 
     played = []
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ultrascale.plan.pipeline import StageSeconds, play, program_of
-from ultrascale.plan.pipeline_bounds import ENOUGH, STAGES_A_RANK, bubble_seconds
+from ultrascale.plan.pipeline.pipeline_bounds import ENOUGH, STAGES_A_RANK, bubble_seconds
+from ultrascale.plan.pipeline.play import StageSeconds, play, program_of
 from ultrascale.schedules.build import NAMES
 
 times = st.floats(0.05, 3.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ultrascale.plan.memory import is_replayed, plan_memory
+from ultrascale.plan.memory.replay import is_replayed, plan_memory
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.problems import SpecError

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.price import PARTS, predict, price
-from ultrascale.plan.stage_cut import stage_layers
-from ultrascale.plan.stages import cut_stages, split_layers
+from ultrascale.plan.time.price import PARTS, predict, price
+from ultrascale.plan.time.stage_cut import stage_layers
+from ultrascale.plan.time.stages import cut_stages, split_layers
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.custom import to_csv

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from plan.test_validate import asked
 
-from ultrascale.plan.footprint import stage_memory
+from ultrascale.plan.columns.footprint import stage_memory
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.spec.stack_files import STACKS
 from ultrascale.validation.predict import predict_rows

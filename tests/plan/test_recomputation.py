@@ -1,8 +1,8 @@
-from ultrascale.plan.block_memory import block_memory
-from ultrascale.plan.blocks import price_blocks
+from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.price import predict
-from ultrascale.plan.recomputation import recomputation_statement, ways_to_recompute
+from ultrascale.plan.time.blocks import price_blocks
+from ultrascale.plan.time.price import predict
+from ultrascale.plan.view.recomputation import recomputation_statement, ways_to_recompute
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale.plan.price import predict
-from ultrascale.plan.recompute_choice import Way, choose, frontier, ways_of_block, with_recomputation
+from ultrascale.plan.search.recompute_choice import Way, choose, frontier, ways_of_block, with_recomputation
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

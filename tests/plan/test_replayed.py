@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ultrascale.cli.main import main
-from ultrascale.plan.memory import plan_fullest_rank, plan_memory
-from ultrascale.plan.price import predict
-from ultrascale.plan.replayed import CATEGORIES, with_replay
-from ultrascale.plan.search import distinct, search
+from ultrascale.plan.memory.replay import plan_fullest_rank, plan_memory
+from ultrascale.plan.search.replayed import CATEGORIES, with_replay
+from ultrascale.plan.search.search import distinct, search
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

@@ -9,13 +9,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from ultrascale.plan.bounds import memory_floor, time_floor
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
-from ultrascale.plan.price import price
-from ultrascale.plan.scaling import counts, most_that_pay, scaling, smallest_that_fits
-from ultrascale.plan.search import TIE, needed_bytes, pareto, price_all, search
-from ultrascale.plan.search_view import distinct
-from ultrascale.plan.space import MIN_TOKENS_PER_CP_RANK, divisors, legal_layouts
+from ultrascale.plan.search.bounds import memory_floor, time_floor
+from ultrascale.plan.search.scaling import counts, most_that_pay, scaling, smallest_that_fits
+from ultrascale.plan.search.search import TIE, needed_bytes, pareto, price_all, search
+from ultrascale.plan.search.space import MIN_TOKENS_PER_CP_RANK, divisors, legal_layouts
+from ultrascale.plan.time.price import price
+from ultrascale.plan.view.search_view import distinct
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.cut_rules import cut_problems

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ultrascale.plan.price import predict
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

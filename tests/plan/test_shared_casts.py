@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ultrascale.plan.blocks import CAST_BYTES, WIDE_BYTES, distinct_shapes, price_ops
-from ultrascale.plan.compute import elementwise_seconds, matmul_seconds
+from ultrascale.plan.laws.compute import elementwise_seconds, matmul_seconds
 from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.time.blocks import CAST_BYTES, WIDE_BYTES, distinct_shapes, price_ops
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

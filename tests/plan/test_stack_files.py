@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ultrascale.cli.main import main
-from ultrascale.plan.flags import _WRITERS
 from ultrascale.plan.layouts import SCHEDULES
+from ultrascale.plan.view.flags import _WRITERS
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.stack import Stack
 from ultrascale.spec.stack_files import (

@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
-from ultrascale.plan.stage_cut import _costs, balanced_layers, stage_layers
+from ultrascale.plan.time.stage_cut import _costs, balanced_layers, stage_layers
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import PRESETS

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale.plan import memory
-from ultrascale.plan.memory import MemoryPlan, plan_fullest_rank, plan_memory
+from ultrascale.plan.memory import replay as memory
+from ultrascale.plan.memory.replay import MemoryPlan, plan_fullest_rank, plan_memory
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset
 

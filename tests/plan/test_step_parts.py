@@ -8,7 +8,7 @@ import pytest
 
 from ultrascale.plan.flops import hardware_flops_per_token
 from ultrascale.plan.report import plan_run
-from ultrascale.plan.step_parts import parts_at, step_parts
+from ultrascale.plan.time.step_parts import parts_at, step_parts
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model_presets import preset

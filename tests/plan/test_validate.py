@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ultrascale.cli.main import main
-from ultrascale.plan.flops_conventions import flops_per_token
-from ultrascale.plan.network import fabric_of
+from ultrascale.plan.laws.network import fabric_of
 from ultrascale.spec.machines import accelerator_in
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.network import network_kind
 from ultrascale.spec.problems import SpecError
+from ultrascale.validation.flops_conventions import flops_per_token
 from ultrascale.validation.machines import cluster_of
 from ultrascale.validation.models import UnrepresentableError
 from ultrascale.validation.predict import COLUMNS, RowPrediction, predict_rows

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultrascale.plan.block_memory import block_memory
+from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.spec.model import Model
 from ultrascale.spec.model_presets import preset
 from ultrascale.spec.stack import Kernels

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ultrascale.cli.main import main
-from ultrascale.plan.devices import matmul_curve, relative_of
-from ultrascale.plan.price import predict
+from ultrascale.plan.laws.devices import matmul_curve, relative_of
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

@@ -18,7 +18,8 @@ from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Log, Optimi
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 CODE = re.compile(r"`([^`\n]+)`")
-PACKAGES = sorted({path.parent.name for path in MODULES if path.parent != PACKAGE})
+FOLDERS = sorted({path.parent for path in MODULES if path.parent != PACKAGE})
+PACKAGES = [folder.name for folder in FOLDERS if folder.parent == PACKAGE]
 SECTIONS = {"model": Model, "layout": Layout, "batch": Batch, "data": Data, "optimizer": Optimizer, "checkpoint": Checkpoint,
             "evaluation": Evaluation, "log": Log}  # fmt: skip
 SETTINGS = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in fields(kind)}
@@ -85,12 +86,17 @@ def test_every_package_is_in_the_architecture_page():
     assert [package for package in PACKAGES if f"| `{package}` |" not in text] == []
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_module_in_the_map_of_a_package_exists(package):
-    """What a package's docstring says of where to begin."""
-    told = import_module(f"ultrascale.{package}").__doc__ or ""
+@pytest.mark.parametrize("folder", FOLDERS, ids=short)
+def test_every_module_in_the_map_of_a_package_exists(folder):
+    """What a package's docstring says of where to begin: modules, and rooms of a package."""
+    told = import_module(f"ultrascale.{'.'.join(folder.relative_to(PACKAGE).parts)}").__doc__ or ""
     names = {name for found in MAP_LINE.finditer(told) for name in found[1].split(", ")}
-    assert [name for name in sorted(names) if not (PACKAGE / package / f"{name}.py").exists()] == []
+    assert [name for name in sorted(names) if not any((folder / kind).exists() for kind in (name, f"{name}.py"))] == []
+
+
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder.is_relative_to(PACKAGE / "plan")], ids=short)
+def test_a_room_of_the_planner_has_ten_files_at_most(folder):
+    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 10
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- prints:" in page.read_text()], ids=short)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from train.small_runs import MODEL, same, small_run, state, stop_at, train_here, train_ranks
 
-from ultrascale.plan.recompute_choice import ways_of_block
+from ultrascale.plan.search.recompute_choice import ways_of_block
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

@@ -16,7 +16,7 @@ from train.small_runs import STEPS, largest_error, rows, small_run, state, stop_
 
 from ultrascale.cli.main import main
 from ultrascale.failpoints import VARIABLE
-from ultrascale.plan.elastic import elastic_layout
+from ultrascale.plan.search.elastic import elastic_layout
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import to_toml

@@ -18,7 +18,7 @@ from train.small_runs import curve, same, small_run, state, stop_at, train_here,
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.host_memory import is_on_host
 from ultrascale.parallel.share import local
-from ultrascale.plan.price import predict
+from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout

@@ -1,8 +1,8 @@
 """Keywords of Python as the command line reads its flags: the same names, values and sentences about mistakes.
 
-    zero_stage=3, tp=[4, 8]                         the verb's own flags, `--zero-stage 3 --tp 4,8`
-    layout={"attention": "flash"}                   settings of a run, `--layout.attention flash`
-    **{"layout.attention": "flash"}                 the same
+zero_stage=3, tp=[4, 8]                         the verb's own flags, `--zero-stage 3 --tp 4,8`
+layout={"attention": "flash"}                   settings of a run, `--layout.attention flash`
+**{"layout.attention": "flash"}                 the same
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def read_keywords(kind: type[T], verb: str, given: Mapping[str, Any], *, positio
         raise SpecError(problems)
     options = kind(**values)
     words = [*_words(options, values, positional), *settings]
-    return Asked(options, tuple(settings), tuple(stack), (*words, *(w for key, text in stack for w in (f"--stack.{key}", text))))
+    return Asked(
+        options, tuple(settings), tuple(stack), (*words, *(w for key, text in stack for w in (f"--stack.{key}", text)))
+    )
 
 
 def _as_kind(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
@@ -85,7 +87,11 @@ def _as_kind(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
 
 def _as_dataclass(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
     if not isinstance(value, Mapping):
-        return value if isinstance(value, kind) else problems.append(Problem(key, f"must be a mapping, is {value!r}", "Such as {}."))
+        return (
+            value
+            if isinstance(value, kind)
+            else problems.append(Problem(key, f"must be a mapping, is {value!r}", "Such as {}."))
+        )
     hints = get_type_hints(kind)
     for name in value.keys() - hints.keys():
         problems.append(Problem(f"{key}.{name}", "is not a key here", f"Known: {', '.join(hints)}."))

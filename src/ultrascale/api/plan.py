@@ -150,8 +150,8 @@ def _compared(request: PlanRequest) -> Plan:
 
 def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
     """Raises SpecError if the run's layout is none that its trainer can be asked for."""
-    from ultrascale.plan.flags import cannot_express
     from ultrascale.plan.report import workload_of
+    from ultrascale.plan.view.flags import cannot_express
 
     if chosen.stack.name == "ultrascale":
         return
@@ -198,6 +198,6 @@ def write_files(chosen: RunPlan, options: PlanOptions) -> None:
     if options.save is not None:
         Path(options.save).write_text(to_toml(chosen.run))
     if options.svg is not None or options.perfetto is not None:
-        from ultrascale.plan.step_timeline import write_step
+        from ultrascale.plan.view.step_timeline import write_step
 
         write_step(chosen, svg=options.svg, perfetto=options.perfetto)

@@ -17,7 +17,7 @@ from ultrascale.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ultrascale.api.plan_search import Searched
-    from ultrascale.plan.price import Prediction
+    from ultrascale.plan.time.price import Prediction
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,8 +93,8 @@ class Plan:
 
     def flags(self) -> str:
         """The plan as settings of its trainer: what `--print-flags` prints."""
-        from ultrascale.plan.flags import trainer_flags
         from ultrascale.plan.report import workload_of
+        from ultrascale.plan.view.flags import trainer_flags
 
         return trainer_flags(workload_of(self.run, self.chosen.cluster, self.chosen.stack), self.layout)
 
@@ -161,7 +161,7 @@ class Search:
     @property
     def ranked(self) -> list[Prediction]:
         """The fastest of each way to cut the model, the fastest first."""
-        from ultrascale.plan.search import distinct
+        from ultrascale.plan.search.search import distinct
 
         return distinct(self.searched.result.ranked)
 
@@ -299,7 +299,7 @@ def _plain(value: Any) -> Any:
 
 
 def _prediction_row(number: int, one: Prediction) -> Facts:
-    from ultrascale.plan.search import needed_bytes
+    from ultrascale.plan.search.search import needed_bytes
 
     low, high = step_interval(one)
     needed, capacity = round(float(needed_bytes(one.memory))), round(float(one.memory.capacity))
@@ -312,7 +312,7 @@ def _prediction_row(number: int, one: Prediction) -> Facts:
 
 
 def _ranking_words(number: int, one: Prediction) -> Facts:
-    from ultrascale.plan.search import needed_bytes
+    from ultrascale.plan.search.search import needed_bytes
 
     memory = format_bytes(float(needed_bytes(one.memory)))
     words = _layout_words(one.layout, one.num_micro_batches)
@@ -320,7 +320,7 @@ def _ranking_words(number: int, one: Prediction) -> Facts:
 
 
 def _layout_words(layout: Layout, num_micro_batches: int) -> str:
-    from ultrascale.plan.search_view import layout_words
+    from ultrascale.plan.view.search_view import layout_words
 
     return layout_words(layout, num_micro_batches)
 

@@ -9,13 +9,13 @@ from typing import Any
 from ultrascale.api.plan_conflicts import refuse_imbalance
 from ultrascale.api.plan_request import SHORT, PlanOptions, PlanRequest
 from ultrascale.api.run_of import as_flags, conditions, run_defaults, source_of
-from ultrascale.plan.explain import changes, marginals, rungs
-from ultrascale.plan.flags import not_searched
-from ultrascale.plan.price import Prediction
 from ultrascale.plan.report import RunPlan, plan_run, prediction_json, workload_of
-from ultrascale.plan.scaling import Scaled, elsewhere, scaling, smallest_that_fits
-from ultrascale.plan.search import TIE, SearchResult, distinct, search
-from ultrascale.plan.space import Asked
+from ultrascale.plan.search.explain import changes, marginals, rungs
+from ultrascale.plan.search.scaling import Scaled, elsewhere, scaling, smallest_that_fits
+from ultrascale.plan.search.search import TIE, SearchResult, distinct, search
+from ultrascale.plan.search.space import Asked
+from ultrascale.plan.time.price import Prediction
+from ultrascale.plan.view.flags import not_searched
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.layers import read_flags
 from ultrascale.spec.layout import Layout
@@ -81,7 +81,12 @@ class Searched:
             "changes": [asdict(one) for one in changes(result)],
             "worth": [asdict(one) for one in marginals(result)],
             "scaling": [
-                {"num_gpus": one.num_gpus, "brings": one.brings, "pays": one.pays, "best": one.best and prediction_json(one.best)}
+                {
+                    "num_gpus": one.num_gpus,
+                    "brings": one.brings,
+                    "pays": one.pays,
+                    "best": one.best and prediction_json(one.best),
+                }
                 for one in self.scan
             ],
             "elsewhere": {cluster.name: prediction_json(one) for cluster, one in self.others},
@@ -187,9 +192,7 @@ def _described(
     the tokens of its batch, as they were written."""
     assert options.model is not None
     batch = {
-        key: value
-        for flag, key in SHORT.items()
-        if key.startswith("batch.") and (value := getattr(options, flag)) is not None
+        key: value for flag, key in SHORT.items() if key.startswith("batch.") and (value := getattr(options, flag)) is not None
     }
     words = [*as_flags(source_of(options.model) | {"cluster": options.gpus} | batch), *others]
     defaults = run_defaults(options, dp=1) | {"layout.precision": base.precision}

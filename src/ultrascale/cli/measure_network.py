@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.cli.parse import parse
 from ultrascale.launch.scratch import scratch_folder
-from ultrascale.plan.nccl import KINDS
+from ultrascale.plan.laws.nccl import KINDS
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import expect_rank_environment, told_rank

@@ -45,7 +45,7 @@ def command(arguments: list[str]) -> int:
 
 
 def _show(found: Plan) -> None:
-    from ultrascale.plan.view import show_alternatives, show_plan
+    from ultrascale.plan.view.plan_view import show_alternatives, show_plan
 
     console = console_for_people()
     if len(found.compared) > 1:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ultrascale.cli.parse import parse
-from ultrascale.plan.far_apart import FarPlan, far_apart
+from ultrascale.plan.view.far_apart import FarPlan, far_apart
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.units import UnitError, parse_tokens
 
@@ -54,7 +54,7 @@ def command(arguments: list[str]) -> int:
         return 0
     from rich.console import Console
 
-    from ultrascale.plan.far_view import show
+    from ultrascale.plan.view.far_view import show
 
     show(plan, Console(highlight=False))
     return 0

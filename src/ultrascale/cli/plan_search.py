@@ -9,8 +9,8 @@ from ultrascale.api.plan_result import Plan
 from ultrascale.api.plan_search import Searched
 from ultrascale.cli.plan import console_for_people, next_of_run, num_tokens
 from ultrascale.plan.report import RunPlan, not_trainable
-from ultrascale.plan.search_view import layout_words, no_layout_fits, show_explanation, show_ranking
-from ultrascale.plan.view import show_plan
+from ultrascale.plan.view.plan_view import show_plan
+from ultrascale.plan.view.search_view import layout_words, no_layout_fits, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.units import count_of, parse_tokens
 

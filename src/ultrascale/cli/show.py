@@ -75,7 +75,7 @@ def command(arguments: list[str]) -> int:
 
 def _expect_schedule(run: Run) -> None:
     """Raise SpecError if the run's schedule is a file that is not there, or does not suit it."""
-    from ultrascale.plan.memory import num_micro_batches
+    from ultrascale.plan.memory.replay import num_micro_batches
     from ultrascale.schedules.build import is_file
     from ultrascale.schedules.for_layout import schedule_of
 

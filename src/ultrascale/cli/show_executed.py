@@ -16,7 +16,7 @@ from ultrascale.spec.units import count_of
 
 if TYPE_CHECKING:
     from ultrascale.measure.executed import Both
-    from ultrascale.plan.pipeline import Program
+    from ultrascale.plan.pipeline.play import Program
 
 MOST_RANKS, MOST_PASSES = 16, 2_000
 """Processes that a machine is asked to start, and forward passes of a step, of which four are run: a minute on two cores."""
@@ -53,7 +53,7 @@ def _check_size(program: Program) -> None:
 
 
 def _show(name: str, both: Both) -> None:
-    from ultrascale.plan.draw_schedule import draw_beside
+    from ultrascale.plan.view.draw_schedule import draw_beside
 
     console = Console(highlight=False)
     ranks, cores = len(both.executed.schedule), os.cpu_count() or 1
@@ -88,7 +88,7 @@ def _waits(both: Both) -> Table:
 
 
 def _write(path: Path, name: str, both: Both, *, say: bool) -> None:
-    from ultrascale.plan.draw_schedule import svg_beside
+    from ultrascale.plan.view.draw_schedule import svg_beside
 
     path.write_text(svg_beside({f"{name}, planned": both.planned, f"{name}, executed": both.executed}))
     if say:

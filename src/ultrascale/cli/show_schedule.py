@@ -18,7 +18,7 @@ from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.units import count_of
 
 if TYPE_CHECKING:
-    from ultrascale.plan.pipeline import Program, Timeline
+    from ultrascale.plan.pipeline.play import Program, Timeline
 
 MOST_BLOCKS = 4
 """Lines a rank on the terminal; of longer steps the middle is left out."""
@@ -139,7 +139,7 @@ def _expect_measured(asked: ShowSchedule) -> None:
 
 def _program(asked: ShowSchedule) -> Program:
     """The schedule asked for; a file says itself for how many ranks and micro-batches it is."""
-    from ultrascale.plan.pipeline import compile_schedule, program_of
+    from ultrascale.plan.pipeline.play import compile_schedule, program_of
     from ultrascale.schedules.build import is_file
     from ultrascale.schedules.custom import read_schedule
 
@@ -177,8 +177,8 @@ def _check_size(ranks: int, passes: int, *, remedy: str) -> None:
 
 
 def _played(asked: ShowSchedule, name: str, program: Program) -> Timeline:
-    from ultrascale.plan.pipeline import StageSeconds, play
-    from ultrascale.plan.pipeline_bounds import STAGES_A_RANK
+    from ultrascale.plan.pipeline.pipeline_bounds import STAGES_A_RANK
+    from ultrascale.plan.pipeline.play import StageSeconds, play
 
     _check_costs(asked.cost)
     cost, share = asked.cost, 1 / STAGES_A_RANK.get(name, program.num_stages / len(program.schedule))
@@ -205,7 +205,7 @@ def _check_costs(cost: Costs) -> None:
 
 
 def _show_one(timeline: Timeline, title: str) -> None:
-    from ultrascale.plan.draw_schedule import draw_text
+    from ultrascale.plan.view.draw_schedule import draw_text
 
     console = Console(highlight=False)
     console.print(f"[bold]{title}[/bold]\n")
@@ -236,7 +236,7 @@ def _show_one(timeline: Timeline, title: str) -> None:
 
 
 def _show_all(asked: ShowSchedule) -> int:
-    from ultrascale.plan.pipeline import program_of
+    from ultrascale.plan.pipeline.play import program_of
     from ultrascale.schedules.build import NAMES
 
     pp, micro_batches = _size(asked)
@@ -281,11 +281,11 @@ def _write_files(asked: ShowSchedule, timeline: Timeline, title: str, *, say: bo
     from ultrascale.schedules.custom import to_csv
 
     if asked.svg is not None:
-        from ultrascale.plan.draw_schedule import draw_svg
+        from ultrascale.plan.view.draw_schedule import draw_svg
 
         asked.svg.write_text(draw_svg(timeline, title=title, unit="units of time"))
     if asked.perfetto is not None:
-        from ultrascale.plan.trace_events import trace_events
+        from ultrascale.plan.view.trace_events import trace_events
 
         asked.perfetto.write_text(jsonlib.dumps(trace_events(timeline, title=title)))
     if asked.csv is not None:

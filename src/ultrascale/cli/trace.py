@@ -12,9 +12,9 @@ import tyro
 
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.cli.plan import cluster_of, console_for_people
-from ultrascale.plan.memory import num_micro_batches
-from ultrascale.plan.recompute_choice import with_recomputation
+from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.plan.report import device_of
+from ultrascale.plan.search.recompute_choice import with_recomputation
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.machines import free_bytes, usable_cores
 from ultrascale.spec.problems import Problem, SpecError

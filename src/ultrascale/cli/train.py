@@ -13,7 +13,7 @@ import tyro
 
 from ultrascale import console
 from ultrascale.cli.parse import parse_with_overrides
-from ultrascale.plan.memory import num_micro_batches
+from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import expect_rank_environment, told_rank, told_world
@@ -98,7 +98,7 @@ def _elastic(run: Run, world: int) -> Run:
     """`run` with a layout for `world` processes, which is printed if it is another."""
     from ultrascale.measure.machine import this_gpu
     from ultrascale.parallel.mesh import choose_device
-    from ultrascale.plan.elastic import elastic_layout
+    from ultrascale.plan.search.elastic import elastic_layout
 
     if world < 1:
         raise SpecError([Problem("--processes", f"must be at least 1, is {world}", "Start one or more.")])

@@ -30,7 +30,7 @@ from ultrascale.demo.text import library_folder, prepare_library, prepare_words
 from ultrascale.measure.compare import Difference, comparison_table
 from ultrascale.measure.plots import plot_run, read_metrics
 from ultrascale.plan.report import plan_run
-from ultrascale.plan.view import show_plan
+from ultrascale.plan.view.plan_view import show_plan
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_bytes, format_count, format_flops_per_second, format_seconds

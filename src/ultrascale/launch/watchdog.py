@@ -110,8 +110,8 @@ def _wait_for_dumps(folder: Path, beats: list[Beat], before: dict[int, set[str]]
 
 def _wake_for_its_stack(folder: Path, beat: Beat, before: set[str]) -> None:
     """A stopped process takes no signal but to go on, and then the one that is waiting first: its stack. It is stopped again as
-    soon as that is written, and woken again if it stops before: whoever stopped it may still be at it, and the thread that writes
-    need not be the one that trains. (What a debugger holds does not wake.)"""
+    soon as that is written, and woken again if it stops before: whoever stopped it may still be at it, and the thread that
+    writes need not be the one that trains. (What a debugger holds does not wake.)"""
     deadline = time.monotonic() + (MOST_WOKEN_SECONDS if _state(beat.pid) == "T" else 0.0)
     with suppress(ProcessLookupError):
         os.kill(beat.pid, signal.SIGCONT)

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.measure.memory import LiveMemory
-from ultrascale.plan.ledger import CATEGORIES
-from ultrascale.plan.memory import MemoryPlan
+from ultrascale.plan.memory.ledger import CATEGORIES
+from ultrascale.plan.memory.replay import MemoryPlan
 from ultrascale.spec.units import format_bytes
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.parallel.pipeline import Pipeline, build_orders, build_pipeline
-from ultrascale.plan.pipeline import Program, StageSeconds, Timeline, play
+from ultrascale.plan.pipeline.play import Program, StageSeconds, Timeline, play
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.spec.layout import Layout, PipelineRuntime
 from ultrascale.spec.model import Model

@@ -1,8 +1,8 @@
 """What collectives get here: seconds by kind, size and group of ranks, as nccl-tests measures them, beside the plan.
 
 Groups are (size, stride), as the planner has them: all groups of one shape that the ranks can be cut into talk at once. Sizes
-are those of `plan.collectives`: the whole gathered or reduced buffer; of all_to_all what a rank sends in total; of send one
-message to the next rank of the group. Every result is compared with what it must be before anything is timed.
+are those of `plan.laws.collectives`: the whole gathered or reduced buffer; of all_to_all what a rank sends in total; of send
+one message to the next rank of the group. Every result is compared with what it must be before anything is timed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ultrascale.measure.machine import device_name, this_gpu
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.plan.collectives import bus_bytes, collective_seconds
-from ultrascale.plan.nccl import KINDS
+from ultrascale.plan.laws.collectives import bus_bytes, collective_seconds
+from ultrascale.plan.laws.nccl import KINDS
 from ultrascale.spec.cluster import Cluster, parse_cluster
 from ultrascale.spec.machines import NODES, USUAL_NODE
 from ultrascale.spec.problems import Problem, SpecError

@@ -24,7 +24,7 @@ from ultrascale.parallel.precision import TORCH_DTYPE, apply_mixed_precision
 from ultrascale.parallel.recompute import apply_recompute
 from ultrascale.parallel.share import TIED, Held, Share
 from ultrascale.parallel.tensor import apply_tensor_parallel
-from ultrascale.plan.stage_cut import stage_layers
+from ultrascale.plan.time.stage_cut import stage_layers
 from ultrascale.schedules.actions import Kind
 from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
 from ultrascale.schedules.custom import read_schedule

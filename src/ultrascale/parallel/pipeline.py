@@ -3,9 +3,9 @@
     for each action: wait for its input (`pipeline_messages`), run the pass (`pipeline_passes`), send the result on
     a forward "beside" a backward (DualPipe) is run before it, not at the same time: there is one stream of computation
 
-The planner plays the same lists (`plan.pipeline`). Of a micro-batch in flight a rank holds what autograd saved and the stage's
-input; its result is let go when it has been sent. Sends and receives run beside the computation (`pipeline_messages`). A rank
-sends one activation, [B, S, D], per micro-batch and border, and as much back.
+The planner plays the same lists (`plan.pipeline.play`). Of a micro-batch in flight a rank holds what autograd saved and the
+stage's input; its result is let go when it has been sent. Sends and receives run beside the computation (`pipeline_messages`).
+A rank sends one activation, [B, S, D], per micro-batch and border, and as much back.
 
 layout.pipeline_runtime = "torch" gives list, passes and messages to the runtime of torch.distributed.pipelining
 (`pipeline_torch`) instead of the loop here.

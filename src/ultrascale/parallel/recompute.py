@@ -6,7 +6,7 @@
     sel...+KIND keep results of products and attention but those of a kind, such as `selective+mlp`; compute all else again
     full        keep each block's input; run the block again
     every-k     full, for one block of every k
-    blocks      each block its own of these; what "auto" comes down to (`plan.recompute_choice`)
+    blocks      each block its own of these; what "auto" comes down to (`plan.search.recompute_choice`)
 
 Full costs one forward pass more (a third of the step's FLOPs) and leaves 2 S B D bytes a block in bf16; selective costs up to
 5 percent. `spec.recomputed` has the names, `spec.kept` what each keeps. Inside a compiled block autograd sees one operation, of

@@ -2,15 +2,14 @@
 
 Where to begin, by question. Every file opens with what it is for; `docs/planner-internals.md` has the whole.
 
-report, view        everything that `ultrascale plan` says of one run, as data; and drawn
-memory              what one rank holds, moment by moment: the actions of a step replayed (with stage_replay, ledger, sharding)
-price               many layouts priced at once: where the time of a step goes, and what memory it takes
-blocks, passes      seconds of one block; of one micro-batch on one rank
-compute, curves     seconds of matrix products and attention
-collectives, nccl   seconds of messages
-pipeline            a schedule played with prices
-footprint           memory of many layouts at once, from parts (with rank_loads, rank_activations, rank_state, rank_moments)
-space, search       all legal layouts of some devices; the best of them
-explain             why this layout, and what would change the choice
-flops               model FLOPs and hardware FLOPs, which MFU and HFU count
+report      everything that `ultrascale plan` says of one run, as data
+memory      what one rank holds, moment by moment: the actions of a step replayed
+time        where the time of a step goes
+search      all legal layouts of some devices; the best of them, and why
+columns     memory of many layouts at once, for the search
+pipeline    a schedule played with prices
+laws        seconds of products, attention and messages
+view        all of it drawn
+workload    what is asked, with `layouts`: tables of them
+constants, intervals, flops, storage, cut_backward  what several rooms need
 """

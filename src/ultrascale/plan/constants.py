@@ -14,7 +14,8 @@ DEVICE_DERATES = {
     "b200": 1.26,  # 1,000 W, not a GB200's 1,200: NVIDIA's recipes run 1.15 slower, SimuMax's products 1.32
     "gb300": 0.9,  # 1,400 W: products that throttle a GB200 do not throttle it; NVIDIA's recipes, 2025 to 2026
 }
-"""Time of products in training over what the law of `plan.compute` gives for a device, where its power says it must differ."""
+"""Time of products in training over what the law of `plan.laws.compute` gives for a device, where its power says it must
+differ."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Constants:
     """Of the time Python needs to launch a block's operations, when it is compiled."""
     tensor_parallel_hidden: float = 0.17
     """Share of tensor-parallel traffic hidden where the stack overlaps it (Megatron's user buffers), beyond what travels beside
-    the two products of a column-parallel layer's backward pass (`plan.blocks.PartSeconds.tp_beside`)."""
+    the two products of a column-parallel layer's backward pass (`plan.time.blocks.PartSeconds.tp_beside`)."""
     data_parallel_window: float = 0.9
     """Share of the compute of a pass that traffic can run beside: the rest has no traffic ready, or none left."""
     overlap_slowdown: float = 0.15

@@ -1,8 +1,8 @@
 """Everything `ultrascale plan` says about one run, as data: memory, time, whether it fits, and the ways to make it fit.
 
-Memory of a layout that our trainer runs is an exact replay of its step (`plan.replayed`), with the allocator's share on
-devices whose rates are in the catalogue; of any other it is put together from parts (`plan.footprint`). A search says the same
-of every layout it lists, so that one layout has one number. Time is `plan.price`'s.
+Memory of a layout that our trainer runs is an exact replay of its step (`plan.search.replayed`), with the allocator's share on
+devices whose rates are in the catalogue; of any other it is put together from parts (`plan.columns.footprint`). A search says
+the same of every layout it lists, so that one layout has one number. Time is `plan.time.price`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.plan.flops import CONVENTION, model_flops_per_token
-from ultrascale.plan.memory import MemoryPlan, is_replayed, num_micro_batches, plan_fullest_rank
+from ultrascale.plan.memory.replay import MemoryPlan, is_replayed, num_micro_batches, plan_fullest_rank
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator, Cluster
 from ultrascale.spec.machines import lacks
@@ -23,9 +23,9 @@ from ultrascale.spec.trainable import untrainable_layout, untrainable_model
 from ultrascale.spec.weights import num_parameters
 
 if TYPE_CHECKING:
-    from ultrascale.plan.footprint import Footprint
-    from ultrascale.plan.price import Prediction
+    from ultrascale.plan.columns.footprint import Footprint
     from ultrascale.plan.storage import Storage
+    from ultrascale.plan.time.price import Prediction
 
 HEADROOM_FRACTION = {"cuda": 0.06, "cpu": 0.0}
 """Of the device's memory: what the allocator reserves and does not use. SimuMax takes 6 percent, others 10."""
@@ -110,7 +110,7 @@ class RunPlan:
         """What recomputation saves and costs here, of models with experts: none is published for them."""
         if self.prediction is None or not self.run.model.num_experts:
             return {}
-        from ultrascale.plan.recomputation import ways_to_recompute  # here: a CPU is planned without NumPy
+        from ultrascale.plan.view.recomputation import ways_to_recompute  # here: a CPU is planned without NumPy
 
         ways = ways_to_recompute(self.prediction.workload, self.run.layout)
         return {
@@ -146,7 +146,7 @@ class RunPlan:
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
     """A layout's price as a JSON-able dictionary: bytes, seconds, FLOPs, tokens."""
-    from ultrascale.plan.price import half_precision_peak  # here, so that a CPU is planned without NumPy
+    from ultrascale.plan.time.price import half_precision_peak  # here, so that a CPU is planned without NumPy
 
     workload = prediction.workload
     peak = half_precision_peak(workload.cluster.accelerator)
@@ -227,14 +227,14 @@ def plan_run(
     if run.optimizer.name != DEFAULT_OPTIMIZER:
         stack = with_optimizer(stack, run.optimizer.name)
     if run.layout.recompute == "auto":
-        from ultrascale.plan.recompute_choice import with_recomputation  # here, so that a CPU is planned without NumPy
+        from ultrascale.plan.search.recompute_choice import with_recomputation  # here, so that a CPU is planned without NumPy
 
         run = with_recomputation(run, cluster, stack)
     device, knows_rates = device_of(cluster.accelerator), has_rates(cluster.accelerator, run.layout.precision)
     memory = prediction = None
     if knows_rates:
-        from ultrascale.plan.price import predict  # here, so that a CPU is planned without NumPy
-        from ultrascale.plan.replayed import with_replay
+        from ultrascale.plan.search.replayed import with_replay
+        from ultrascale.plan.time.price import predict  # here, so that a CPU is planned without NumPy
 
         workload = workload_of(run, cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
         prediction = with_replay(predict(workload, run.layout))

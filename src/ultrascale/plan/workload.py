@@ -32,7 +32,7 @@ class Workload:
     storage: Storage | None = None
     """None: what reading and writing cost is left out."""
     priced_shapes: dict[Shape, NDArray[np.float64]] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """What `plan.blocks.price_blocks` worked out so far."""
+    """What `plan.time.blocks.price_blocks` worked out so far."""
 
     @cached_property
     def overheads(self) -> Overheads:

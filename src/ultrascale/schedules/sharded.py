@@ -4,9 +4,9 @@
     stage 2      gradients cut in every B or W (less memory, more traffic); parameters gathered once
     stage 3      parameters gathered for every F, B and I as well (in the first stage, which does all in W, for W)
 
-I reduces nothing: some of the weights' gradients are still to come, in W. The planner counts the same (`plan.data_traffic`,
-`plan.rank_state`). The alternative for stages 2 and 3, reducing once a step, is stage 1's traffic at stage 1's memory: ask for
-stage 1.
+I reduces nothing: some of the weights' gradients are still to come, in W. The planner counts the same
+(`plan.time.data_traffic`, `plan.columns.rank_state`). The alternative for stages 2 and 3, reducing once a step, is stage 1's
+traffic at stage 1's memory: ask for stage 1.
 """
 
 from __future__ import annotations

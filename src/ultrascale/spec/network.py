@@ -1,7 +1,7 @@
 """Kinds of networks between nodes: how much of the wire they give, and how long a hop takes.
 
 A node's cards are one tier (`Node.inter_link`, shared by every group of ranks that crosses it), the switches above the leaves
-(`Cluster.spine`) the next. Data centres far apart are a case of their own: `plan.far_apart`.
+(`Cluster.spine`) the next. Data centres far apart are a case of their own: `plan.view.far_apart`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ reads, makes    named activations; views are left out, they are the memory they 
 saves           those of them that autograd keeps; two operations that save one activation keep it once
 scratch         bytes that exist only while the operation runs; they matter where the peak is
 flops           one multiply-add is two. Attention counts the full square of scores, as FlopCounterMode does
-product, scores shapes for whoever prices the operation (`plan.compute`); `scores.share` is the part of the square computed
+product, scores shapes for whoever prices the operation (`plan.laws.compute`); `scores.share` is the part of the square computed
 moved_bytes     what an operation that is neither reads from and writes to memory
 collectives     what it sends to the other ranks of an axis
 """
@@ -39,7 +39,7 @@ HEAD_DIM_MULTIPLE = 8
 
 
 class Scores(NamedTuple):
-    """One fused attention on one rank; field names are the arguments of `plan.compute.attention_seconds`."""
+    """One fused attention on one rank; field names are the arguments of `plan.laws.compute.attention_seconds`."""
 
     batch: int
     heads: int

@@ -131,19 +131,19 @@ class Stack:
     """A gradient that nobody reads stays for every distinct shape of a linear layer (Transformer Engine from 2.3 on)."""
     stage_cut: Literal["even", "balanced", "by-share"] = "even"
     """Blocks of the stages of a pipeline. even: as many in each. balanced: so that the slowest is as fast as can be, the head
-    counted (`plan.stage_cut`). by-share: blocks and head in a row, cut where a stage's share of the FLOPs is used up."""
+    counted (`plan.time.stage_cut`). by-share: blocks and head in a row, cut where a stage's share of the FLOPs is used up."""
     overlaps_data_parallel: bool = True
     """Gathers and reductions of data parallelism run beside computation."""
     sums_whole_gradients: bool = False
     """With ZeRO 1 gradients are all-reduced, not reduce-scattered, after the last backward pass and beside nothing; gathered
-    parameters are copied to their places piece by piece (`plan.copied_pieces`). Read only if gathers = "whole"."""
+    parameters are copied to their places piece by piece (`plan.time.data_traffic`). Read only if gathers = "whole"."""
     scales_at_once: bool = False
     """In fp8 a tensor's scale is its own largest magnitude: it is read once more before it is cast (torchao's dynamic scaling);
     else that of steps before (Transformer Engine's delayed scaling)."""
     overlaps_tensor_parallel: bool = False
     sends_beside_gradients: bool = False
     """What the backward pass of a column-parallel product sends over tp travels beside its own two products
-    (`plan.blocks.PartSeconds.tp_beside`), also where nothing else is overlapped."""
+    (`plan.time.blocks.PartSeconds.tp_beside`), also where nothing else is overlapped."""
     overlaps_expert_parallel: bool = False
     """A forward pass runs beside the backward pass of another micro-batch, and each computes while the other's tokens travel to
     experts and back (Megatron's overlap_moe_expert_parallel_comm, for pipelines of several stages a rank)."""
@@ -167,8 +167,8 @@ class Stack:
     """A block that is run again is left once all is there that its backward pass reads: before a last product that only keeps
     its input (torch.utils.checkpoint without re-entrance)."""
     attention_kernel: Literal["flash", "cudnn", "flash-2", "contest"] = "flash-2"
-    """Which fused attention runs where several can: `plan.compute.attention_seconds`. On Ampere they are one. contest: the
-    fastest that can do what a run wants (`plan.attention_choice`)."""
+    """Which fused attention runs where several can: `plan.laws.compute.attention_seconds`. On Ampere they are one. contest: the
+    fastest that can do what a run wants (`plan.time.attention_choice`)."""
     overheads: Overheads = Overheads()
     bucket_bytes: int = 0
     """Of one gradient reduction; 0: a block at a time, or as `bucket_parameters` says."""
@@ -204,7 +204,7 @@ OPTIMIZERS = {
 
 ORTHOGONALISED_BYTES = 7
 """Of a matrix's element, while ours has all of them together, about: what goes in and what comes out, in bf16, and the buffers
-of messages. `plan.muon_update` has it to the byte."""
+of messages. `plan.memory.muon_update` has it to the byte."""
 
 
 KERNEL_OF_CORE: dict[AttentionCore, Literal["flash", "cudnn", "flash-2"]] = {

@@ -27,7 +27,7 @@ from ultrascale.spec.stack import OPTIMIZERS, Kernels, Overheads, Stack
 
 @dataclass(frozen=True)
 class Abilities:
-    """What one trainer can be asked for. Read off its arguments; `plan.flags` prints them."""
+    """What one trainer can be asked for. Read off its arguments; `plan.view.flags` prints them."""
 
     zero_stages: tuple[int, ...] = (0,)
     zero_stages_with_pipeline: tuple[int, ...] = ()
@@ -92,7 +92,7 @@ class Usual:
     predicts_further: bool = False
     """It trains DeepSeek-V3's multi-token prediction."""
     flops: str = "model_full"
-    """How the program counts FLOPs (`plan.flops_conventions`)."""
+    """How the program counts FLOPs (`validation.flops_conventions`)."""
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings of the stack that differ between its runs, each with its values."""
     settings_in: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)

@@ -2,9 +2,9 @@
 
 This is `models.decoder.Decoder` in eager mode, told as data: operations (`spec.ops`) that read and make named activations, of
 one rank under tensor, sequence, context and expert parallelism, with the kernels of a stack. Whoever needs to know what is
-computed reads it: `plan.memory` and `plan.footprint` replay it, `plan.flops` and `plan.blocks` sum it. `tests/agree` holds it
-to the real decoder, name by name and byte by byte (FlopCounterMode, saved-tensor hooks), in fp32, bf16 and fp64; what the
-decoder cannot do yet is held to published formulas (`tests/plan/test_work_table.py`).
+computed reads it: `plan.memory.replay` and `plan.columns.footprint` replay it, `plan.flops` and `plan.time.blocks` sum it.
+`tests/agree` holds it to the real decoder, name by name and byte by byte (FlopCounterMode, saved-tensor hooks), in fp32, bf16
+and fp64; what the decoder cannot do yet is held to published formulas (`tests/plan/test_work_table.py`).
 
 Masks (documents, sliding windows) and rotary angles are made once per micro-batch and shared by all blocks. Shapes: N tokens of
 a rank inside tensor-parallel regions (B*S/cp), M outside them (N/tp with sequence parallelism).

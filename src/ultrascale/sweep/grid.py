@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import get_origin
 
-from ultrascale.plan.memory import num_micro_batches
+from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.for_layout import schedule_of
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve, to_toml

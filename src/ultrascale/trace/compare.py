@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ultrascale.plan.ledger import CATEGORIES
-from ultrascale.plan.tally import Traffic, Way
+from ultrascale.plan.memory.ledger import CATEGORIES
+from ultrascale.plan.memory.tally import Traffic, Way
 from ultrascale.trace.groups import axis_of
 from ultrascale.trace.planned import Planned
 from ultrascale.trace.record import RankTrace, Sent

@@ -1,6 +1,6 @@
 """What the planner says of a rank, in the words of a trace: memory at the peak, messages of a step, FLOPs of a step.
 
-All of it comes from the replay of memory, which counts what it does (`plan.tally`), and what is sent once a step.
+All of it comes from the replay of memory, which counts what it does (`plan.memory.tally`), and what is sent once a step.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ultrascale.kernels.device_kind import Kind
-from ultrascale.plan.ledger import Moment
-from ultrascale.plan.memory import (
+from ultrascale.plan.memory.ledger import Moment
+from ultrascale.plan.memory.replay import (
     MemoryPlan,
     is_replayed,
     muon_matrices,
@@ -21,8 +21,8 @@ from ultrascale.plan.memory import (
     stage_parts,
     tied_bytes,
 )
-from ultrascale.plan.tally import Traffic, Way, per_step
-from ultrascale.plan.weight_scales import scale_messages, scale_tables
+from ultrascale.plan.memory.sharding import scale_messages, scale_tables
+from ultrascale.plan.memory.tally import Traffic, Way, per_step
 from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
 from ultrascale.spec.layout import DTYPE_BYTES, Layout
 from ultrascale.spec.model import Model
@@ -55,7 +55,7 @@ class Planned:
 
 
 def planned_rank(run: Run, rank: int, device: Kind) -> Planned | None:
-    """None where the planner replays no steps of the layout (`plan.memory.is_replayed`)."""
+    """None where the planner replays no steps of the layout (`plan.memory.replay.is_replayed`)."""
     layout = run.layout
     if not is_replayed(run.model, layout):
         return None

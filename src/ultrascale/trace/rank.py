@@ -20,7 +20,7 @@ from ultrascale.data.loader import Sequences
 from ultrascale.kernels.device_kind import Kind
 from ultrascale.parallel.data import sharded_modules
 from ultrascale.parallel.torch_private import pad_shards
-from ultrascale.plan.memory import num_micro_batches
+from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.actions import Action
 from ultrascale.schedules.actions import Kind as ActionKind
 from ultrascale.spec.run import Run

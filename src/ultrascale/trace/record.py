@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ultrascale.plan.ledger import CATEGORIES
+from ultrascale.plan.memory.ledger import CATEGORIES
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 
@@ -24,7 +24,7 @@ class Block:
     """A storage."""
 
     category: str
-    """One of `plan.ledger.CATEGORIES`, the last that it was of."""
+    """One of `plan.memory.ledger.CATEGORIES`, the last that it was of."""
     what: str
     """The parameter it belongs to, or the operation that made it."""
     line: str

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ultrascale.data.workers import end_with_parent
 from ultrascale.kernels.device_kind import Kind
-from ultrascale.plan.memory import is_replayed, plan_memory
+from ultrascale.plan.memory.replay import is_replayed, plan_memory
 from ultrascale.spec.machines import usable_cores
 from ultrascale.spec.places import Coordinates
 from ultrascale.spec.run import Run

@@ -17,7 +17,7 @@ from torch import nn
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.parallel.time_limits import START_SECONDS
-from ultrascale.plan.memory import MemoryPlan, plan_memory
+from ultrascale.plan.memory.replay import MemoryPlan, plan_memory
 from ultrascale.spec.progress import step_span
 from ultrascale.spec.run import Run
 from ultrascale.spec.trainable import expect_trainable

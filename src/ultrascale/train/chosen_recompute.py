@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.plan.recompute_choice import with_recomputation
+from ultrascale.plan.search.recompute_choice import with_recomputation
 from ultrascale.spec.cluster import Cluster, Sourced
 from ultrascale.spec.run import Run
 from ultrascale.train.run_folder import RunFolder

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ultrascale import console, heartbeat
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.plan.memory import MemoryPlan, is_replayed, plan_memory
+from ultrascale.plan.memory.replay import MemoryPlan, is_replayed, plan_memory
 from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.run import Run

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ultrascale import heartbeat
-from ultrascale.plan.memory import is_replayed, plan_memory
+from ultrascale.plan.memory.replay import is_replayed, plan_memory
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_bytes
 from ultrascale.train.traced_rank import TRACE_SECONDS, NoTraceError, traced_rank

@@ -15,7 +15,7 @@ from ultrascale.measure.machine import PEAK_FILE, stored_or_measured_peak
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
-from ultrascale.plan.memory import MemoryPlan, plan_memory, rank_shape
+from ultrascale.plan.memory.replay import MemoryPlan, plan_memory, rank_shape
 from ultrascale.spec.progress import step_span, tokens_after
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_bytes

@@ -39,7 +39,7 @@ from ultrascale.measure.waterfall import TopRow, top, waterfall
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.remade import Region
 from ultrascale.plan.report import plan_run
-from ultrascale.plan.step_parts import parts_at, step_parts
+from ultrascale.plan.time.step_parts import parts_at, step_parts
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import count_of
 from ultrascale.train.aside import begun_aside, counted_steps, planned_memory, settle, timed_steps

@@ -17,15 +17,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ultrascale.plan.constants import Constants
-from ultrascale.plan.flops_conventions import CONVENTIONS, flops_per_token
 from ultrascale.plan.intervals import interval, kind_of
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.price import half_precision_peak, predict, price
+from ultrascale.plan.time.price import half_precision_peak, predict, price
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.recomputed import is_modules
 from ultrascale.spec.stack_files import settings_of
+from ultrascale.validation.flops_conventions import CONVENTIONS, flops_per_token
 from ultrascale.validation.models import UnrepresentableError, UnrunnableError
 from ultrascale.validation.programs import TUNING, Tuning
 from ultrascale.validation.rows import Asked, MeasuredRow

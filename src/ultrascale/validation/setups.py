@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from ultrascale.plan.share_cut import cannot_run
+from ultrascale.plan.time.stage_cut import cannot_run
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Accelerator
 from ultrascale.spec.kept import available_modules

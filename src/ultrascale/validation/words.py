@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ultrascale.plan.flops_conventions import CONVENTIONS
 from ultrascale.spec.layout import RANGES, Layout
 from ultrascale.spec.model import Model
+from ultrascale.validation.flops_conventions import CONVENTIONS
 from ultrascale.validation.rows import Asked
 
 LARGEST_COUNT = RANGES["dp"][1]

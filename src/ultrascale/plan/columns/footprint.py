@@ -1,0 +1,198 @@
+"""Memory of every layout of a table, per pipeline rank and category: does it fit, and what fills it.
+
+    state        weights, gradients, optimizer: `plan.columns.rank_state`
+    activations  blocks replayed once per distinct shape: `plan.columns.block_memory`, put together by
+                 `plan.columns.rank_activations`
+    moments      where in a step the sum is highest: `plan.columns.rank_moments`
+    allocator    what is reserved for it, and what lies outside: `plan.columns.footprint`
+
+Whole columns in NumPy; a single layout takes about a millisecond. For our own trainer without pipeline or tensor parallelism
+`plan.memory.replay` is the exact replay; tests hold this to it.
+
+What the device holds beyond the bytes that tensors need: the allocator's rounding and cache, and what lies outside torch.
+
+reserved    segments that torch's caching allocator took from CUDA. Blocks above 1 MiB are cut out of 20 MiB segments, those
+            above 10 MiB are rounded to 2 MiB (c10/core/AllocatorConfig.h), and freed segments are kept for the next block
+            that fits them: a step whose tensors have few sizes wastes little. Each stream has segments of its own
+            (`plan.columns.rank_moments.aside_bytes`), and unless segments can grow none is ever joined with another: FSDP's
+            largest buffers have no room in what activations have left (`plan.columns.rank_moments.late_bytes`).
+            `trace.allocator` replays all of it; `tests/agree/test_reserved_agrees.py` holds this to that
+outside     CUDA's context and modules, NCCL's buffers of each communicator, cuBLAS's and attention's workspaces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.columns.fp8_state import fp8_bytes
+from ultrascale.plan.columns.rank_activations import rank_activations
+from ultrascale.plan.columns.rank_moments import MOMENTS, NOTHING, Moment, aside_bytes, late_bytes, rank_moments
+from ultrascale.plan.columns.rank_state import rank_state
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.time.stages import Stages, cut_stages
+from ultrascale.plan.workload import Workload
+from ultrascale.schedules.executable import Schedule
+
+Floats = NDArray[np.float64]
+CATEGORIES = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
+INDEX_BYTES = 8
+"""Of a token or a target: int64."""
+FEW = 64
+"""Layouts whose columns of bytes are worth keeping: for many, memory is dearer than time."""
+MARGIN = 0.10
+"""Of the device's memory, kept free: above it the allocator gives back and takes again what it caches. See docs/memory-model.md
+for how many published runs this judges rightly."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Columns of bytes: of the rank that needs most, at its highest moment; or the same of one layout."""
+
+    categories: dict[str, Floats]
+    """`CATEGORIES`; they sum to `allocated`."""
+    allocated: Floats
+    """Highest sum of live tensors: `torch.cuda.max_memory_allocated`."""
+    reserved: Floats
+    """`torch.cuda.max_memory_reserved`."""
+    outside: Floats
+    """CUDA's context, NCCL, workspaces: what `nvidia-smi` shows beyond `reserved`."""
+    capacity: Floats
+    """Memory of the device."""
+    by_rank: Floats
+    """Allocated by the first, a middle and the last rank of the pipeline, [3, layouts]; a sort that does not exist has 0."""
+    worst_rank: NDArray[np.int64]
+    """Which of the three needs most."""
+    moment: NDArray[np.int64]
+    """When, an index into `plan.columns.rank_moments.MOMENTS`."""
+
+    @property
+    def usable(self) -> Floats:
+        """What torch's allocator may reserve."""
+        return self.capacity * (1 - MARGIN) - self.outside
+
+    @property
+    def fits(self) -> NDArray[np.bool_]:
+        return self.reserved <= self.usable
+
+    def row(self, index: int) -> Footprint:
+        """One layout's."""
+        return Footprint(
+            {name: column[index] for name, column in self.categories.items()},
+            self.allocated[index],
+            self.reserved[index],
+            self.outside[index],
+            self.capacity[index],
+            self.by_rank[:, index],
+            self.worst_rank[index],
+            self.moment[index],
+        )
+
+    @property
+    def phase(self) -> str:
+        """Name of the highest moment, of one layout."""
+        return MOMENTS[int(self.moment)]
+
+
+def stage_memory(
+    workload: Workload, table: LayoutTable, stages: Stages | None = None, schedule: Schedule | None = None
+) -> Footprint:
+    """The footprint of every layout of `table`. `stages`: if the caller has cut them already; `schedule`: one from a file,
+    for a table of its one layout."""
+    stages = stages or cut_stages(workload, table)
+    micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)
+    state = rank_state(workload, table, stages, micro_batches)
+    parts = rank_activations(workload, table, stages, micro_batches, schedule)
+    moments = rank_moments(workload, table, state, parts, micro_batches)
+
+    exists = stages.exists > 0
+    kept_beside = parts.dummies + _batch_bytes(workload, table) + fp8_bytes(workload, table, stages)
+    always = state.weights + state.optimizer + kept_beside
+    shape = (3, len(table))
+
+    known = _all_columns(moments, shape) if len(table) <= FEW else {}
+
+    def columns(name: str) -> Floats:
+        """[moments, 3, layouts]"""
+        if name in known:
+            return known[name]
+        found = np.empty((len(moments), *shape))
+        for row, one in zip(found, moments, strict=True):
+            row[:] = getattr(one, name)
+        return found
+
+    live = columns("activations") + columns("gathered")
+    for name in ("gradients", "buffers"):
+        live += columns(name)
+    sums = np.where(exists, live + always, 0.0)
+    moment = sums.argmax(axis=0)
+    by_rank = sums.max(axis=0)
+    every, worst = np.arange(len(table)), by_rank.argmax(axis=0)
+    when = moment[worst, every]
+
+    def at(name: str) -> Floats:
+        return columns(name)[when, worst, every]
+
+    def of_worst(column: Floats) -> Floats:
+        return (column if column.shape == shape else np.broadcast_to(column, shape))[worst, every]
+
+    categories = {
+        "weights": of_worst(state.weights),
+        "gathered": at("gathered"),
+        "gradients": at("gradients"),
+        "optimizer": of_worst(state.optimizer),
+        "activations": at("activations"),
+        "buffers": at("buffers") + of_worst(kept_beside),
+    }
+    allocated = by_rank.max(axis=0)
+    in_pools = (live - columns("aside") - columns("late")).max(axis=0) + late_bytes(moments) + always + aside_bytes(state)
+    pooled = np.where(exists, np.maximum(in_pools, by_rank), 0.0).max(axis=0)
+    capacity = np.full(len(table), workload.cluster.accelerator.memory_bytes.value)
+    reserved = reserved_bytes(pooled, joins_segments=workload.stack.joins_segments)
+    return Footprint(categories, allocated, reserved, outside_bytes(table), capacity, by_rank, worst, when)
+
+
+def _all_columns(moments: Sequence[Moment], shape: tuple[int, int]) -> dict[str, Floats]:
+    """Every field of `moments`, [moments, 3, layouts], in one array."""
+    found = np.zeros((len(Moment._fields), len(moments), *shape))
+    for number, one in enumerate(moments):
+        for field, value in enumerate(one):
+            if value is not NOTHING:
+                found[field, number] = value
+    return dict(zip(Moment._fields, found, strict=True))
+
+
+def _batch_bytes(workload: Workload, table: LayoutTable) -> Floats:
+    """Tokens and targets of a rank's whole step, and with documents their positions and numbers."""
+    per_rank = workload.sequences_per_batch // table.dp * (workload.sequence_length // table.cp)
+    arrays = (4 if workload.documents else 2) + bool(workload.model.dropout)  # keys of what is dropped
+    return (per_rank * INDEX_BYTES * arrays).astype(np.float64)
+
+
+CACHED_FRACTION = 0.03
+"""Of the peak: reserved and not allocated. 0.01 to 0.03 in nanotron's logs (2024), 0.03 to 0.06 in SimuMax's on B200 (2026)."""
+CACHED_BYTES = 0.5 * 2**30
+LEFT_BYTES = 0.1 * 2**30
+"""In its place, where the buffers for which segments have no room are counted one by one: what is below 20 MiB."""
+CONTEXT_BYTES = 0.6 * 2**30
+"""CUDA's context and modules: 0.47 to 0.92 GiB on A100 and H100 (ml-engineering)."""
+WORLD_BYTES = 0.4 * 2**30
+"""NCCL's buffers of the communicator of all ranks: 0.33 GiB on 2 GPUs, 0.38 on 4 to 8 (aiconfigurator)."""
+COMMUNICATOR_BYTES = 0.35 * 2**30
+"""Of each further communicator: 1.0 GiB for three, measured on H100 (pith-train)."""
+
+
+def reserved_bytes(allocated: Floats, *, joins_segments: bool) -> Floats:
+    """What torch's caching allocator takes for a peak of `allocated`; `joins_segments` as in `Stack`."""
+    return allocated * (1 + CACHED_FRACTION) + (CACHED_BYTES if joins_segments else LEFT_BYTES)
+
+
+def outside_bytes(table: LayoutTable) -> Floats:
+    """What lies outside torch's allocator, [layouts]."""
+    world = table.tp * table.cp * table.dp * table.pp
+    of_data = (table.dp * table.cp > 1) & (table.tp * table.pp > 1)
+    communicators = 1 * (table.tp > 1) + (table.pp > 1) + (table.cp > 1) + of_data + (table.ep > 1)
+    return CONTEXT_BYTES + np.where(world > 1, WORLD_BYTES, 0.0) + COMMUNICATOR_BYTES * communicators

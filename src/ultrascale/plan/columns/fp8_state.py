@@ -1,0 +1,117 @@
+"""What fp8 adds to the state of a rank, for whole tables of layouts: histories of delayed scaling, weights that are gathered in
+8 bits, and their scales. One layout's are counted to the byte in `plan.memory.replay`; sorts of ranks are those of
+`plan.time.stages`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.laws.collectives import collective_seconds
+from ultrascale.plan.layouts import FP8_SCALINGS, PRECISIONS, LayoutTable
+from ultrascale.plan.time.blocks import layer_kinds
+from ultrascale.plan.time.stages import Stages
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.fp8_slots import SLOT_BYTES, block_slots, num_block_slots
+from ultrascale.spec.model import Model
+from ultrascale.spec.weights import layer_weights
+
+Floats = NDArray[np.float64]
+
+
+class BlockCounts(NamedTuple):
+    """Of a block in fp8: of one rank of tp, and of all experts."""
+
+    dense: float
+    """Parameters of products in fp8."""
+    expert: float
+    dense_scales: float
+    """Of these weights, if a row has one."""
+    expert_scales: float
+    matrices: float
+    experts_matrices: float
+    slots: float
+    """Of delayed scaling, of the whole block."""
+
+
+@lru_cache(maxsize=4096)
+def block_counts(model: Model, layer: int, tp: int) -> BlockCounts:
+    """Of block `layer`, and all of its kind."""
+    names = {f"layers.{layer}.{name}.weight" for name in block_slots(model, layer)}
+    found = [weight for weight in layer_weights(model, layer) if weight.name in names]
+    dense, experts = ([weight for weight in found if weight.is_expert is is_expert] for is_expert in (False, True))
+    columns = {w.name: -(-w.shape[-1] // (tp if w.tp_dim == len(w.shape) - 1 else 1)) for w in dense}
+    return BlockCounts(
+        sum(w.local_numel(tp=tp) for w in dense),
+        sum(w.numel for w in experts),
+        sum(w.local_numel(tp=tp) / columns[w.name] for w in dense),
+        sum(prod(w.shape[:-1]) for w in experts),
+        len(dense),
+        sum(w.shape[0] for w in experts),
+        num_block_slots(model, layer),
+    )
+
+
+def counts_of_ranks(workload: Workload, table: LayoutTable, stages: Stages) -> BlockCounts:
+    """The same of all blocks of a rank that are in fp8, each [3, layouts]; of experts those that it has."""
+    kinds, ways = layer_kinds(workload)[0], table.tp
+    tps, which = np.unique(ways, return_inverse=True)
+    by_kind = np.array([[block_counts(workload.model, layer, int(tp)) for tp in tps] for layer in kinds])[:, which]
+    sums = np.einsum("rkn,knc->crn", stages.layers - stages.kept_layers, by_kind)
+    found = BlockCounts(*sums)
+    cut = table.ep * table.expert_tp
+    return found._replace(
+        expert=found.expert / cut,
+        expert_scales=found.expert_scales / table.ep,
+        experts_matrices=found.experts_matrices / table.ep,
+    )
+
+
+def gathered_in_fp8(workload: Workload, table: LayoutTable, stages: Stages) -> tuple[Floats, Floats]:
+    """Dense and expert parameters of a rank that are gathered in 8 bits, [3, layouts]."""
+    if not table.gathers_fp8.any():
+        return np.zeros((3, 1)), np.zeros((3, 1))
+    counts = counts_of_ranks(workload, table, stages)
+    dense, expert = np.where(table.gathers_fp8, (counts.dense, counts.expert), 0.0)
+    return dense, expert
+
+
+def fp8_bytes(workload: Workload, table: LayoutTable, stages: Stages) -> Floats:
+    """Histories, and scales of gathered weights, [3, layouts]."""
+    delays = table.delays_fp8 & workload.stack.kernels.own_fp8
+    if not (delays.any() or table.gathers_fp8.any()):
+        return np.zeros((3, 1))
+    counts = counts_of_ranks(workload, table, stages)
+    history = np.where(delays, counts.slots * (table.fp8_amax_history_len + 3), 0.0)
+    return SLOT_BYTES * (history + np.where(delays, 2.0, 1.0) * _scales(table, counts).sum(axis=0))
+
+
+def agreed_scales_seconds(workload: Workload, table: LayoutTable, stages: Stages) -> Floats:
+    """The messages in which ranks agree on the scales of gathered weights, once an update, [layouts]; a history has them."""
+    rows = table.gathers_fp8 & ~table.delays_fp8
+    if not rows.any():
+        return np.zeros(len(table))
+    num_bytes = SLOT_BYTES * _scales(table, counts_of_ranks(workload, table, stages)).max(axis=1)
+    cut = table.ep * table.expert_tp
+    shard = table.dp_shard * table.cp
+    expert_shard = np.maximum(1, np.minimum(table.world_size // table.pp // cut, shard))
+    seconds = np.zeros(len(table))
+    for size, stride, sent in (
+        (shard, table.tp, num_bytes[0]), (table.tp, np.ones_like(table.tp), num_bytes[0]),
+        (expert_shard, cut, num_bytes[1]), (table.expert_tp, np.ones_like(table.tp), num_bytes[1]),
+    ):  # fmt: skip
+        seconds += np.where(sent > 0, collective_seconds(workload.cluster, "all_reduce", sent, size=size, stride=stride), 0.0)
+    return np.where(rows, seconds, 0.0)
+
+
+def _scales(table: LayoutTable, counts: BlockCounts) -> Floats:
+    """Of dense and expert weights that are gathered in fp8, [2, 3, layouts]."""
+    by_row = (table.fp8_scaling == FP8_SCALINGS.index("row")) & (table.precision == PRECISIONS.index("fp8"))
+    dense = np.where(by_row, counts.dense_scales, counts.matrices)
+    experts = np.where(by_row, counts.expert_scales, counts.experts_matrices)
+    return np.where(table.gathers_fp8 & table.scales_by_tensor, np.stack([dense, experts]), 0.0)

@@ -1,0 +1,320 @@
+"""The moments of a step at which a rank's memory can be highest, for whole tables of layouts.
+
+A sum of parts misses what decides: at the peak some activations are gone and some gradients not yet there. Between the ends of
+a pass over equal blocks memory changes evenly, so it is enough to look at its ends:
+
+    forward         the last block of the last micro-batch that enters before one leaves
+    head            the loss, forward and backward
+    backward last   the last block, first on the way back: all activations, no gradients of this micro-batch
+    backward next   the block before it, while the last one's gradients are reduced (FSDP)
+    reduction       between those two: the last block's gradients, and the buffer they are reduced in
+    backward first  the first block: few activations, gradients of all others
+    outside         the embedding's gradient, and the reduction of what is outside the blocks
+    input last      of a backward pass that is cut in two, in I: the last block
+    input first     the first: what the others leave for W instead of what they saved
+    weights         W: all that waits, and gradients of weights, block after block, until the stage's are reduced
+    optimizer       no activations; its own temporaries
+
+FSDP's own memory (`plan.memory.sharding` replays it move by move): parameters whole or gathered ahead, flat buffers of gathers,
+gradients as autograd makes them, flat buffers of reductions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.columns.rank_activations import RankActivations
+from ultrascale.plan.columns.rank_loads import PASSES
+from ultrascale.plan.columns.rank_state import RankState
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.workload import Workload
+
+Floats = NDArray[np.float64]
+MOMENTS = (*PASSES, "optimizer")
+NOTHING = np.zeros((3, 1))
+MASTER_BYTES = 4
+"""Of a parameter of one process in mixed precision, and of its gradient."""
+
+
+class Moment(NamedTuple):
+    """Bytes beside weights and optimizer state, [3, layouts] or what broadcasts to it."""
+
+    activations: Floats
+    gathered: Floats
+    """Whole parameters in the dtype of the passes."""
+    gradients: Floats
+    buffers: Floats
+    """Flat buffers of gathers and reductions, copies that the optimizer makes."""
+    aside: Floats
+    """Of gradients and buffers, what other streams than the one that computes took from the allocator."""
+    late: Floats = NOTHING
+    """Of all these, what no segment holds that was taken for activations: `late_bytes`."""
+
+
+def rank_moments(
+    workload: Workload, table: LayoutTable, state: RankState, parts: RankActivations, micro_batches: NDArray[np.int64]
+) -> list[Moment]:
+    """One for each of `MOMENTS`."""
+    if not state.gathers.any():
+        return _whole_moments(workload, state, parts)
+    buckets = _bucket_moments(workload, _fsdp(workload, table, state, parts, micro_batches), state, parts)
+    if state.gathers.all():
+        return buckets
+    return [
+        Moment(*(np.where(state.gathers, ours, theirs) for ours, theirs in zip(one, other, strict=True)))
+        for one, other in zip(buckets, _whole_moments(workload, state, parts), strict=True)
+    ]
+
+
+def _passes(parts: RankActivations) -> list[Floats]:
+    """Activations at each of `MOMENTS`."""
+    times = (parts.at_first, parts.at_between, parts.at_last)
+    most = {name: np.maximum.reduce([one[name] for one in times]) for name in PASSES}
+    most["outside"] = most["outside"] + parts.embedding_backward
+    return [*most.values(), NOTHING]
+
+
+def _whole_moments(workload: Workload, state: RankState, parts: RankActivations) -> list[Moment]:
+    """Parameters and gradients are there throughout: Megatron, nanotron, plain DDP."""
+    moments = [Moment(activations, NOTHING, state.gradients, NOTHING, NOTHING) for activations in _passes(parts)]
+    return [*moments[:-1], moments[-1]._replace(gradients=state.late_gradients, buffers=_optimizer_room(workload, state))]
+
+
+def _optimizer_room(workload: Workload, state: RankState) -> Floats:
+    """Copies that a multi-tensor optimizer makes of what it updates."""
+    return workload.stack.optimizer_temporary_bytes * (state.blocks + state.root) / state.shard
+
+
+class _Fsdp(NamedTuple):
+    """Bytes of FSDP's parts, [3, layouts] or what broadcasts to it; one process in mixed precision has some of them too."""
+
+    all_parameters: Floats
+    """Whole, in the dtype of the passes."""
+    bucket_parameters: Floats
+    root_parameters: Floats
+    flat: Floats
+    """An all-gather's output that is not unpacked yet."""
+    flat_beside: Floats
+    """The same beside a reduction: where experts are a bucket of their own, of the smaller of a block's two."""
+    narrow_bucket: Floats
+    """Gradients of a bucket as autograd makes them."""
+    narrow_root: Floats
+    """Of what is outside the blocks: they wait until all of them are there."""
+    narrow_head: Floats
+    """Of these, the ones that are there before the first block's."""
+    narrow_largest: Floats
+    """Of these, one weight's, which outlives its reduction by a moment."""
+    narrow_embedding: Floats
+    """The embedding's, wherever it is summed."""
+    reduce_bucket: Floats
+    """The buffer in which a bucket is reduced, as long as it is not the result itself."""
+    reduce_root: Floats
+    copy_bucket: Floats
+    """torch divides through a copy where nothing is scattered."""
+    copy_root: Floats
+    cut_bucket: Floats
+    """Summed gradients that a bucket of this micro-batch adds."""
+    cut_root: Floats
+    cut_others: Floats
+    """Of all blocks but those of one bucket."""
+    summed: Floats
+    """Gradients of earlier micro-batches."""
+    summed_at_first: Floats
+    """What is left of these at the first block of the last micro-batch."""
+    held: Floats
+    """Gradients of a bucket's other blocks."""
+    narrow_stage: Floats
+    """Of all blocks of a stage but their experts': W makes them one after the other, and reduces them in the end."""
+    pending: Floats
+    """Gradients of experts, which I makes and W reduces: until then in the dtype of the reduction."""
+    blocks_between: Floats
+    """Blocks of a bucket but one."""
+    at_end: NDArray[np.bool_]
+    """Whether gradients are reduced in the last pass alone."""
+    keeps: NDArray[np.bool_]
+    stays: NDArray[np.bool_]
+    """Whole parameters outlive the backward pass of their bucket."""
+    first_of_two: NDArray[np.bool_]
+    """Of two micro-batches of ZeRO 2 the first keeps parameters on its way back, and the second has gradients of the first."""
+    forward_flat: Floats
+    """What a flat buffer adds to the highest forward pass: where parameters stay, only the first pass has one."""
+
+
+def _fsdp(
+    workload: Workload, table: LayoutTable, state: RankState, parts: RankActivations, micro_batches: NDArray[np.int64]
+) -> _Fsdp:
+    c, r, n, alone = state.compute_itemsize, state.reduce_itemsize, state.shard, state.alone
+    flat = np.where(n > 1, state.bucket_itemsize, 0.0)
+    wide = np.where(alone, np.maximum(c, MASTER_BYTES), r)  # of a summed gradient
+    per_bucket = np.where(alone, 1, table.layers_per_bucket)
+    blocks, root, expert_shard = state.blocks, state.root, np.where(n > 1, state.expert_shard, 1)
+    dense, experts = ((state.block - state.block_experts) * per_bucket, state.block_experts * per_bucket)
+    dense, experts = np.minimum(dense, blocks - state.experts), np.minimum(experts, state.experts)
+    # Experts that are cut over other ranks than the rest are a bucket of their own, before the rest of their block.
+    apart = (experts > 0) & (table.tp * table.ep * table.expert_tp > 1)
+    bucket, alone_experts = dense + experts, np.where(apart, experts * (expert_shard > 1), 0.0)
+    larger = np.where(apart, np.maximum(dense, alone_experts), bucket)
+    smaller = np.where(apart, np.minimum(dense, alone_experts), bucket)
+    others_dense, others_experts = blocks - state.experts - dense, state.experts - experts
+    copies = np.where(alone & (c >= MASTER_BYTES), 0.0, c)  # one process in one dtype computes with the parameters themselves
+    cuts, scatters = n > 1, ~alone
+    repeated = micro_batches > 1
+    whole_sums = repeated & ((table.zero_stage < 2) | alone)
+    adds = np.where(whole_sums, 0.0, 1.0)  # whether gradients of this micro-batch need memory of their own once summed
+    fresh = np.where(whole_sums & (c >= wide), 0.0, c)  # and before: if they are not narrower, autograd adds in place
+    both_ends = parts.has_head & parts.has_embedding
+    half = np.where(both_ends & ((table.pp > 1) | (not workload.model.tie_word_embeddings)), 0.5, 1.0)
+    ends = np.where(both_ends & (table.pp > 1), 0.5, 1.0) * root  # of one stage, which are reduced together
+    waits = (table.pp > 1) & (workload.stack.gathers == "buckets")
+    to_cut = others_dense * (1 - 1 / n) + others_experts * (1 - 1 / expert_shard)
+    left = state.gradients - np.where(whole_sums & cuts, wide * to_cut, 0.0)
+    return _Fsdp(
+        all_parameters=np.where(copies > 0, state.gathered_itemsize, 0.0) * blocks + copies * root,
+        bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * bucket,
+        root_parameters=copies * root,
+        flat=np.where(blocks > 0, flat * larger, flat * root),
+        flat_beside=flat * smaller,
+        narrow_bucket=np.where(
+            whole_sums | (alone & (c >= wide)), 0.0, c * np.where(apart, np.maximum(dense, experts), bucket)
+        ),
+        narrow_root=np.where(whole_sums, 0.0, c * ends),
+        narrow_head=fresh * root * np.where(parts.has_head, half, 0.0),
+        narrow_embedding=np.where(parts.has_embedding, c * root * half, 0.0),
+        narrow_largest=np.where(
+            (scatters & ~cuts) | (alone & (c >= wide)), 0.0, (c + np.where(alone & whole_sums, wide, 0.0)) * root * half
+        ),
+        reduce_bucket=np.where(cuts, r * larger, 0.0),
+        reduce_root=np.where(cuts, r * ends, 0.0),
+        copy_bucket=np.where(
+            scatters & ~cuts, r * bucket * (2 - adds), np.where(apart & cuts & (expert_shard == 1), r * experts, 0.0)
+        ),
+        copy_root=np.where(scatters & ~cuts, r * ends * (2 - adds), 0.0),
+        cut_bucket=adds * wide * (dense / n + experts / expert_shard),
+        cut_root=adds * wide * ends / n,
+        cut_others=adds
+        * wide
+        * (others_dense / n + others_experts / expert_shard)
+        * np.where(repeated & (table.zero_stage >= 2) & scatters, 0.0, 1.0),
+        summed=state.gradients,
+        summed_at_first=left,
+        held=(per_bucket - 1) * fresh * state.block,
+        narrow_stage=np.where(whole_sums | (alone & (c >= wide)), 0.0, c * (blocks - state.experts) / table.virtual_stages),
+        pending=np.where(waits & ~whole_sums, r * (state.experts + np.where(parts.has_head, root * half, 0.0)), 0.0),
+        blocks_between=(per_bucket - 1.0) * (blocks > bucket),
+        at_end=whole_sums & ~alone,
+        keeps=state.keeps | alone,
+        stays=alone | ((table.zero_stage == 2) & (micro_batches > 2)),
+        first_of_two=(table.zero_stage == 2) & (micro_batches == 2) & scatters,
+        forward_flat=np.where(
+            cuts,
+            np.maximum(flat * np.where(blocks > 0, larger, root) - np.where(state.keeps & repeated, state.gradients, 0.0), 0.0),
+            0.0,
+        ),
+    )
+
+
+def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: RankActivations) -> list[Moment]:
+    """FSDP: parameters come bucket by bucket, gradients leave so. See `plan.memory.sharding` for each move."""
+    f = fsdp
+    at = _as_if_alike(f, parts)
+    outside = np.where(f.keeps, f.all_parameters, f.root_parameters)
+    at_work = np.where(f.keeps, f.all_parameters, f.root_parameters + f.bucket_parameters)
+    after_one = np.where(f.stays | ~f.keeps, outside, f.all_parameters - f.bucket_parameters)
+    next_one = np.where(f.keeps, after_one, at_work)
+    at_first = np.where(f.stays, f.all_parameters, f.root_parameters + f.bucket_parameters)
+    forward_flat = f.forward_flat
+    head_flat = np.where(
+        parts.bare_head & ~f.keeps & (state.shard > 1), np.maximum(forward_flat, f.root_parameters), forward_flat
+    )
+    several, gone = f.blocks_between > 0, f.blocks_between * parts.saved
+    at_last = np.where(several, np.maximum(at["backward last"], at["backward next"] + f.held), at["backward last"])
+    later = np.maximum(at["backward last"] - gone - parts.saved, at["backward next"] - gone + f.held)
+    at_next = np.where(several, later, at["backward next"])
+    at_reduction = at["reduction"] - np.where(several, gone, 0.0)
+    ahead = np.where(f.keeps, 0.0, f.flat)
+    beside = np.where(f.keeps, 0.0, f.flat_beside)
+    reduced_before = np.where(state.stage_blocks > f.blocks_between + 1, f.reduce_bucket, 0.0)
+    early = f.summed + f.narrow_head
+    pending = {name: share * f.pending for name, share in parts.pending.items()}
+    late = f.summed_at_first + f.cut_others
+    sharded = np.where(state.shard > 1, 1.0, 0.0)  # results of reductions and gathers live on streams of their own
+    old = sharded * np.where(state.keeps & (state.gradients > state.late_gradients), 0.0, f.summed)
+    reduced = np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket)
+    root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
+    moments = [
+        Moment(at["forward"], at_work, f.summed + pending["forward"], forward_flat, old + forward_flat),
+        Moment(at["head forward"], outside, f.summed + pending["head forward"], head_flat, old + forward_flat),
+        Moment(at["head backward"], outside, f.summed + pending["head backward"], ahead, old + ahead),
+        Moment(at_last, at_work, early, ahead, old + ahead),
+        Moment(at_next, next_one, early + f.cut_bucket, f.reduce_bucket + beside, old + ahead),
+        Moment(at_reduction, after_one, early + reduced, f.reduce_bucket + beside, old + ahead),
+        Moment(at["backward first"] + f.held, at_first, late + f.narrow_head, reduced_before, sharded * f.cut_others),
+        Moment(
+            at["outside"],
+            np.where(f.stays, f.all_parameters, 0.0),
+            late + f.cut_bucket + root_reduced,
+            f.reduce_root,
+            sharded * (f.cut_others + f.cut_bucket),
+        ),
+        Moment(at["input last"], at_work, early + pending["input last"], ahead, old + ahead),
+        Moment(at["input first"], at_work, early + pending["input first"], ahead, old + ahead),
+        Moment(at["weights"], outside, early + f.narrow_stage + pending["weights"], f.reduce_bucket, old),
+        Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
+               sharded * state.late_gradients),
+    ]  # fmt: skip
+    if not workload.stack.joins_segments:
+        of_bucket, at_end = _late(f, state, parts)
+        late = {"backward next": of_bucket, "reduction": of_bucket, "backward first": of_bucket, "outside": at_end}
+        moments = [one._replace(late=late.get(name, NOTHING)) for name, one in zip(MOMENTS, moments, strict=True)]
+    fresh = state.reduce_itemsize * (state.blocks - state.block) / state.shard
+    for index in range(MOMENTS.index("backward next"), MOMENTS.index("input last")):
+        one = moments[index]
+        cut = fresh if index >= MOMENTS.index("backward first") else 0.0
+        more = np.where(f.first_of_two, np.maximum(f.all_parameters - one.gathered - f.summed + cut, 0.0), 0.0)
+        moments[index] = one._replace(gathered=one.gathered + more)
+    return moments
+
+
+def _as_if_alike(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
+    """Activations at each moment of passes, the highest of the times of a step, told as if at all of them there were the same
+    beside them: without what is not there yet (sums of gradients) or there in the last pass alone (their reductions)."""
+    root_reduced = np.maximum(f.narrow_root, f.cut_root + f.copy_root + f.narrow_largest)
+    reduced = {
+        "backward next": f.cut_bucket + f.reduce_bucket,
+        "reduction": np.maximum(f.narrow_bucket, f.cut_bucket + f.copy_bucket) + f.reduce_bucket,
+        "backward first": f.cut_others + f.reduce_bucket,
+        "outside": f.cut_others + f.cut_bucket + root_reduced + f.reduce_root,
+        "weights": f.reduce_bucket,
+    }
+    found = {}
+    for name in PASSES:
+        once = np.where(f.at_end, reduced.get(name, 0.0), 0.0)
+        highest = np.maximum(parts.at_between[name], parts.at_first[name] - f.summed) - once
+        found[name] = np.maximum(parts.at_last[name], highest)
+    return found
+
+
+def _late(fsdp: _Fsdp, state: RankState, parts: RankActivations) -> tuple[Floats, Floats]:
+    """Of the buffer in which a bucket is reduced, and of what the end of a backward pass makes (the embedding's gradient, the
+    buffers in which what is outside the blocks is reduced): what is larger than any tensor of a block."""
+
+    def apart(num_bytes: Floats) -> Floats:
+        return np.where(~state.alone & (num_bytes > parts.largest_tensor), num_bytes, 0.0)
+
+    at_end = apart(fsdp.narrow_embedding) + apart(fsdp.reduce_root) + apart(fsdp.copy_root)
+    return apart(fsdp.reduce_bucket), at_end
+
+
+def late_bytes(moments: list[Moment]) -> Floats:
+    """What is asked of CUDA beside the segments of activations, though those are free by then: a segment is never joined with
+    another (c10/cuda/CUDACachingAllocator.cpp), so that none has room for what is larger than all of them."""
+    return moments[MOMENTS.index("reduction")].late + moments[MOMENTS.index("outside")].late
+
+
+def aside_bytes(state: RankState) -> Floats:
+    """What other streams than the one that computes keep for themselves in the end: cut gradients, outputs of gathers."""
+    gathered = np.maximum(state.compute_itemsize * state.root, 2 * state.bucket_itemsize * state.block)
+    return np.where(state.gathers & (state.shard > 1), state.late_gradients + gathered, 0.0)

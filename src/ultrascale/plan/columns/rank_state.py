@@ -1,0 +1,165 @@
+"""What a rank holds between passes, for whole tables of layouts: weights, gradients, optimizer state.
+
+Columns are [3, layouts]: the first, a middle and the last rank of the pipeline. P are a rank's parameters, n the ranks that
+hold one copy of the training state together (dense weights: dp_shard x cp; experts: their own, smaller group).
+
+    stack     weights        gradients                    master and moments
+    buckets   -              4 P/n, 4 P if accumulated    12 P/n
+    whole     2 P            4 P                          12 P/n           (ZeRO 1, "distributed optimizer")
+    whole     2 P/n          2 P/n (DeepSpeed's are bf16) 12 P/n           (ZeRO 3; gathered block by block)
+
+Rajbhandari et al. 2020; playbook, "ZeRO".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.columns.fp8_state import gathered_in_fp8
+from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
+from ultrascale.plan.time.stages import FIRST, Stages, block_parameters, parameters_by_kind
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import DTYPE_BYTES
+
+Floats = NDArray[np.float64]
+MASTER_BYTES = {"fp64": 8}
+"""Of one master parameter by precision; 4 for all others."""
+MASTERS = np.array([MASTER_BYTES.get(name, 4) for name in PRECISIONS], dtype=float)
+COMPUTE_BYTES = np.array([DTYPE_BYTES[name] for name in PRECISIONS], dtype=float)
+"""Both by number of the precision."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Bytes per rank. A `Floats` is [3, layouts] or broadcasts to it."""
+
+    weights: Floats
+    """Copies that stay between steps, and masters where those are what is gathered."""
+    gradients: Floats
+    """Summed gradients while micro-batches are accumulated, as they stay through all passes."""
+    late_gradients: Floats
+    """Summed gradients at the end of a step, when the optimizer reads them."""
+    optimizer: Floats
+    """Moments, and masters where weights are kept beside them."""
+    compute_itemsize: Floats
+    gathered_itemsize: Floats
+    """Of a parameter of the blocks while it is whole: less than `compute_itemsize` where some travel in fp8."""
+    bucket_itemsize: Floats
+    """The same of the largest bucket."""
+    block: Floats
+    """Parameters that are gathered, and whose gradients are reduced, together: of one bucket."""
+    block_experts: Floats
+    """Of these, routed experts'."""
+    blocks: Floats
+    """Parameters of all blocks of a rank."""
+    experts: Floats
+    """Of these, routed experts'."""
+    stage_blocks: Floats
+    """Blocks of the largest stage of a rank."""
+    root: Floats
+    """Parameters outside the blocks."""
+    shard: Floats
+    """n, of dense parameters."""
+    expert_shard: Floats
+    """The same of experts'."""
+    gathers: NDArray[np.bool_]
+    """Whether parameters are gathered bucket by bucket, [layouts]."""
+    keeps: NDArray[np.bool_]
+    """Whether gathered parameters stay whole over a step."""
+    alone: NDArray[np.bool_]
+    """One process, no collectives of data parallelism."""
+    reduce_itemsize: Floats
+
+
+def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64]) -> RankState:
+    """The state of every layout of `table`."""
+    stack = workload.stack
+    compute, master = COMPUTE_BYTES[table.precision], MASTERS[table.precision]
+    wide = compute >= master
+    dense, expert, shard, expert_shard = shards(table, stages)
+    # DualPipe runs two pipelines towards each other: a rank holds a stage of either.
+    both_ways = np.where(table.schedule == SCHEDULES.index("dualpipe"), 2.0, 1.0)
+    dense, expert, root = dense * both_ways, expert * both_ways, stages.root_parameters * both_ways
+    if workload.model.num_nextn_predict_layers:
+        joins, embedding = _prediction_parameters(workload, table, stages)
+        dense, root = dense + joins + embedding, root + embedding
+    total, cut = dense + expert, dense / shard + expert / expert_shard
+    in_buckets = stack.gathers == "buckets"
+    gathers = np.full(len(table), in_buckets) | ((table.zero_stage == 3) & (shard > 1))
+    alone = table.dp * table.cp == 1
+    moments = stack.moment_bytes / 4 * master * cut
+    if stack.optimizer == "muon":  # embedding and head are AdamW's, with two moments
+        moments = moments + master * root / shard
+
+    grows = table.zero_stage < 2
+    accumulated = np.where((micro_batches > 1) & grows, total, np.where(micro_batches > 1, cut, 0.0))
+    cut_gradients = np.where(grows & ~gathers, total, cut)
+    whole_gradients = np.where(table.zero_stage >= stack.shards_gradients_from, cut, total)
+    summed = np.where(wide, compute, stack.gradient_bytes)
+    cut_itemsize = master if in_buckets else summed
+    autograd = np.where(wide, 0.0, stack.autograd_gradient_bytes) * total
+    weights = np.where(
+        gathers,
+        np.where(in_buckets | wide, master, stack.weight_bytes) * cut,
+        np.where(wide, compute, stack.weight_bytes) * total,
+    )
+    masters = np.where(wide, 0.0, stack.master_bytes) * cut
+    in_host = table.offload_optimizer > 0
+    leaves = in_host & gathers & stack.offloads_parameters
+    narrow = sum(gathered_in_fp8(workload, table, stages)) / np.maximum(total - root, 1)
+    gathered = compute - (compute - table.narrow_bytes) * narrow
+    block, block_experts = _largest_block(workload, table)
+    optimizer = np.where(in_host, 0.0, moments + np.where(gathers & in_buckets, 0.0, masters))
+    return RankState(
+        weights=np.where(leaves, 0.0, weights),
+        gradients=np.where(gathers, cut_itemsize * accumulated, summed * whole_gradients + autograd),
+        late_gradients=np.where(gathers, cut_itemsize * cut_gradients, summed * whole_gradients + autograd),
+        optimizer=optimizer,
+        compute_itemsize=compute,
+        gathered_itemsize=gathered,
+        bucket_itemsize=np.where(stages.kept_layers.sum(axis=1) > 0, compute, gathered),
+        block=block * np.ones((3, 1)),
+        block_experts=block_experts * np.ones((3, 1)),
+        blocks=total - root,
+        experts=expert,
+        stage_blocks=stages.chunk_layers,
+        root=root,
+        shard=shard,
+        expert_shard=expert_shard,
+        gathers=gathers,
+        keeps=table.zero_stage < 3,
+        alone=alone,
+        reduce_itemsize=np.where(wide, compute, np.minimum(table.reduce_itemsize, stack.reduce_bytes)).astype(float),
+    )
+
+
+def _prediction_parameters(workload: Workload, table: LayoutTable, stages: Stages) -> tuple[Floats, Floats]:
+    """Of multi-token prediction, on the rank with the head: what its blocks have beyond others, and a copy of the embedding if
+    that is in another stage (Megatron's mtp_process; DeepSeek-V3, section 2.2)."""
+    model, last = workload.model, workload.model.num_hidden_layers
+    ways, which = np.unique(table.tp, return_inverse=True)
+    more = [block_parameters(model, last, int(tp))[0] - block_parameters(model, last - 1, int(tp))[0] for tp in ways]
+    has_head, elsewhere = stages.has_head > 0, table.pp > 1
+    joins = model.num_nextn_predict_layers * np.array(more, dtype=float)[which] * has_head
+    return joins, np.where(has_head & elsewhere, stages.root_parameters[FIRST], 0.0)
+
+
+def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, Floats]:
+    """Dense and expert parameters of a rank, and over how many ranks each is cut."""
+    cuts = table.zero_stage > 0
+    shard = np.where(cuts, table.dp_shard * table.cp, 1).astype(float)
+    copies = table.tp * table.cp * table.dp // (table.ep * table.expert_tp)
+    expert_shard = np.where(cuts, np.gcd(np.maximum(1, copies), table.dp_shard * table.cp), 1).astype(float)
+    return stages.dense_parameters, stages.expert_parameters, shard, expert_shard
+
+
+def _largest_block(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
+    """Parameters of the largest kind of block on one rank, and of these the experts'."""
+    dense, expert = parameters_by_kind(workload, table)
+    own = expert[:, None] / (table.ep * table.expert_tp)
+    largest = (dense + own).argmax(axis=0)
+    every = np.arange(len(table))
+    return (dense + own)[largest, every], own[largest, every]

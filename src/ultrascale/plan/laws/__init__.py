@@ -1,0 +1,5 @@
+"""What a device and a network take: seconds of products, attention, element-wise work and messages, from fitted laws.
+
+compute, curves, devices    products and attention; `fitted_curves` has the constants
+collectives, nccl, network  messages inside a node and across nodes; `nvlink_fits` has the constants
+"""

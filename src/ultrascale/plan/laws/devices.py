@@ -1,0 +1,192 @@
+"""Which fitted curve a device takes, and how its own peaks, bandwidth and processors stand in it.
+
+Five devices have measured tables of products, three families tables of attention. Every other one borrows the law of a
+relative: its own peaks, memory bandwidth and number of processors, the relative's shares of them. Where
+`Accelerator.matmul_fraction` differs from the relative's, efficiencies are scaled by that ratio (MI300X: 0.51 of its peak at
+best, where its relative reaches more).
+
+How many processors (streaming multiprocessors, compute units) a device has: vendors' architecture white papers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve
+from ultrascale.plan.laws.fitted_curves import ATTENTION, MATMUL
+from ultrascale.spec.cluster import Accelerator
+from ultrascale.spec.machines import ACCELERATORS
+from ultrascale.spec.problems import Problem, SpecError
+
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8-block": 1, "mxfp8": 1, "nvfp4": 0.5}
+FAMILIES = {"a100-80": "a100", "h100-sxm": "hopper", "h200": "hopper", "b200": "blackwell", "gb200": "blackwell"}
+RELATIVES = {
+    "a100-40": "a100-80", "a800": "a100-80", "a800-80": "a100-80",  # the same chip; the A800 has fewer NVLinks
+    "h100-96": "h100-sxm", "h100-pcie": "h100-sxm", "h800": "h100-sxm", "h20": "h100-sxm",
+    "gh200": "h200",  # the same chip beside a CPU: 828 TFLOP/s best shape, H100 SXM 795 (ml-engineering, 2025)
+    "b300": "b200", "gb300": "gb200",  # bf16 as Blackwell: 1769 TFLOP/s best shape, B200 1745 (ml-engineering, 2025)
+    "v100": "a100-80", "v100-16": "a100-80", "v100-32": "a100-80", "mi300x": "a100-80", "mi325x": "a100-80",
+    "mi350x": "b200", "mi355x": "b200",
+    # Their tensor cores take Ampere's instructions (sm_86, 89 and 120 have none of Hopper's wgmma, nor of Blackwell's tcgen05).
+    **dict.fromkeys(
+        ("l40s", "l4", "a10g", "a6000", "rtx-6000-ada", "rtx-3090", "rtx-4090", "rtx-5090", "mi250x", "a100-pcie"), "a100-80"
+    ),
+}  # fmt: skip
+"""Whose law a device without a table takes. Not in here: the fitted device whose bf16 peak is nearest."""
+FP8_ATTENTION = {"a100": (1.0, 1.0), "hopper": (1.5, 1.0), "blackwell": (1.4, 1.4)}
+"""Speed of fp8 attention over bf16, forward and backward. cudnn-frontend's benchmark 2026-09, 4k to 32k, medians: H200
+forward 1.5, backward slower than bf16 (taken as 1: nobody would use it); GB200 1.36 and 1.33 at head dim 128, 1.5 and 1.7 at
+192."""
+UNALIGNED = 1.4
+"""Time of a product whose rows are not multiples of 16 bytes, over an aligned one's. RTX 4090: 156 TFLOP/s aligned, 107 to 116
+with odd sizes (pytorch issue 181718, 2026). A100: 132 with k = 128, 86 with 140, of which tiles of k are 1.14 (issue 83272,
+2022). H100: 509 with k = 2501 where its law has some 690 (float8_experimental pull request 145, 2024). Without cuBLAS 11 there
+would be no tensor cores at all (NVIDIA, Matrix Multiplication Background, 2.2). CPUs' vector loads need no alignment."""
+NVFP4_OVER_FP8 = 0.6
+"""Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026). MXFP8's is
+FP8's, whose tensor cores it has."""
+HEAD_DIM_STEP = 32
+"""Of flash kernels: FlashAttention-2 rounds head dims up to it (`head_size_rounded` in its flash_api.cpp)."""
+MEASURED_EFFICIENCY = 0.95
+"""Of a device whose peak is itself a measured product, as the CPU's: other shapes come close to it."""
+CPU_LAUNCH_SECONDS = 2e-5
+"""PyTorch's dispatch and thread wake-up for a small operation on a CPU; assumed."""
+
+
+class Stream(NamedTuple):
+    """Element-wise work on one device."""
+
+    launch_seconds: float
+    bytes_per_second: float
+    """Achieved by large copies."""
+
+
+STREAM_EFFICIENCY = {"a100-80": 0.86, "h100-sxm": 0.90, "h200": 0.90, "b200": 0.85, "gb200": 0.85}
+"""Share of the memory bandwidth that large element-wise kernels reach. A100: BabelStream, 1.75 of 2.04 TB/s (2021). H100 and
+H200: device copies, 3.0 of 3.35 and 4.3 of 4.8 TB/s (2026-11). Blackwell: assumed between these and SimuMax's 0.67 of 8 TB/s
+(2026), which has its host's overheads in it."""
+
+
+def relative_of(accelerator: Accelerator) -> str:
+    """The fitted device whose law `accelerator` takes: itself, a named relative, or the nearest in bf16 peak."""
+    if accelerator.kind in FAMILIES:
+        return accelerator.kind
+    if accelerator.kind in RELATIVES:
+        return RELATIVES[accelerator.kind]
+    peak = _peak(accelerator, "bf16")
+    return min(FAMILIES, key=lambda name: abs(math.log(peak / _peak(ACCELERATORS[name], "bf16"))))
+
+
+def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
+    """The law of products of `dtype` (`bf16 fp16 fp32 tf32 fp64 fp8 fp8-block mxfp8 nvfp4`) on a device.
+
+    Raises SpecError if the device's peak is not known: not in the catalogue, or measured at run time and not filled in yet.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise SpecError([Problem("dtype", f"there is no price for {dtype!r}", f"Choose {', '.join(DTYPE_BYTES)}.")])
+    relative = relative_of(accelerator)
+    # The A100 has no fp8: a device that takes after it and has, takes Hopper's cast.
+    fitted = "fp8" if dtype in ("mxfp8", "nvfp4") else dtype
+    law = MATMUL.get((relative, fitted)) or MATMUL[("h100-sxm", fitted) if fitted.startswith("fp8") else (relative, "bf16")]
+    peak = _peak(accelerator, "fp8" if dtype == "fp8-block" else dtype)
+    if dtype == "nvfp4":  # what was measured is time over fp8's, whatever the peaks
+        law = replace(law, efficiency=law.efficiency * _peak(accelerator, "fp8") / (NVFP4_OVER_FP8 * peak))
+    own = accelerator.name == "cpu"
+    return replace(
+        law,
+        efficiency=MEASURED_EFFICIENCY if own else min(1.0, law.efficiency * _scale(accelerator, relative)),
+        launch_seconds=CPU_LAUNCH_SECONDS if own else law.launch_seconds,
+        fill=0.0 if own else law.fill,
+        partial_wave=0.0 if own else law.partial_wave,
+        unaligned=1.0 if own else UNALIGNED,
+        operand_bytes=DTYPE_BYTES[dtype],
+        result_bytes=max(2, DTYPE_BYTES[dtype]),
+        multiprocessors=_multiprocessors(accelerator, relative),
+        peak_flops=peak,
+        bytes_per_second=_bandwidth(accelerator),
+    )
+
+
+HOPPER_PEAK = 989.4e12
+"""Dense bf16 FLOP/s of the H100 SXM on which FlashAttention 2 was measured."""
+
+
+def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction: str) -> AttentionCurve:
+    """The law of attention kernels on a device.
+
+    `kernel`: `flash`, the best there is; `cudnn`; `flash-2`. `direction`: `forward`, `backward`. A family without
+    measurements of a kernel takes those of its best one.
+    """
+    relative = relative_of(accelerator)
+    family = FAMILIES[relative]
+    fp8 = dtype.startswith("fp8")
+    peak = _peak(accelerator, "bf16" if fp8 else dtype)
+    if family == "blackwell" and kernel == "flash-2":
+        # Written for Ampere's tensor-core instructions, which newer devices only carry on: no faster than on Hopper.
+        law = ATTENTION["hopper", kernel, direction]
+        law = replace(law, efficiency=tuple(share * min(1.0, HOPPER_PEAK / peak) for share in law.efficiency))
+    else:
+        law = (
+            ATTENTION.get((family, kernel, direction))
+            or ATTENTION[family, "flash-2" if family == "a100" else "flash", direction]
+        )
+    scale = _scale(accelerator, relative) * (FP8_ATTENTION[family][direction == "backward"] if fp8 else 1.0)
+    most = 2.0 if fp8 else 1.0  # of the bf16 peak
+    shares = tuple(min(most, share * scale) for share in law.efficiency)
+    return replace(
+        law,
+        head_dim_step=1 if accelerator.name == "cpu" else HEAD_DIM_STEP,
+        efficiency=shares,  # pyright: ignore[reportArgumentType]
+        multiprocessors=_multiprocessors(accelerator, relative),
+        peak_flops=peak,
+        bytes_per_second=_bandwidth(accelerator),
+    )
+
+
+def stream(accelerator: Accelerator) -> Stream:
+    """How fast a device does element-wise work."""
+    if accelerator.name == "cpu":
+        return Stream(CPU_LAUNCH_SECONDS, _bandwidth(accelerator))
+    relative = relative_of(accelerator)
+    # A kernel that does nothing takes about as long as the smallest product.
+    return Stream(MATMUL[relative, "bf16"].launch_seconds, _bandwidth(accelerator) * STREAM_EFFICIENCY[relative])
+
+
+def _peak(accelerator: Accelerator, dtype: str) -> float:
+    """Peak of `dtype`; fp16 and bf16 share tensor cores, and what lacks both computes at fp32's rate."""
+    for name in {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16"), "tf32": ("tf32", "fp32")}.get(dtype, (dtype,)):
+        if name in accelerator.peak_flops:
+            return accelerator.peak_flops[name].value
+    return accelerator.peak_flops_per_second(dtype)
+
+
+def _bandwidth(accelerator: Accelerator) -> float:
+    """Bytes per second of the memory; infinite where nobody knows it, so that it bounds nothing."""
+    known = accelerator.memory_bytes_per_second
+    return known.value if known else math.inf
+
+
+def _multiprocessors(accelerator: Accelerator, relative: str) -> int:
+    if accelerator.name == "cpu":
+        return accelerator.cores or 1
+    return MULTIPROCESSORS.get(accelerator.kind) or MULTIPROCESSORS[relative]
+
+
+def _scale(accelerator: Accelerator, relative: str) -> float:
+    """Efficiency over the relative's."""
+    own, its = accelerator.matmul_fraction, ACCELERATORS[relative].matmul_fraction
+    if accelerator.name == relative or own is None or its is None:
+        return 1.0
+    return own.value / its.value
+
+
+MULTIPROCESSORS = {
+    "v100": 80, "v100-16": 80, "v100-32": 80,
+    "a100-40": 108, "a100-80": 108, "a800": 108, "a800-80": 108, "a100-pcie": 108,
+    "h100-sxm": 132, "h100-96": 132, "h800": 132, "h200": 132, "gh200": 132, "h100-pcie": 114, "h100-nvl": 132, "h20": 78,
+    "b200": 148, "b300": 148, "gb200": 152, "gb300": 152,
+    "l40s": 142, "l4": 58, "a10g": 80, "a6000": 84, "rtx-6000-ada": 142, "rtx-3090": 82, "rtx-4090": 128, "rtx-5090": 170,
+    "mi250x": 110, "mi300x": 304, "mi325x": 304, "mi350x": 256, "mi355x": 256,
+}  # fmt: skip

@@ -1,0 +1,87 @@
+"""Gradients of weights, from the operation that makes them to the bucket that reduces them.
+
+What waits between the two halves of a backward pass: of each linear layer its input and the gradient of its result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from ultrascale.plan.memory.ledger import Held, Ledger
+from ultrascale.plan.memory.sharding import Shards
+from ultrascale.plan.memory.stage_work import StageWork
+from ultrascale.spec.op_builders import is_fp8, native_room
+from ultrascale.spec.ops import Op, Shape
+
+
+class WeightGradients:
+    """Those of a stage that are not with FSDP2 yet. `itemsize`: bytes of an element as autograd makes it."""
+
+    def __init__(self, ledger: Ledger, work: StageWork, shards: Shards, itemsize: int):
+        self.ledger, self.work, self.shards, self.itemsize = ledger, work, shards, itemsize
+        self._arrived: Counter[str] = Counter()
+        self._pending: dict[str, Held] = {}
+
+    def state(self) -> Hashable:
+        """Gradients of several uses, of which some have arrived."""
+        return tuple(sorted(self._arrived.items()))
+
+    def make(self, name: str) -> Held:
+        """One use's."""
+        _, weight = self.work.by_name[name]
+        return self.ledger.take("temporary", "gradients of weights", weight.numel * self.itemsize)
+
+    def arrive(self, name: str, gradient: Held) -> None:
+        """A gradient reaches its weight; one of several uses waits for the rest first, and each sum is a tensor of its own."""
+        if name in self._pending:
+            total = self.ledger.take("temporary", "gradients of weights", gradient.num_bytes)
+            self.ledger.drop(self._pending.pop(name))
+            self.ledger.drop(gradient)
+            gradient = total
+        self._arrived[name] += 1
+        if self._arrived[name] < self.work.uses[name]:
+            self._pending[name] = gradient
+            return
+        del self._arrived[name]
+        bucket, weight = self.work.by_name[name]
+        self.shards.add_gradient(bucket, weight, gradient)
+
+
+class Waits(NamedTuple):
+    """A weight whose gradient W will make, with what it is made of."""
+
+    name: str
+    held: tuple[Held, ...]
+    source: Held
+    """Of the two sides the one that tp cuts, which several products may have in common."""
+    gathered_bytes: int
+    """Of all ranks' positions of that side, which W gathers over tp; 0 where it is whole here."""
+    room_bytes: int
+    """What else the product needs in W."""
+
+
+def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Held | None, arriving: Held) -> Held:
+    """The gradient of a product `op`'s result: `share`, this rank's positions, if others have theirs. In fp8 rounded first."""
+    own = arriving.hold() if share is None else share
+    if not is_fp8(op):
+        return own
+    rounded = ledger.take("temporary", "gradients of activations", waiting_bytes(op, shape, own))
+    ledger.drop(own)
+    return rounded
+
+
+def waiting_bytes(op: Op, shape: Shape, gradient: Held) -> int:
+    """Of a gradient as it waits for the weight's of `op`."""
+    return gradient.num_bytes // (shape.itemsize if is_fp8(op) else 1)
+
+
+def waiting_room(op: Op, shape: Shape) -> int:
+    """Of a product in fp8 that W makes: on CUDA both factors turned and filled up, on the CPU both and the result in fp32."""
+    if op.product is None or not is_fp8(op):
+        return 0
+    m, n, k, _ = op.product
+    if shape.device == "cpu":
+        return shape.wide_itemsize * (m * n + m * k + n * k)
+    return native_room(shape, n, m, k, lies=(False, False))

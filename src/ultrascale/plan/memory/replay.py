@@ -1,0 +1,362 @@
+"""What one rank holds, moment by moment: the actions of a step replayed over the table of work.
+
+    F     every operation takes its result; what autograd saves stays, the rest goes after its last reader
+    B     backwards: take the gradients of what an operation read and of its weights, let go of what it saved
+    step  the optimizer updates in place; gradients are forgotten
+
+A formula that adds up parts misses what decides: at the peak some activations are already gone and some gradients not yet
+there. The replay follows `models.decoder`, autograd's order of release, `parallel.recompute` and FSDP2
+(`plan.memory.sharding`), and costs a millisecond a layer at most. Not in it: what kernels take for themselves, fragmentation,
+the CUDA context and NCCL; `plan.fit` leaves room for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+from ultrascale.plan.memory.ledger import Ledger, Moment
+from ultrascale.plan.memory.muon_update import muon_update_bytes
+from ultrascale.plan.memory.sharding import Shards, scale_bytes, scale_tables
+from ultrascale.plan.memory.stage_player import Entries, MailReplay, RankReplay, StagePlayer, alike
+from ultrascale.plan.memory.stage_replay import StageReplay
+from ultrascale.plan.memory.stage_work import Part
+from ultrascale.plan.memory.tally import Tally
+from ultrascale.plan.pipeline.pipeline_activations import peak_activation_bytes
+from ultrascale.plan.time.stage_cut import stage_layers
+from ultrascale.schedules.accumulate import accumulate
+from ultrascale.schedules.actions import Action, Kind
+from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
+from ultrascale.schedules.ends import ends_of, shares_embedding
+from ultrascale.schedules.messages import Message, messages
+from ultrascale.schedules.sharded import sharded
+from ultrascale.spec.fp8_slots import SLOT_BYTES, fp8_layers, gathers_fp8, is_delayed, num_block_slots
+from ultrascale.spec.kept import kept_bytes_by_kind, resolved
+from ultrascale.spec.layout import DTYPE_BYTES, Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.owners import part_shape
+from ultrascale.spec.places import Coordinates
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.stack import with_attention
+from ultrascale.spec.stack_files import STACKS
+from ultrascale.spec.weights import Weight, is_hidden_matrix, weights
+from ultrascale.spec.work import Shape, block_work
+
+MAX_REPLAYED = 3
+"""Micro-batches replayed: the first, one of those between (they are equal), and the last."""
+MAX_IN_FLIGHT = 4
+"""In a pipeline, for each of its stages: more of them repeat what was there. Where all go forward first, all are replayed."""
+WAITING_WEIGHTS = (0.0, 0.5, 1.0, 4.0)
+FORWARD_FIRST = ("afab", "breadth-first")
+TIED = "embed_tokens.weight"
+INDEX_BYTES = 8
+"""Of a token, a target, a position or a document's number: int64."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The memory of one rank (rank 0, which holds the largest shards), in bytes."""
+
+    peak: Moment
+    """The highest moment of any step."""
+    peak_by_step: dict[int, Moment]
+    """Step 0 differs from the later ones only if the optimizer's state is made by the first update."""
+    highest_by_step: dict[int, dict[str, int]]
+    """The most of each category in a step, whenever that was."""
+    before_update: Moment
+    """When all gradients are there, in the last step."""
+    between_steps: Moment
+    """Parameters and optimizer state, when nothing runs."""
+    tally: Tally
+    """Messages and FLOPs of the last step, of the micro-batches that were replayed."""
+    num_replayed: int
+    """Micro-batches: some stand for all."""
+    model: Model
+    timeline: list[tuple[int, str, dict[str, int]]]
+    num_micro_batches: int
+    host_bytes: int = 0
+    """In the host's memory at most: offloaded activations, and of an offloaded optimizer masters, moments and gradients."""
+
+    @property
+    def by_category(self) -> dict[str, int]:
+        """Bytes at the peak, by category."""
+        return self.peak.by_category
+
+    @property
+    def saved_by_layer(self) -> list[dict[str, int]]:
+        """What each block keeps for the backward pass of one micro-batch, by kind of operation."""
+        layers = range(self.model.num_hidden_layers)
+        return [_saved_by_kind(self.model, self.tally.layout, self.tally.shape, layer) for layer in layers]
+
+
+def is_replayed(model: Model, layout: Layout) -> bool:
+    """Whether `plan_memory` knows all that `layout` does to `model`: what our trainer runs. `plan.columns.footprint` knows the
+    rest."""
+    return not (layout.pp > 1 and layout.schedule == "dualpipe")
+
+
+def plan_memory(
+    model: Model,
+    layout: Layout,
+    *,
+    sequence_length: int,
+    sequences_per_batch: int,
+    documents: bool = False,
+    device: Literal["cpu", "cuda"] = "cuda",
+    rank: int = 0,
+    optimizer: str = "adamw",
+    optimizer_state_exists: bool = True,
+    steps: int = 1,
+    keeps_timeline: bool = False,
+    passes: dict[Hashable, Entries] | None = None,
+) -> MemoryPlan:
+    """Replay `steps` training steps of one rank: of the first, which holds the largest parts, or another.
+
+    `documents`: packed documents with masks. `optimizer`: one of `spec.stack.OPTIMIZERS`. `optimizer_state_exists`: moments
+    are there before the first step (as our trainer makes them), not made by the first update. `passes`: what other ranks of the
+    same layout, asked in the same words, have written down of theirs.
+    Raises SpecError if the batch cannot be cut into micro-batches, or the pipeline's schedule does not suit.
+    """
+    passes = {} if passes is None else passes
+    count = num_micro_batches(layout, sequences_per_batch)
+    ledger, at = Ledger(keeps_timeline=keeps_timeline), Coordinates.of(layout, rank)
+    shape = rank_shape(layout, sequence_length, documents=documents, device=device, at=at)
+    tally, orders = Tally(layout, shape, at.cp), _orders(layout, count)
+    parts = stage_parts(model, layout, sequence_length, at)
+    stages = {number: StageReplay(ledger, tally, model, part, at, splits=orders.splits) for number, part in parts.items()}
+    ledger.take("other", "batch", count * _batch_bytes(model, layout, shape, documents=documents))
+    ledger.take(
+        "other", "history of fp8", fp8_history_bytes(model, layout, [n for part in parts.values() for n in part.layers])
+    )
+    shards = [stage.shards for stage in stages.values()]
+    held = [weight for one in shards for bucket in one.buckets for weight in bucket.weights]
+    ledger.take("other", "scales of weights in fp8", scale_bytes(scale_tables(model, layout, held), layout))
+    elements = sum(one.shard_elements(b) * one.master_itemsize for one in shards for b in one.buckets)
+    moments = sum(one.moment_bytes(bucket, optimizer) for one in shards for bucket in one.buckets)
+    moments = 0 if layout.offload_optimizer else moments
+    wide = _update_bytes(model, layout, parts, shards, optimizer, device, rank)
+    tied = tied_bytes(model, layout, rank, at)
+    between = before_update = ledger.now()
+    for step in range(steps):
+        if step == 0 and optimizer_state_exists:
+            ledger.take("optimizer", "moments", moments)
+        tally.clear()
+        _play_step(ledger, tally, stages, orders, step, at, passes)
+        ledger.touch("communication", "embedding's gradient", tied)
+        ledger.mark("optimizer", step)
+        before_update = ledger.now()
+        ledger.touch("optimizer", "wide copies", wide)
+        if step == 0 and not optimizer_state_exists:
+            ledger.take("optimizer", "moments", moments)
+        for one in shards:
+            one.forget_gradients()
+        between = ledger.now()
+    ledger.mark("end", steps - 1)
+    peaks = {step: peak for step, peak in ledger.peaks.items() if step < steps}
+    return MemoryPlan(
+        peak=max(peaks.values(), key=lambda moment: moment.total),
+        peak_by_step=peaks,
+        highest_by_step=ledger.highest,
+        before_update=before_update,
+        between_steps=between,
+        tally=tally,
+        num_replayed=orders.num_micro_batches,
+        model=model,
+        timeline=ledger.timeline,
+        num_micro_batches=count,
+        host_bytes=ledger.peak_on_host + (4 * elements if layout.offload_optimizer else 0),
+    )
+
+
+def plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPlan:
+    """`plan_memory` of the rank of the pipeline that needs most; `options` are its own."""
+    in_stage = layout.world_size // layout.pp
+    ranks = _full_ranks(model, layout, options["sequence_length"], options["sequences_per_batch"])
+    passes: dict[Hashable, Entries] = {}
+    plans = [plan_memory(model, layout, rank=rank * in_stage, passes=passes, **options) for rank in ranks]
+    return max(plans, key=lambda plan: plan.peak.total)
+
+
+def _full_ranks(model: Model, layout: Layout, sequence_length: int, sequences_per_batch: int) -> list[int]:
+    """Ranks of a pipeline of which one needs most, or within 1 percent of it: of those with the same kinds of layers the ones
+    whose actions keep most, by any of the measures of `_most_kept`."""
+    if layout.pp == 1:
+        return [0]
+    orders = _orders(layout, num_micro_batches(layout, sequences_per_batch))
+    cut, last = stage_layers(model, layout, sequence_length), layout.num_stages - 1
+    in_fp8 = fp8_layers(model, layout)
+    kinds = [
+        tuple((model.is_moe(layer), model.window(layer), layout.again(layer), layer in in_fp8) for layer in layers)
+        for layers in cut
+    ]
+    alike: dict[Any, list[tuple[list[float], int]]] = {}
+    for rank, stages in enumerate(stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)):
+        weights = WAITING_WEIGHTS if orders.splits else WAITING_WEIGHTS[:1]
+        kept = _most_kept(orders.schedule[rank], kinds, {kinds[stage] for stage in stages}, weights)
+        alike.setdefault(tuple((stage == 0, stage == last, kinds[stage]) for stage in stages), []).append((kept, rank))
+    fullest = {
+        max(group, key=lambda one: (one[0][measure], -one[1]))[1]
+        for group in alike.values()
+        for measure in range(len(group[0][0]))
+    }
+    return sorted(fullest)
+
+
+def _most_kept(
+    actions: Sequence[Action], kinds: Sequence[tuple[Any, ...]], own: set[tuple[Any, ...]], weights: Sequence[float]
+) -> list[float]:
+    """Layers whose activations live at once, at most: of all stages of a rank, of each kind of them, and whatever a micro-batch
+    between I and W weighs against one between F and I: less where nothing is recomputed, more where all is."""
+    some = [own] if len(own) == 1 else [own, *({kind} for kind in sorted(own, key=kinds.index))]
+    sizes = [[len(kind) * (kind in those) for kind in kinds] for those in some]
+    return [peak_activation_bytes(actions, one, [weight * size for size in one]) for one in sizes for weight in weights]
+
+
+def rank_shape(
+    layout: Layout, sequence_length: int, *, documents: bool, device: Literal["cpu", "cuda"], at: Coordinates | None = None
+) -> Shape:
+    """One micro-batch of our trainer on one rank: on that at `at`, or as `Shape.at` says without.
+
+    Over cp a sequence is taken for one document, whatever `documents`: the most that attention can have to do and to send.
+    """
+    if at is not None:  # what else it stands for changes no shape
+        at = at._replace(pp=0, dp=0, expert_dp=0)
+    return Shape(
+        layout.micro_batch_size, sequence_length, layout.precision, documents and layout.cp == 1, device, tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel, cp=layout.cp, cp_method=layout.cp_method, cp_heads=layout.cp_heads,
+        ep=layout.ep, expert_tp=layout.expert_tp, mlp_chunks=layout.mlp_chunks,
+        partition_checkpoints=layout.partition_checkpoints, at=at, fp8_scaling=layout.fp8_scaling,
+        fp8_gathered=gathers_fp8(layout), kernels=with_attention(STACKS["ultrascale"], layout.attention).kernels,
+    )  # fmt: skip
+
+
+def num_micro_batches(layout: Layout, sequences_per_batch: int) -> int:
+    """Forward passes of one rank in a step. Raises SpecError if the batch does not divide."""
+    together = layout.dp * layout.micro_batch_size
+    if sequences_per_batch < together or sequences_per_batch % together:
+        near = max(together, round(sequences_per_batch / together) * together)
+        raise SpecError([
+            Problem(
+                "batch.sequences_per_batch",
+                f"must be a multiple of dp x micro_batch_size = {layout.dp} x {layout.micro_batch_size} = {together}, "
+                f"is {sequences_per_batch}",
+                f"The nearest is {near}; or change layout.dp or layout.micro_batch_size.",
+            )
+        ])  # fmt: skip
+    return sequences_per_batch // together
+
+
+def fp8_history_bytes(model: Model, layout: Layout, layers: Sequence[int]) -> int:
+    """Of delayed scaling: the history of the blocks in fp8 among `layers`, and a scale, what this step has seen and the largest
+    number of the format of each slot."""
+    if not is_delayed(layout):
+        return 0
+    slots = sum(num_block_slots(model, layer) for layer in layers if layer in fp8_layers(model, layout))
+    return SLOT_BYTES * slots * (layout.fp8_amax_history_len + 3)
+
+
+def stage_parts(model: Model, layout: Layout, sequence_length: int, at: Coordinates) -> dict[int, Part]:
+    """The stages of the rank at `at`, by number."""
+    layers = model.num_hidden_layers
+    predictions = range(layers, layers + model.num_nextn_predict_layers)
+    if layout.pp == 1:
+        return {0: Part(range(layers), predictions=predictions)}
+    cut, last = stage_layers(model, layout, sequence_length), layout.num_stages - 1
+    held = stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)[at.pp]
+    return {
+        number: Part(cut[number], number == 0, number == last, predictions if number == last else range(0)) for number in held
+    }
+
+
+def _update_bytes(
+    model: Model, layout: Layout, parts: Mapping[int, Part], shards: list[Shards], optimizer: str, device: str, rank: int
+) -> int:
+    """What an update makes and drops, at most at once."""
+    if optimizer == "muon":
+        return muon_update_bytes(muon_matrices(model, parts), layout, rank)
+    return max((one.update_bytes(optimizer, device) for one in shards), default=0)
+
+
+def tied_bytes(model: Model, layout: Layout, rank: int, at: Coordinates) -> int:
+    """What the other end of a pipeline has of the gradient of an embedding that both hold, and sends."""
+    if not shares_embedding(model, layout) or at.pp not in ends_of(layout):
+        return 0
+    (held,) = (weight for weight in weights(model) if weight.name == TIED)
+    return prod(part_shape(held, layout, rank)) * DTYPE_BYTES[layout.master_dtype]
+
+
+def muon_matrices(model: Model, parts: Mapping[int, Part]) -> list[Weight]:
+    """What Muon works on, of a rank's stages."""
+    layers = {layer for part in parts.values() for layer in part.blocks}
+    return [weight for weight in weights(model) if weight.layer in layers and is_hidden_matrix(weight)]
+
+
+def _batch_bytes(model: Model, layout: Layout, shape: Shape, *, documents: bool) -> int:
+    """Of one micro-batch: tokens, targets, positions wherever the trainer gives them, documents of the whole sequences, keys of
+    dropout."""
+    token = shape.micro_batch_size * INDEX_BYTES
+    local, whole = token * shape.local_length, token * shape.sequence_length
+    given = documents or layout.cp > 1
+    alike = 0 if given or layout.world_size == layout.dp else shape.local_length * INDEX_BYTES  # one row for all sequences
+    return (3 if model.dropout else 2) * local + (local if given else alike) + (whole if documents else 0)
+
+
+class _Orders(NamedTuple):
+    """A step as it is replayed: without a pipeline a list of one rank."""
+
+    schedule: list[list[Action]]
+    num_micro_batches: int
+    messages: list[Message]
+    splits: bool
+    """Whether any backward pass is cut in two."""
+
+
+def _orders(layout: Layout, count: int) -> _Orders:
+    """Of many micro-batches that come and go alike only some."""
+    if layout.pp == 1:
+        count = min(count, MAX_REPLAYED)
+        return _Orders([accumulate(count, layout.zero_stage)], count, [], False)
+    if layout.schedule not in FORWARD_FIRST and not is_file(layout.schedule):
+        count = min(count, MAX_IN_FLIGHT * layout.num_stages)
+    build = _pipeline_orders.__wrapped__ if is_file(layout.schedule) else _pipeline_orders  # a file may change
+    return build(layout.schedule, layout.pp, count, layout.virtual_stages)
+
+
+@lru_cache(maxsize=4)
+def _pipeline_orders(name: str, pp: int, count: int, virtual_stages: int) -> _Orders:
+    """The same for every rank."""
+    schedule = build_schedule(name, pp, count, virtual_stages)
+    splits = any(part.kind is Kind.INPUT_GRADIENT for row in schedule for action in row for part in action.parts)
+    return _Orders(schedule, count, messages(schedule), splits)
+
+
+def _play_step(
+    ledger: Ledger, tally: Tally, stages: Mapping[int, StageReplay], orders: _Orders, step: int, at: Coordinates,
+    passes: dict[Hashable, Entries],
+) -> None:  # fmt: skip
+    """The passes of a step."""
+    layout = tally.layout
+    if layout.pp == 1:
+        for action in orders.schedule[0]:
+            ledger.mark("forward" if action.kind is Kind.FORWARD else "backward", step)
+            if action.kind is Kind.FORWARD:
+                stages[0].forward(action.micro_batch)
+            else:
+                stages[0].backward(action)
+        return
+    stage = next(iter(stages.values()))
+    mail = MailReplay(ledger, tally, orders.messages, at.pp, stage.work.hidden_bytes, over_gloo=stage.shards.over_gloo)
+    plain = ledger.keeps_timeline or layout.offload_activations
+    players = {number: StagePlayer(one, passes.setdefault(alike(one), {})) for number, one in stages.items()}
+    played = stages if plain else players
+    replay = RankReplay(ledger, played, mail, layout.num_stages - 1)
+    replay.play(sharded(orders.schedule[at.pp], layout.zero_stage), step)
+
+
+def _saved_by_kind(model: Model, layout: Layout, shape: Shape, layer: int) -> dict[str, int]:
+    """Bytes a block holds between its forward and its backward pass, by the kind of operation that made them."""
+    again = resolved(layout.again(layer), model, layer, layout)
+    return kept_bytes_by_kind(block_work(model, layer, shape), again, shape.outer_tokens * model.hidden_size * shape.itemsize)

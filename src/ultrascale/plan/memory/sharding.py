@@ -1,0 +1,420 @@
+"""What FSDP2 holds besides the shards: the same moves as torch's, on a ledger.
+
+For one bucket of U elements (its parameters, each padded to a multiple of n rows, of `places.zero_shape`) on n ranks that share
+a copy:
+
+    forward     take flat U (all-gather)  ->  take U, the parameters; on CUDA flat stays until the next bucket is whole
+                stage 3 lets go of the parameters after the bucket's last block
+    backward    stage 3 gathers again, one bucket ahead: its flat U is there while the bucket after it computes
+                gradients U  ->  take flat U in the reduction's dtype, let go of the gradients, take U/n: the cut gradient
+                the flat input stays until the next bucket's, and the last until the end of the backward pass
+    n = 1       nothing is gathered, but FSDP2 still copies every parameter
+
+The bucket outside the blocks (embedding, final norm, head) is gathered first and let go last, and reduced last. Weights that
+travel in fp8 are bytes of it (`layout.fp8_all_gather`); their gradients are as wide as others'.
+One process has no FSDP2. In mixed precision (`parallel.precision`) it keeps copies U that compute, and casts the gradients of a
+block one by one when the block's backward pass is done, last weight first.
+Read in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.11 to 2.13.
+
+Scales of weights that are gathered in fp8 (`parallel.fp8_gather`): what ranks agree on once an update, and keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ultrascale.plan.memory.ledger import Held, Ledger
+from ultrascale.plan.memory.tally import Tally
+from ultrascale.schedules.actions import Action
+from ultrascale.spec.fp8_slots import SLOT_BYTES, is_delayed, num_weight_scales, weights_gathered_in_fp8
+from ultrascale.spec.layout import DTYPE_BYTES, NARROW, Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.owners import chunk
+from ultrascale.spec.places import Coordinates, zero_shape
+from ultrascale.spec.stack import SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES
+from ultrascale.spec.weights import Weight, is_hidden_matrix
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters that are gathered, and whose gradients are reduced, together. One is only ever itself, however like others."""
+
+    weights: list[Weight]
+    """Of the shapes that a rank has before data parallelism cuts them."""
+    label: str
+    ranks: int | None = None
+    """That cut it between them; None: as many as cut a copy of the state."""
+    in_fp8: Container[str] = ()
+    """Names of weights that are gathered in 8 bits (`parallel.fp8_gather`)."""
+    parameters: Held | None = None
+    """Whole copies, while gathered."""
+    flat: Held | None = None
+    """An all-gather that nobody has unpacked yet."""
+    partial: Held | None = None
+    """Cut gradients of earlier micro-batches, not yet summed over copies."""
+    replica_buffer: Held | None = None
+    whole_gradients: dict[str, Held] = field(default_factory=dict)
+    """By weight, as autograd made them or as summed over micro-batches."""
+    cast: set[str] = field(default_factory=set)
+    """Weights whose gradients are in the dtype of sums, where autograd makes them in another, as wide or not."""
+    narrow_gradients: dict[str, Held] = field(default_factory=dict)
+    """Of one process: those that wait for their cast."""
+    cut_gradient: Held | None = None
+
+
+class Shards:
+    """One rank's parameters and gradients as they come and go. One process's are whole."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        tally: Tally,
+        buckets: list[Bucket],
+        at: Coordinates,
+        *,
+        over_gloo: bool = False,
+        has_experts: bool = False,
+    ):
+        """`buckets` in the order in which they end in a forward pass, the one outside the blocks first.
+
+        `over_gloo`: collectives are those of `parallel.collectives`. `has_experts`: FSDP2 is wherever they have copies.
+        """
+        self.over_gloo = over_gloo
+        layout = tally.layout
+        self.ledger, self.tally, self.layout, self.buckets = ledger, tally, layout, buckets
+        experts_differ = has_experts and layout.tp * layout.ep * layout.expert_tp > 1
+        self.sharded = layout.dp * layout.cp > 1 or (experts_differ and layout.expert_dp > 1)
+        self.ranks, self.at = layout.group("shard")[0], at
+        self.casts_alone = not self.sharded and layout.precision != layout.master_dtype
+        self.compute_itemsize = DTYPE_BYTES[layout.precision]
+        self.master_itemsize = DTYPE_BYTES[layout.master_dtype]
+        self.narrow_itemsize = int(NARROW.get(layout.precision, 0))
+        self.reduce_itemsize = DTYPE_BYTES[layout.gradient_reduce_dtype]
+        made = "bf16" if layout.precision in NARROW else layout.precision
+        self.casts_sums = layout.gradient_reduce_dtype != made
+        self.last_flat: Held | None = None
+        self.reduce_input: Held | None = None
+        for bucket in buckets:
+            shard = self.padded_elements(bucket) // self.ranks_of(bucket)
+            ledger.take("parameters", bucket.label, shard * self.master_itemsize)
+            if self.casts_alone:
+                self._finish_gather(bucket)
+
+    def state(self) -> Hashable:
+        """What is there of every bucket: of its weights by their places, so that stages with the same blocks have the same."""
+        buckets = tuple(
+            (
+                bucket.parameters is None, bucket.flat is None, bucket.partial is None, bucket.replica_buffer is None,
+                bucket.cut_gradient is None,
+                *(
+                    tuple(place for place, weight in enumerate(bucket.weights) if weight.name in some) if some else ()
+                    for some in (bucket.whole_gradients, bucket.cast, bucket.narrow_gradients)
+                ),
+            )
+            for bucket in self.buckets
+        )  # fmt: skip
+        sizes = tuple(held and held.num_bytes for held in (self.last_flat, self.reduce_input))
+        return buckets, sizes
+
+    @property
+    def root(self) -> Bucket:
+        """The bucket outside the blocks."""
+        return self.buckets[0]
+
+    def ranks_of(self, bucket: Bucket) -> int:
+        """Ranks that cut a bucket between them."""
+        return self.ranks if bucket.ranks is None else bucket.ranks
+
+    def padded_elements(self, bucket: Bucket) -> int:
+        """Elements of a bucket once every weight's rows are padded to a multiple of the ranks."""
+        return sum(_padded(weight, self.ranks_of(bucket)) for weight in bucket.weights)
+
+    def gathered_bytes(self, bucket: Bucket) -> int:
+        """Of a bucket's whole parameters as they are gathered."""
+        ranks, whole = self.ranks_of(bucket), self.compute_itemsize
+        return sum(_padded(w, ranks) * (self.narrow_itemsize if w.name in bucket.in_fp8 else whole) for w in bucket.weights)
+
+    def own_elements(self, bucket: Bucket, weight: Weight) -> int:
+        """Elements of this rank's shard of a weight without padding: the last ranks may have fewer, or none."""
+        ranks = self.ranks_of(bucket)
+        own = self.at.dp * self.layout.cp + self.at.cp if bucket.ranks is None else self.at.expert_dp
+        rows = zero_shape(weight.shape, ranks)[0]
+        return chunk(rows, ranks, own % ranks).length * (weight.numel // rows)
+
+    def shard_elements(self, bucket: Bucket) -> int:
+        """Elements of this rank's shard without padding."""
+        return sum(self.own_elements(bucket, weight) for weight in bucket.weights)
+
+    def moment_bytes(self, bucket: Bucket, optimizer: str) -> int:
+        """Of the optimizer's state of this rank's shard."""
+        return sum(
+            moment_bytes(weight, self.own_elements(bucket, weight), optimizer, self.master_itemsize)
+            for weight in bucket.weights
+        )
+
+    def update_bytes(self, optimizer: str, device: str) -> int:
+        """What an update makes and drops, at most at once; of Muon's `plan.memory.muon_update` tells."""
+        matrices = [(bucket, weight) for bucket in self.buckets for weight in bucket.weights if len(weight.shape) > 1]
+        largest = max((self.own_elements(*one) for one in matrices), default=0)
+        return WIDENED_BYTES.get(optimizer, 0) * min(largest, UPDATED_TOGETHER[device])
+
+    def adds_in_place(self, bucket: Bucket, weight: Weight) -> bool:
+        """Whether a product can add to the gradient that is there, of the dtype in which autograd makes it."""
+        return weight.name in bucket.whole_gradients and not self._is_cast(bucket, weight) and not self.casts_alone
+
+    def before_forward(self, bucket: Bucket) -> None:
+        """Gather, unless it is still whole."""
+        if self.sharded and bucket.parameters is None:
+            self._start_gather(bucket)
+            self._finish_gather(bucket)
+            self._drop_last_flat()  # a local name in FSDP2's wait_for_unshard holds it until the copy is done
+            self.last_flat, bucket.flat = bucket.flat, None
+            if self.over_gloo:  # FSDP2 keeps it only while a stream may still read it
+                self._drop_last_flat()
+
+    def after_forward(self, bucket: Bucket) -> None:
+        """Stage 3 lets go, except outside the blocks."""
+        if self.sharded and self.layout.zero_stage == 3 and bucket is not self.buckets[0]:
+            self._reshard(bucket)
+
+    def end_forward(self) -> None:
+        self._drop_last_flat()
+
+    def before_backward(self, bucket: Bucket) -> None:
+        """Be whole, and start gathering the bucket that comes next on the way back."""
+        if not self.sharded:
+            return
+        if bucket.parameters is None:
+            self._start_gather(bucket)
+            self._finish_gather(bucket)
+            if bucket.flat is not None:
+                self.ledger.drop(bucket.flat)
+                bucket.flat = None
+        index = self.buckets.index(bucket)
+        ahead = self.buckets[index - 1]  # of the one outside the blocks, whose backward pass is first: the last
+        if index != 1 and ahead.parameters is None:
+            self._start_gather(ahead)
+
+    def add_gradient(self, bucket: Bucket, weight: Weight, gradient: Held) -> None:
+        """Autograd made a whole gradient of `weight`: keep it, or add it to the one that is there."""
+        there = bucket.whole_gradients.get(weight.name)
+        if self.casts_alone:
+            bucket.narrow_gradients[weight.name] = gradient
+        elif there is None:
+            bucket.whole_gradients[weight.name] = self.ledger.move(gradient, "gradients", bucket.label)
+        elif not self._is_cast(bucket, weight):
+            self.ledger.drop(gradient)
+        else:  # summed in the dtype of the reduction, when the bucket is done
+            bucket.whole_gradients[f"{weight.name} new"] = self.ledger.move(gradient, "gradients", bucket.label)
+
+    def after_backward(self, bucket: Bucket, action: Action) -> None:
+        """Reduce and cut the gradients, or keep them whole for the next micro-batch; let go of the parameters."""
+        if self.casts_alone:
+            self._cast_gradients(bucket)
+        if not self.sharded:
+            return
+        for name in [name for name in bucket.whole_gradients if name.endswith(" new")]:
+            self.ledger.drop(bucket.whole_gradients.pop(name))
+        if not action.keep_parameters:
+            self._reshard(bucket)
+        if action.reduce_gradients:
+            self._reduce(bucket, action)
+        else:
+            self._cast_to_sums(bucket)
+
+    def complete_gradients(self, bucket: Bucket) -> None:
+        """A gradient of every weight in the dtype of sums, zeros where there was none (`parallel.pipeline_data`): reductions
+        want all of a bucket in one dtype."""
+        for weight in bucket.weights if self.sharded else ():
+            if weight.name not in bucket.whole_gradients:
+                size = weight.numel * self.compute_itemsize
+                bucket.whole_gradients[weight.name] = self.ledger.take("gradients", bucket.label, size)
+            self._cast_one(bucket, weight)
+
+    def complete_some(self) -> None:
+        """The same before a backward pass that reduces, of buckets that have gradients in that dtype already."""
+        for bucket in self.buckets if self.sharded else ():
+            if any(self._is_cast(bucket, weight) for weight in bucket.weights):
+                self.complete_gradients(bucket)
+
+    def end_backward(self) -> None:
+        self._drop_reduce_input()
+        for bucket in self.buckets:
+            if bucket.replica_buffer is not None:
+                self.ledger.drop(bucket.replica_buffer)
+                bucket.replica_buffer = None
+
+    def forget_gradients(self) -> None:
+        """zero_grad(set_to_none=True)."""
+        for bucket in self.buckets:
+            for held in [*bucket.whole_gradients.values(), *([bucket.cut_gradient] if bucket.cut_gradient else [])]:
+                self.ledger.drop(held)
+            bucket.whole_gradients.clear()
+            bucket.cast.clear()
+            bucket.cut_gradient = None
+
+    def _start_gather(self, bucket: Bucket) -> None:
+        ranks = self.ranks_of(bucket)
+        if ranks == 1 or bucket.flat is not None:
+            return
+        whole = self.gathered_bytes(bucket)
+        if bucket.parameters is None and bucket.weights:
+            self.tally.send("all_gather", self._groups(bucket)[0], whole)
+        narrow = self.compute_itemsize != self.master_itemsize
+        own = self.ledger.take("communication", "all-gather input", whole // ranks if narrow else 0)
+        bucket.flat = self.ledger.take("communication", "all-gather output", whole)
+        self.ledger.drop(own)
+
+    def _groups(self, bucket: Bucket) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of the ranks that cut a bucket, and of those that repeat it."""
+        if bucket.ranks is None:
+            return self.layout.group("shard"), self.layout.group("replicate")
+        size, stride = bucket.ranks, self.layout.group("expert_dp")[1]
+        return (size, stride), (self.layout.expert_dp // size, stride * size)
+
+    def _finish_gather(self, bucket: Bucket) -> None:
+        whole = self.gathered_bytes(bucket)
+        bucket.parameters = self.ledger.take("gathered", bucket.label, whole)
+
+    def _reshard(self, bucket: Bucket) -> None:
+        if bucket.parameters is not None:
+            self.ledger.drop(bucket.parameters)
+            bucket.parameters = None
+
+    def _cast_gradients(self, bucket: Bucket) -> None:
+        for weight in reversed([w for w in bucket.weights if w.name in bucket.narrow_gradients]):
+            narrow = bucket.narrow_gradients.pop(weight.name)
+            wide = self.ledger.take("temporary", "gradients of weights", weight.numel * self.master_itemsize)
+            self.ledger.drop(narrow)
+            if weight.name in bucket.whole_gradients:  # autograd adds to the one that is there
+                self.ledger.drop(wide)
+            else:
+                bucket.whole_gradients[weight.name] = self.ledger.move(wide, "gradients", bucket.label)
+
+    def _cast_to_sums(self, bucket: Bucket) -> None:
+        """Cast gradients to the dtype of the reduction, wider or narrower, one at a time."""
+        for weight in bucket.weights:
+            if weight.name in bucket.whole_gradients:
+                self._cast_one(bucket, weight)
+
+    def _cast_one(self, bucket: Bucket, weight: Weight) -> None:
+        if self.casts_sums and not self._is_cast(bucket, weight):
+            cast = self.ledger.take("gradients", bucket.label, weight.numel * self.reduce_itemsize)
+            self.ledger.drop(bucket.whole_gradients[weight.name])
+            bucket.whole_gradients[weight.name] = cast
+            bucket.cast.add(weight.name)
+
+    def _is_cast(self, bucket: Bucket, weight: Weight) -> bool:
+        """Whether there is a gradient in the dtype of sums over micro-batches, which autograd did not make."""
+        return weight.name in bucket.cast
+
+    def _reduce(self, bucket: Bucket, action: Action) -> None:
+        self._drop_reduce_input()
+        if not bucket.weights:
+            return
+        elements, ranks = self.padded_elements(bucket), self.ranks_of(bucket)
+        cut_over, copies = self._groups(bucket)
+        self.tally.send("reduce_scatter", cut_over, elements * self.reduce_itemsize)
+        if action.sum_replicas:
+            self.tally.send("all_reduce", copies, elements * self.reduce_itemsize // ranks)
+        self.reduce_input = self.ledger.take("communication", "reduce-scatter input", elements * self.reduce_itemsize)
+        # On several ranks a loop variable of torch's foreach_reduce holds the last parameter's gradient until it returns.
+        lingering = bucket.whole_gradients.pop(bucket.weights[-1].name) if ranks > 1 else None
+        gradients = list(bucket.whole_gradients.values())
+        bucket.whole_gradients.clear()
+        bucket.cast.clear()
+        for held in gradients:
+            self.ledger.drop(held)
+        if ranks == 1:  # the result is the input (`parallel.data.NothingToScatter`)
+            cut, self.reduce_input = self.reduce_input, None
+        else:
+            cut = self.ledger.take("communication", "reduce-scatter output", elements // ranks * self.reduce_itemsize)
+        if ranks == 1:  # FSDP2 divides gradients (by one) on their way into the result, through a copy
+            self.ledger.touch("communication", "copy of reduce-scatter input", elements * self.reduce_itemsize)
+        elif self.over_gloo:
+            received = elements // ranks * (ranks - 1)
+            self.ledger.touch("communication", "parts of other ranks", received * self.reduce_itemsize)
+        self._keep_cut(bucket, cut, action)
+        if lingering is not None:
+            self.ledger.drop(lingering)
+
+    def _keep_cut(self, bucket: Bucket, cut: Held, action: Action) -> None:
+        """The cut gradient, once it is summed over copies; until then partial."""
+        if not action.sum_replicas:
+            if bucket.partial is None:
+                bucket.partial = cut
+            else:
+                self.ledger.drop(cut)
+            return
+        if self.reduce_itemsize == self.master_itemsize:
+            bucket.cut_gradient = self.ledger.move(cut, "gradients", bucket.label)
+        else:
+            bucket.replica_buffer = cut  # the sum over copies ran in it, and FSDP2 keeps it until the end
+            size = cut.num_bytes // self.reduce_itemsize * self.master_itemsize
+            bucket.cut_gradient = self.ledger.take("gradients", bucket.label, size)
+        if bucket.partial is not None:
+            self.ledger.drop(bucket.partial)
+            bucket.partial = None
+
+    def _drop_last_flat(self) -> None:
+        if self.last_flat is not None:
+            self.ledger.drop(self.last_flat)
+            self.last_flat = None
+
+    def _drop_reduce_input(self) -> None:
+        if self.reduce_input is not None:
+            self.ledger.drop(self.reduce_input)
+            self.reduce_input = None
+
+
+def moment_bytes(weight: Weight, elements: int, optimizer: str, master_itemsize: int) -> int:
+    """Of the optimizer's state of so many elements, whole rows, of a weight: what our trainer keeps."""
+    if optimizer == "muon" and is_hidden_matrix(weight):
+        return elements * master_itemsize
+    if len(weight.shape) == 1 or optimizer in ("adamw", "muon"):
+        return 2 * elements * master_itemsize
+    if optimizer == "adamw-bf16":
+        return 2 * elements * 2
+    blocks = elements // weight.shape[-1] * -(-(weight.first_column % SCALED_TOGETHER + weight.shape[-1]) // SCALED_TOGETHER)
+    return 2 * (elements + 4 * blocks)
+
+
+def _padded(weight: Weight, ranks: int) -> int:
+    rows = zero_shape(weight.shape, ranks)[0]
+    return -(-rows // ranks) * ranks * (weight.numel // rows)
+
+
+class ScaleTable(NamedTuple):
+    """Of the weights of a rank that are cut over one group. Groups are (size, stride)."""
+
+    shards: tuple[int, int]
+    sharing: tuple[int, int]
+    """Ranks of tp, or expert_tp, that hold other parts of what has one scale."""
+    num_bytes: int
+    shared_bytes: int
+    """Of the scales of which `sharing` hold parts."""
+
+
+def scale_tables(model: Model, layout: Layout, held: Iterable[Weight]) -> Iterator[ScaleTable]:
+    """`held`: the weights of a rank's stages, of the shapes that it has before data parallelism cuts them."""
+    is_shared = weights_gathered_in_fp8(model, layout)
+    gathered = [weight for weight in held if weight.name in is_shared]
+    of_experts = layout.group("expert_shard"), layout.group("expert_tp")
+    for experts, groups in ((False, (layout.group("shard"), layout.group("tp"))), (True, of_experts)):
+        sizes = {w.name: SLOT_BYTES * num_weight_scales(w.shape, layout) for w in gathered if w.is_expert is experts}
+        if sizes:
+            yield ScaleTable(*groups, sum(sizes.values()), sum(size for name, size in sizes.items() if is_shared[name]))
+
+
+def scale_bytes(tables: Iterable[ScaleTable], layout: Layout) -> int:
+    """Kept from step to step: scales, and for a history the largest magnitudes that they follow from."""
+    return (2 if is_delayed(layout) else 1) * sum(table.num_bytes for table in tables)
+
+
+def scale_messages(tables: Iterable[ScaleTable], layout: Layout) -> Iterator[tuple[tuple[int, int], int]]:
+    """The all-reduces of an update, (group, bytes); none where a history tells scales."""
+    for table in () if is_delayed(layout) else tables:
+        yield table.shards, table.num_bytes
+        yield table.sharing, table.shared_bytes

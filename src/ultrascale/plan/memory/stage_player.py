@@ -1,0 +1,257 @@
+"""A stage of a pipeline whose passes are replayed once, then played: the same bytes in a fraction of the time.
+
+Micro-batches come and go alike. The first pass of a kind is replayed operation by operation (`plan.memory.stage_replay`), and
+its effect on the books is written down. If it left the stage as it found it, the next pass of that kind is one entry. A pass in
+a state that was not seen before is replayed; what played passes of its micro-batch would have left is made first, off the
+books. Stages with the same blocks between the ends share what is written down, those of other ranks of a layout too.
+`tests/plan/test_stage_player.py` holds this to the plain replay, byte for byte.
+
+A rank of a pipeline replayed: its list of actions on its stages, and the messages that come and go beside them.
+
+input     of a stage: memory of the message that brought it, until its backward pass is done
+result    handed to the mailbox; over gloo it lives until an answer shows that it has arrived (`parallel.pipeline_messages`)
+gradient  of a result: a message, until its backward pass is done
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ultrascale.plan.memory.ledger import Effect, Held, Ledger
+from ultrascale.plan.memory.stage_replay import StageReplay
+from ultrascale.plan.memory.tally import Counts, Tally
+from ultrascale.schedules.actions import Action, Kind
+from ultrascale.schedules.messages import Message, made_by, read_by, receipts
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One pass: its effect on the ledger and the tally, and what it hands to a neighbouring stage."""
+
+    effect: Effect
+    counts: Counts
+    result: tuple[str, str, int] | None
+    """Category, label and bytes."""
+    keeps_gradient: int
+    """Holders that the gradient which came in has gained: I keeps it for W."""
+
+
+@dataclass
+class Played:
+    """A micro-batch that is only in the books."""
+
+    given: Held | None
+    gradient: Held | None = None
+    input_gradient: Action | None = None
+    """Its I, once that has been played too."""
+
+
+Entries = dict[Hashable, Entry | None]
+
+
+def alike(stage: StageReplay) -> Hashable:
+    """The same for stages whose passes change the books alike: their own blocks, or a number where they hold an end."""
+    part, layout = stage.part, stage.layout
+    if part.is_first or part.is_last:
+        return part
+    return tuple((id(stage.work.block(layer)), layout.again(layer)) for layer in part.blocks)
+
+
+@dataclass
+class StagePlayer:
+    """The three passes of `StageReplay`."""
+
+    stage: StageReplay
+    _entries: Entries = field(default_factory=dict)
+    """None: a pass that changes the stage's state, or shares its result, and is replayed every time."""
+    _played: dict[int, Played] = field(default_factory=dict)
+    _state: Hashable | None = None
+
+    def forward(self, micro_batch: int, given: Held | None = None) -> Held | None:
+        """F."""
+        key = Kind.FORWARD, self._now()
+        if (entry := self._entries.get(key)) is None:
+            return self._replay(key, lambda: self.stage.forward(micro_batch, given), None)
+        self._played[micro_batch] = Played(given)
+        return self._play(entry, None)
+
+    def backward(self, action: Action, gradient: Held | None = None) -> Held | None:
+        """B, I, or the W of the first stage, which does all."""
+        key, one = self._key(action), self._played.get(action.micro_batch)
+        if one is None or (entry := self._entries.get(key)) is None:
+            self._make(action.micro_batch)
+            return self._replay(key, lambda: self.stage.backward(action, gradient), gradient)
+        if action.kind is Kind.INPUT_GRADIENT:
+            one.gradient, one.input_gradient = gradient, action
+        else:
+            del self._played[action.micro_batch]
+        return self._play(entry, gradient)
+
+    def weight_gradients(self, action: Action) -> None:
+        """W."""
+        key = self._key(action)
+        if action.micro_batch not in self._played or (entry := self._entries.get(key)) is None:
+            self._make(action.micro_batch)
+            self._replay(key, lambda: self.stage.weight_gradients(action), None)
+        else:
+            del self._played[action.micro_batch]
+            self._play(entry, None)
+
+    def _key(self, action: Action) -> Hashable:
+        return action._replace(micro_batch=0, beside=None), self._now()
+
+    def _now(self) -> Hashable:
+        if self._state is None:
+            self._state = self.stage.state()
+        return self._state
+
+    def _play(self, entry: Entry, gradient: Held | None) -> Held | None:
+        self.stage.ledger.apply(entry.effect)
+        self.stage.tally.add(entry.counts)
+        if gradient is not None:
+            gradient.holders += entry.keeps_gradient
+        return None if entry.result is None else Held(*entry.result)
+
+    def _replay(self, key: Hashable, run: Callable[[], Held | None], gradient: Held | None) -> Held | None:
+        """The pass itself, written down if it has not been."""
+        ledger, tally, before = self.stage.ledger, self.stage.tally, self._now()
+        self._state = None
+        if key in self._entries:
+            return run()
+        holders, counted = 0 if gradient is None else gradient.holders, tally.counted()
+        with ledger.recording() as recorded:
+            result = run()
+        told = None if result is None else (result.category, result.label, result.num_bytes)
+        kept = 0 if gradient is None else gradient.holders - holders
+        repeats = self._now() == before and (result is None or result.holders == 1)
+        self._entries[key] = Entry(recorded.effect(), tally.since(counted), told, kept) if repeats else None
+        return result
+
+    def _make(self, micro_batch: int) -> None:
+        """What played passes of a micro-batch would have left. The books have it already."""
+        one = self._played.pop(micro_batch, None)
+        if one is None:
+            return
+        stage, given, gradient = self.stage, one.given, one.gradient
+        with stage.ledger.off_the_books(), stage.tally.off_the_books(), stage.buckets_left_alone():
+            if one.input_gradient is None:
+                self._let_go(stage.forward(micro_batch, given))
+                return
+            for held in (given, gradient):  # their owners have let go since
+                if held is not None:
+                    held.holders += 1
+            self._let_go(stage.forward(micro_batch, given))
+            kept = 0 if gradient is None else gradient.holders - 1
+            if gradient is not None:
+                gradient.holders = 1
+            self._let_go(stage.backward(one.input_gradient, gradient))
+            if gradient is not None:
+                assert gradient.holders == 1 + kept, gradient
+                gradient.holders = kept
+            if given is not None:
+                given.holders -= 1
+                assert given.holders == 0, given
+
+    def _let_go(self, result: Held | None) -> None:
+        if result is not None:
+            self.stage.ledger.drop(result)
+
+
+class MailReplay:
+    """The messages of one rank in one step."""
+
+    def __init__(
+        self, ledger: Ledger, tally: Tally, messages: Sequence[Message], rank: int, num_bytes: int, *, over_gloo: bool
+    ):
+        """`messages` of the whole step, `num_bytes` each."""
+        self.ledger, self.tally, self.num_bytes, self.over_gloo = ledger, tally, num_bytes, over_gloo
+        self.outgoing = {message.key: message for message in messages if message.sender == rank}
+        self.incoming = {message.key: message for message in messages if message.receiver == rank}
+        self._expected = deque(receipts(messages, rank))
+        self._arriving: dict[tuple[bool, int, int], Held] = {}
+        self._leaving: defaultdict[int, deque[tuple[Message, Held]]] = defaultdict(deque)
+
+    def expect(self, position: int) -> None:
+        """Memory for what is on its way when the action at `position` begins."""
+        while self._expected and self._expected[0][0] <= position:
+            self._arriving[self._expected.popleft()[1].key] = self.ledger.take("activations", "messages", self.num_bytes)
+
+    def take(self, message: Message) -> Held:
+        """What has arrived; what its sender has read by then is let go."""
+        leaving = self._leaving[message.sender]
+        while leaving and leaving[0][0].needed_by <= message.sent_by:
+            self.ledger.drop(leaving.popleft()[1])
+        return self._arriving.pop(message.key)
+
+    def send(self, message: Message, held: Held) -> None:
+        """Keep `held` until it has left. NCCL says when that is; soon, here at once."""
+        layout = self.tally.layout
+        self.tally.send("send", (layout.pp, layout.group("pp")[1]), self.num_bytes)
+        if self.over_gloo:
+            self._leaving[message.receiver].append((message, held))
+        else:
+            self.ledger.drop(held)
+
+    def close(self) -> None:
+        for leaving in self._leaving.values():
+            for _, held in leaving:
+                self.ledger.drop(held)
+            leaving.clear()
+
+
+class RankReplay:
+    """The micro-batches in flight on a rank of a pipeline, in one step."""
+
+    def __init__(self, ledger: Ledger, stages: Mapping[int, StageReplay | StagePlayer], mail: MailReplay, last_stage: int):
+        self.ledger, self.stages, self.mail, self.last_stage = ledger, stages, mail, last_stage
+        self._inputs: dict[tuple[int, int], Held] = {}
+        self._postponed: dict[tuple[int, int], Held] = {}
+        self._handed: dict[tuple[bool, int, int], Held] = {}
+
+    def play(self, actions: Sequence[Action], step: int) -> None:
+        """All of a rank's actions."""
+        for position, action in enumerate(actions):
+            self.mail.expect(position)
+            for part in action.parts:
+                given = self._take(part)
+                self.ledger.mark("forward" if part.kind is Kind.FORWARD else "backward", step)
+                self._do(part, given)
+        self.mail.close()
+
+    def _take(self, part: Action) -> Held | None:
+        key = read_by(part, self.last_stage)
+        if key is None:
+            return None
+        message = self.mail.incoming.get(key)
+        return self._handed.pop(key) if message is None else self.mail.take(message)
+
+    def _do(self, part: Action, given: Held | None) -> None:
+        stage, at = self.stages[part.stage], (part.stage, part.micro_batch)
+        if part.kind is Kind.FORWARD:
+            if given is not None:
+                self._inputs[at] = given
+            self._pass_on(part, stage.forward(part.micro_batch, given))
+        elif part.kind is Kind.INPUT_GRADIENT and part.stage == 0:  # nobody waits for it
+            if given is not None:
+                self._postponed[at] = given
+        elif part.kind is Kind.WEIGHT_GRADIENT and part.stage > 0:
+            stage.weight_gradients(part)
+        else:
+            given = self._postponed.pop(at, None) if part.kind is Kind.WEIGHT_GRADIENT else given
+            result = stage.backward(part, given)
+            for held in (given, self._inputs.pop(at, None)):
+                if held is not None:
+                    self.ledger.drop(held)
+            self._pass_on(part, result)
+
+    def _pass_on(self, part: Action, result: Held | None) -> None:
+        key = made_by(part, self.last_stage)
+        if result is None or key is None:
+            return
+        message = self.mail.outgoing.get(key)
+        if message is None:
+            self._handed[key] = result
+        else:
+            self.mail.send(message, result)

@@ -1,0 +1,146 @@
+"""What a stage of the model is on one rank: its operations, its weights, and the buckets in which FSDP2 handles them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ultrascale.plan.memory.sharding import Bucket
+from ultrascale.spec.fp8_slots import weights_gathered_in_fp8
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.op_builders import without_fp8
+from ultrascale.spec.places import Coordinates, Place, place
+from ultrascale.spec.weights import Weight, layer_weights, weights_outside_layers
+from ultrascale.spec.work import (
+    Op,
+    Shape,
+    block_work,
+    coming_work,
+    embedding_work,
+    head_work,
+    prediction_block_work,
+    prediction_head_work,
+)
+
+EXPERTS = "mlp.experts."
+PREDICTION_NORM = "shared_head.norm"
+
+
+class Part(NamedTuple):
+    """Which of the model a stage holds."""
+
+    layers: range
+    is_first: bool = True
+    is_last: bool = True
+    predictions: range = range(0)
+    """Blocks of multi-token prediction, which follow the others on the last stage."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """All of them."""
+        return [*self.layers, *self.predictions]
+
+
+class StageWork:
+    """A stage, told; `plan.memory.stage_replay` plays it."""
+
+    def __init__(self, model: Model, layout: Layout, shape: Shape, part: Part, at: Coordinates):
+        self.model, self.layout, self.shape, self.part = model, layout, shape, part
+        self.per_bucket = layout.layers_per_bucket if layout.dp * layout.cp > 1 else 1
+        blocks = part.blocks
+        self._first_block, self._last_block = (blocks[0], blocks[-1]) if blocks else (None, None)
+        self.hidden_bytes = shape.outer_tokens * model.hidden_size * shape.itemsize
+        """Of the residual stream."""
+        self._local = {w.name: _part(w, place(w, layout, at)) for w in self._weights()}
+        self.buckets = self._buckets()
+        self.by_name = {weight.name: (bucket, weight) for bucket in self.buckets for weight in bucket.weights}
+        self.uses = Counter(name for ops in self.outside() for op in ops for name in op.weights)
+
+    def _weights(self) -> list[Weight]:
+        """Of the whole model's, those of this stage."""
+        part = self.part
+        named = {name for ops in self.outside() for op in ops for name in op.weights}
+        outside = [w for w in weights_outside_layers(self.model) if w.name in named]
+        return [*outside, *(w for layer in part.blocks for w in layer_weights(self.model, layer))]
+
+    def _buckets(self) -> list[Bucket]:
+        """In the order in which FSDP2 sees them end in a forward pass, what is outside the blocks first: experts that are cut
+        over other ranks than the rest are buckets of their own, before the bucket of their block."""
+        layout, of_layer = self.layout, defaultdict[int | None, list[Weight]](list)
+        for weight in self._local.values():
+            of_layer[weight.layer].append(weight)
+        root = Bucket(of_layer[None], "outside the blocks")
+        buckets = [root]
+        apart = self.model.num_experts > 0 and layout.tp * layout.ep * layout.expert_tp > 1
+        layers = self.part.blocks
+        for first in range(0, len(layers), self.per_bucket):
+            members = layers[first : first + self.per_bucket]
+            for layer in members if apart else ():
+                if experts := [w for w in of_layer[layer] if w.is_expert]:
+                    buckets.append(Bucket(experts, "experts", ranks=layout.expert_shard_size))
+            of_members = [w for layer in members for w in of_layer[layer]]
+            norms = [w for w in of_members if PREDICTION_NORM in w.name]
+            rest = [w for w in of_members if not (apart and w.is_expert) and w not in norms]
+            buckets += [Bucket(rest, "blocks"), *(Bucket([norm], "norms of predictions") for norm in norms)]
+        in_fp8 = weights_gathered_in_fp8(self.model, layout)
+        for bucket in buckets:
+            bucket.in_fp8 = in_fp8
+        return buckets
+
+    def before(self) -> tuple[Op, ...]:
+        return embedding_work(self.model, self.shape) if self.part.is_first else ()
+
+    def after(self) -> tuple[Op, ...]:
+        return head_work(self.model, self.shape) if self.part.is_last else ()
+
+    def outside(self) -> list[tuple[Op, ...]]:
+        """What is done outside the blocks in a forward pass."""
+        predicting = [coming_work(self.model, self.shape), prediction_head_work(self.model, self.shape)]
+        return [self.before(), self.after(), *predicting * len(self.part.predictions)]
+
+    def block(self, layer: int) -> tuple[Op, ...]:
+        if layer in self.part.predictions:
+            return prediction_block_work(self.model, layer, self.shape)
+        kept = self.layout.fp8_keep_blocks
+        is_kept = not kept <= layer < self.model.num_hidden_layers - kept
+        return block_work(self.model, layer, without_fp8(self.shape) if is_kept else self.shape)
+
+    def bucket(self, layer: int) -> Bucket:
+        return self.by_name[f"layers.{layer}.input_layernorm.weight"][0]
+
+    def norm_bucket(self, layer: int) -> Bucket:
+        return self.by_name[f"layers.{layer}.{PREDICTION_NORM}.weight"][0]
+
+    def experts(self, layer: int | None, ops: Sequence[Op]) -> tuple[Bucket | None, int, int]:
+        """The bucket that a block's experts have for themselves, and the first and the last operation that read it."""
+        if layer is None or not self.model.num_experts:
+            return None, 0, 0
+        at = [index for index, op in enumerate(ops) if op.name.startswith(EXPERTS)]
+        named = [name for index in at for name in ops[index].weights]
+        bucket = self.by_name[f"layers.{layer}.{named[0]}"][0] if named else None
+        if bucket is None or bucket is self.bucket(layer):
+            return None, 0, 0
+        return bucket, at[0], at[-1]
+
+    def is_first(self, layer: int) -> bool:
+        return (layer - self.part.layers.start) % self.per_bucket == 0
+
+    def is_last(self, layer: int) -> bool:
+        return (layer + 1 - self.part.layers.start) % self.per_bucket == 0 or layer == self._last_block
+
+    def cuts_input(self, layer: int) -> bool:
+        """Whether a rank of tp keeps its positions alone of a block's input (`parallel.cut_checkpoints`)."""
+        held_anyway = layer == self._first_block and not self.part.is_first
+        return self.layout.partition_checkpoints and not held_anyway
+
+    def names(self, weights: Sequence[str], layer: int | None) -> list[str]:
+        """Of the whole model; a prediction's head is the model's own."""
+        return [name if layer is None or name in self.by_name else f"layers.{layer}.{name}" for name in weights]
+
+
+def _part(weight: Weight, held: Place) -> Weight:
+    """What a rank has of `weight`."""
+    return replace(weight, shape=held.shape, first_column=held.offsets[-1])

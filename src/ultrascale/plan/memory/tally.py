@@ -1,0 +1,228 @@
+"""What a rank does in a replayed step, counted where it happens: messages by kind and group, and FLOPs.
+
+Who replays tells it of every operation and its backward pass (`plan.memory.stage_replay`), of gathers and reductions of buckets
+(`plan.memory.sharding`) and of a pipeline's messages (`plan.memory.stage_player`). So traffic follows the moves that memory
+does, and a gather that the replay makes too often is wrong in both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ultrascale.spec.context_order import gathered_traffic, pairs_worked_on, ring_traffic, rows_made
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.ops import Collective, Op, Shape, When
+
+
+class Way(NamedTuple):
+    """Messages that are counted together."""
+
+    kind: str
+    size: int
+    stride: int
+
+
+class Traffic(NamedTuple):
+    """How many, and their bytes."""
+
+    count: int
+    num_bytes: int
+
+
+class Message(NamedTuple):
+    """What one operation sends in one way."""
+
+    way: Way
+    count: int
+    num_bytes: int
+
+
+class Pass(NamedTuple):
+    """What one pass of an operation counts for."""
+
+    op: Op
+    """Kept, so that its identity stays its own."""
+    products: int
+    attention: int
+    messages: list[Message]
+
+
+class Counts(NamedTuple):
+    """FLOPs and messages, by way."""
+
+    products: int
+    attention: int
+    counts: dict[Way, int]
+    sizes: dict[Way, int]
+
+
+@dataclass
+class Tally:
+    """Counts of one rank."""
+
+    layout: Layout
+    shape: Shape
+    cp_rank: int
+    products: int = 0
+    """FLOPs of matrix products, recomputed ones included; attention apart."""
+    attention: int = 0
+    """FLOPs, of every pair of a query and a key that a kernel is given."""
+    counts: Counter[Way] = field(default_factory=Counter)
+    sizes: Counter[Way] = field(default_factory=Counter)
+    _known: dict[When, dict[int, Pass]] = field(default_factory=lambda: {"forward": {}, "backward": {}})
+    """Passes of operations by identity: they come again with every block and micro-batch."""
+
+    @property
+    def traffic(self) -> dict[Way, Traffic]:
+        """Messages by way."""
+        return {way: Traffic(count, self.sizes[way]) for way, count in self.counts.items()}
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.products = self.attention = 0
+        self.counts.clear()
+        self.sizes.clear()
+
+    def counted(self) -> Counts:
+        """All so far."""
+        return Counts(self.products, self.attention, dict(self.counts), dict(self.sizes))
+
+    def since(self, before: Counts) -> Counts:
+        """What was counted since `before`."""
+        counts, sizes = (
+            {way: now - then.get(way, 0) for way, now in these.items() if now != then.get(way, 0)}
+            for these, then in ((self.counts, before.counts), (self.sizes, before.sizes))
+        )
+        return Counts(self.products - before.products, self.attention - before.attention, counts, sizes)
+
+    def add(self, more: Counts) -> None:
+        """The same once more."""
+        self.products += more.products
+        self.attention += more.attention
+        self.counts.update(more.counts)
+        self.sizes.update(more.sizes)
+
+    @contextmanager
+    def off_the_books(self) -> Iterator[None]:
+        """Nothing inside counts."""
+        before = self.counted()
+        try:
+            yield
+        finally:
+            self.products, self.attention = before.products, before.attention
+            self.counts, self.sizes = Counter(before.counts), Counter(before.sizes)
+
+    def send(self, kind: str, group: tuple[int, int], num_bytes: int, count: int = 1) -> None:
+        """`count` messages, together of so many bytes, among `group` (size, stride). One rank sends nothing."""
+        if group[0] > 1 and num_bytes:
+            way = Way(kind, *group)
+            self.counts[way] += count
+            self.sizes[way] += num_bytes
+
+    def forward(self, op: Op) -> None:
+        """`op` runs, for the first time or again."""
+        self._count(self._known["forward"].get(id(op)) or self._learn(op, "forward"))
+
+    def backward(self, op: Op) -> None:
+        """The backward pass of `op`; of what waits for W its products are counted too, and its messages are not."""
+        self._count(self._known["backward"].get(id(op)) or self._learn(op, "backward"))
+
+    def compute_again(self, op: Op) -> None:
+        """The FLOPs of a forward pass of `op`, without its messages."""
+        known = self._known["forward"].get(id(op)) or self._learn(op, "forward")
+        self.products += known.products
+        self.attention += known.attention
+
+    def send_again(self, op: Op) -> None:
+        """The messages of a forward pass of `op`, without its FLOPs."""
+        self.send_all(self._known["forward"].get(id(op)) or self._learn(op, "forward"))
+
+    def _count(self, known: Pass) -> None:
+        self.products += known.products
+        self.attention += known.attention
+        if known.messages:
+            self.send_all(known)
+
+    def send_all(self, known: Pass) -> None:
+        """What a pass sends."""
+        for way, count, num_bytes in known.messages:
+            self.counts[way] += count
+            self.sizes[way] += num_bytes
+
+    def _learn(self, op: Op, when: When) -> Pass:
+        flops = op.flops if when == "forward" else op.backward_flops
+        is_attention = op.kind == "attention"
+        found = [self._message(op, item) for item in op.collectives if item.when == when]
+        known = self._known[when][id(op)] = Pass(
+            op, 0 if is_attention else flops, self._worked_on(op, flops) if is_attention else 0,
+            [one for one in found if one.way.size > 1 and one.num_bytes],
+        )  # fmt: skip
+        return known
+
+    def _worked_on(self, op: Op, flops: int) -> int:
+        """Over cp: of the full square of scores what a place of a ring works on. There, and where kernels are told where
+        documents end, heads are of one width."""
+        scores, (places, heads) = op.scores, self.layout.cp_grid
+        told_ends = self.shape.documents and self.shape.masks_in_kernel and self.shape.kernels.spans
+        if scores is None or (self.layout.cp == 1 and not told_ends):
+            return flops
+        e, v = scores.head_dim, scores.value_head_dim
+        width = scores.kernel_width(self.shape.device)
+        flops = flops // (e + v) * 2 * width if flops == op.flops else flops // (3 * e + 2 * v) * 5 * width
+        if places == 1 or self.shape.documents:
+            return flops
+        length, window = self.shape.sequence_length, op.collectives[0].window
+        pairs = pairs_worked_on(length, places, self.cp_rank // heads, window)
+        return flops * pairs // (scores.queries * scores.keys)
+
+    def hop_parts(self, op: Op) -> int:
+        """Bytes of an attention's results of single hops, as wide as kernels make them, beyond those of the merged one; 0 where
+        there is one hop."""
+        if op.kind != "attention" or self.layout.cp_grid[0] == 1 or self.shape.documents:
+            return 0
+        (places, heads), shape = self.layout.cp_grid, self.shape
+        made = rows_made(shape.sequence_length, places, self.cp_rank // heads, op.collectives[0].window)
+        merged, (attended, *others), scores = shape.swapped_length, op.makes, op.scores
+        assert scores is not None
+        wide = attended.num_bytes * scores.kernel_width(self.shape.device) // scores.value_head_dim
+        rest = sum(result.num_bytes for result in others)
+        return wide * made // merged - attended.num_bytes + rest * (made - merged) // merged
+
+    def _message(self, op: Op, item: Collective) -> Message:
+        if item.axis == "cp" and op.kind != "router":
+            return self._message_in_context(item)
+        # Sums of experts' rows are an exchange and additions.
+        kind = "all_to_all" if (item.axis, item.kind) == ("expert_tp", "reduce_scatter") else item.kind
+        return Message(Way(kind, *self.layout.group(item.axis)), 1, item.num_bytes)
+
+    def _message_in_context(self, item: Collective) -> Message:
+        """Over cp: what leaves the rank, in messages to single ranks except where NCCL gathers."""
+        group, (places, heads) = self.layout.group("cp"), self.layout.cp_grid
+        if item.kind == "all_to_all":
+            leaving = item.num_bytes * (heads - 1) // heads if item.leaving_bytes is None else item.leaving_bytes
+            return Message(Way("send", *group), item.num_messages * (heads - 1), leaving)
+        uneven = not self.shape.rings and self.shape.at is not None and self.shape.sequence_length % places
+        if (
+            not self.shape.rings and not uneven
+        ) or self.shape.documents:  # who needs keys of which documents is not known to a plan
+            kind, count = (item.kind, 1) if self.shape.device == "cuda" and not self.shape.rings else ("send", places - 1)
+            return Message(Way(kind, *group), count, round(item.num_bytes * (places - 1) / places * item.sent_share))
+        traffic = ring_traffic if self.shape.rings else gathered_traffic
+        sent = traffic(self.shape.sequence_length, places, self.cp_rank // heads, item.window)
+        count, slots = sent.keys if item.kind == "all_gather" else sent.gradients
+        return Message(Way("send", *group), count, item.num_bytes * slots // self.shape.sequence_length)
+
+
+def per_step(few: Tally, fewer: Tally, more: int) -> Tally:
+    """The tally of `more` micro-batches than those of `few`, which has one more than `fewer`: each sends and computes alike."""
+    found = Tally(few.layout, few.shape, few.cp_rank)
+    found.products = few.products + more * (few.products - fewer.products)
+    found.attention = few.attention + more * (few.attention - fewer.attention)
+    for way in few.counts:
+        found.counts[way] = few.counts[way] + more * (few.counts[way] - fewer.counts[way])
+        found.sizes[way] = few.sizes[way] + more * (few.sizes[way] - fewer.sizes[way])
+    return found

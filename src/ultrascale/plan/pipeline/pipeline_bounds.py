@@ -1,0 +1,125 @@
+"""Steps of pipelines without playing them: closed forms over whole columns, for searching. `plan.pipeline.play` plays the best.
+
+p ranks, m micro-batches, v stages a rank; F, I, W seconds of one micro-batch in one stage, B = I + W; s seconds of a message; q
+= p-1. With even stages and short messages a step is the work of one rank and the following:
+
+    afab            q(F+B) + 2qs                              1f1b           q(F+B) + 2s(q + floor(q(m-1)/p))
+    interleaved     (q + (v-1)max(p-m, 0))(F+B) + messages    breadth-first  the same
+    zb-h1           max(qF, qI, q(F+I-W)) + messages          Qi et al. and DeepSeek write the last one only
+    zb-v            the longest of eight paths: qF where F = I = W, because its ranks start one after the other
+    dualpipe(-v)    the longest of four, with q = p/2 - 1 (or p - 1); q(F&B + B - 3W), as DeepSeek writes, is a little more
+
+They were read off the simulator (for random F, I, W, s the slopes of its step are whole numbers) and tests hold them to it.
+Exact for any m (but see `ENOUGH`) without messages, and for afab and 1f1b with them. Every form is one path through the
+schedule, so that the longest is a lower bound where messages are long: over F, I or W/2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[Any]
+Fill = Callable[..., Floats]
+
+STAGES_A_RANK = {"afab": 1, "1f1b": 1, "zb-h1": 1, "dualpipe": 1, "zb-v": 2, "dualpipe-v": 2}
+"""Stages that a micro-batch passes on a rank, where these are not the virtual stages. DualPipe: either half passes its own."""
+ENOUGH: dict[str, Callable[..., NDArray[np.bool_]]] = {
+    "zb-v": lambda p, m: m >= 2 * p - 1,
+    "dualpipe": lambda p, m: (m >= 2 * p) & (m % 2 == 0),
+    "dualpipe-v": lambda p, m: m >= 2 * p,
+}
+"""Ranks and micro-batches for which the forms are exact, where these are not any. For others: a lower bound."""
+
+
+def bubble_seconds(
+    schedule: str, pp: ArrayLike, virtual_stages: ArrayLike, num_micro_batches: ArrayLike, forward: ArrayLike,
+    input_gradient: ArrayLike, weight_gradient: ArrayLike, *, send: ArrayLike = 0.0,
+) -> Floats:  # fmt: skip
+    """Seconds of a step in which a rank computes nothing, if all stages cost the same.
+
+    `forward`, `input_gradient`, `weight_gradient`: of a micro-batch on one stage. Columns broadcast; `schedule`: of
+    `build.NAMES`. Exact as the header says; otherwise a lower bound.
+    """
+    columns = (pp, virtual_stages, num_micro_batches, forward, input_gradient, weight_gradient, send)
+    return np.maximum(_FILLS[schedule](*map(np.asarray, columns)), 0.0)
+
+
+def _afab(p, v, m, f, i, w, s):
+    return (p - 1) * (f + i + w + 2 * s)
+
+
+def _one_f_one_b(p, v, m, f, i, w, s):
+    return (p - 1) * (f + i + w) + 2 * s * (p - 1 + (p - 1) * (m - 1) // p)
+
+
+def _interleaved(p, v, m, f, i, w, s):
+    # A round of just p leaves no time for a message between a rank's stages; of two such in turn, both ways are late.
+    count = np.maximum(1, m // p)
+    tight = np.where(m // count > p, 0, np.where((m % count > 0) & (m > p), 1, 2))
+    return (p - 1 + (v - 1) * np.maximum(p - m, 0)) * (f + i + w) + s * (2 * (p - 1) + tight * p * (v - 1)) * (p > 1)
+
+
+def _breadth_first(p, v, m, f, i, w, s):
+    borders = np.where(m > p, p - 1, p * v - 1) * (p > 1)
+    return (p - 1 + (v - 1) * np.maximum(p - m, 0)) * (f + i + w) + 2 * s * borders
+
+
+def _zb_h1(p, v, m, f, i, w, s):
+    q, short, full = p - 1, np.maximum(p - m, 0), m > p
+    paths = [
+        q * i + short * f + 2 * q * s,
+        q * f + short * i + (2 * q + np.where(full, q, m - 3)) * s,
+        q * (f + i) - np.minimum(q, m - 1) * w + (2 * q + 2 * np.where(full, q, m - 2)) * s,
+    ]
+    return reduce(np.maximum, paths)
+
+
+def _zb_v(p, v, m, f, i, w, s):
+    q = p - 1
+    paths = [
+        2 * q * (i - w) + (6 * q - 2) * s, 2 * q * f - q * i - w + 3 * q * s,
+        i + (q - 1) * w + 3 * q * s, (2 * q - 1) * f + (1 - q) * i + (3 * q - 2) * s,
+        q * i + (5 * q - 2) * s, f + (q - 1) * w + (3 * q - 2) * s,
+        2 * q * f - (2 * q + 1) * w + 4 * q * s, (2 * q - 1) * f + i - 2 * q * w + (4 * q - 2) * s,
+    ]  # fmt: skip
+    enough = ENOUGH["zb-v"](p, m)
+    return np.where(q == 0, 0.0, np.where(enough, reduce(np.maximum, paths), _there_and_back(2 * p, m, 2, f, i, w)))
+
+
+def _dualpipe_v(p, v, m, f, i, w, s):
+    crossed = p - 1 + 2 * ((p - 1) * (m - 1) // p)
+    meeting = _meeting(p - 1, crossed, f, i, w, s, more=2 * (p - 1), split=p - 1)
+    return np.where(ENOUGH["dualpipe-v"](p, m), meeting, _there_and_back(2 * p, m, 2, f, i, w))
+
+
+def _dualpipe(p, v, m, f, i, w, s):
+    q = p // 2 - 1
+    meeting = _meeting(q, m * (p - 1) // p + 2 * q, f, i, w, s, more=q, split=q)
+    return np.where(ENOUGH["dualpipe"](p, m), meeting, _there_and_back(p, m, 1, f, i, w))
+
+
+def _meeting(q, crossed, f, i, w, s, *, more, split):
+    """The longest of the four paths where two streams meet; `crossed` messages, and some more on the later two."""
+    paths = [
+        2 * q * f + crossed * s,
+        2 * q * f + q * (i - w) + (crossed + split) * s,
+        (q - 1) * f + q * i + (crossed + more) * s,
+        (q - 1) * f + 2 * q * i - q * w + (crossed + more + split) * s,
+    ]
+    return reduce(np.maximum, paths)
+
+
+def _there_and_back(num_stages, m, stages_a_rank, f, i, w):
+    """At least: one micro-batch through all stages and back, less the work of a rank."""
+    return num_stages * (f + i) + w - m * stages_a_rank * (f + i + w)
+
+
+_FILLS: dict[str, Fill] = {
+    "afab": _afab, "1f1b": _one_f_one_b, "interleaved": _interleaved, "breadth-first": _breadth_first,
+    "zb-h1": _zb_h1, "zb-v": _zb_v, "dualpipe": _dualpipe, "dualpipe-v": _dualpipe_v,
+}  # fmt: skip

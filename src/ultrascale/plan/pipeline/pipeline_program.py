@@ -1,0 +1,134 @@
+"""A schedule made ready to be played with prices: who waits for whom, in numbers, worked out once whatever the prices are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.schedules.actions import Action, Kind
+from ultrascale.schedules.build import build_schedule, is_file
+from ultrascale.schedules.executable import Schedule, Wiring, shape_of, wire
+
+if TYPE_CHECKING:
+    from ultrascale.plan.pipeline.pipeline_board import Board
+
+TABLE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+"""Order of the rows of a table of durations: these kinds, every stage of each, and then the pairs."""
+
+
+class Wave(NamedTuple):
+    """Actions that are played together."""
+
+    numbers: slice
+    previous: NDArray[np.intp] | slice
+    """A slice where the numbers are without gaps."""
+    sources: NDArray[np.intp]
+    """[1, or 2 in a schedule with pairs, wave]"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule made ready to be played: its actions numbered in waves, each of which needs only earlier ones."""
+
+    schedule: Schedule
+    num_stages: int
+    num_micro_batches: int
+    node_of: list[NDArray[np.intp]]
+    """[rank][position]: the action's number."""
+    previous: NDArray[np.intp]
+    """[actions]: number of the one before on the rank; the number of actions if there is none, an action that ended at 0."""
+    sources: NDArray[np.intp]
+    """[actions, 2]: the numbers of what it needs, in the same way."""
+    borders: NDArray[np.intp]
+    """[actions, 2]: the border between stages (s to s+1 is s) that a source's result crosses; stages - 1 if it crosses none."""
+    codes: NDArray[np.intp]
+    """[actions]: row of the table of durations."""
+    pairs: list[tuple[int, int]]
+    """Stages (of F, of B) of the table's rows after the 4 x stages of single passes."""
+    waves: list[tuple[int, int]]
+    """First and last + 1 number of every wave."""
+
+    @cached_property
+    def moves(self) -> list[Wave]:
+        """The waves, ready to be played."""
+        sources = self.sources.T[: 2 if self.pairs else 1]
+        return [
+            Wave(numbers, _in_a_row(self.previous[numbers]), sources[:, numbers].copy())
+            for numbers in (slice(*wave) for wave in self.waves)
+        ]
+
+    @cached_property
+    def pair_stages(self) -> NDArray[np.intp]:
+        """[2, pairs]: the stages of F and of B."""
+        return np.array(self.pairs, dtype=np.intp).reshape(-1, 2).T
+
+    @cached_property
+    def boards(self) -> list[Board]:
+        """Where it was played before (`plan.pipeline.pipeline_board`)."""
+        return []
+
+
+def program_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> Program:
+    """A schedule known by name (kept for the next time) or from a file. Raises SpecError if the numbers do not suit it."""
+    if is_file(name):
+        return compile_schedule(build_schedule(name, pp, num_micro_batches, virtual_stages))
+    return _program_of(name, pp, num_micro_batches, virtual_stages)
+
+
+@lru_cache(maxsize=128)
+def _program_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None) -> Program:
+    return compile_schedule(build_schedule(name, pp, num_micro_batches, virtual_stages))
+
+
+def compile_schedule(schedule: Schedule) -> Program:
+    """Make a schedule ready to be played. Raises SpecError if it deadlocks."""
+    wiring = wire(schedule)
+    num_stages, num_micro_batches = shape_of(schedule)
+    actions = [action for row in schedule for action in row]
+    by_wave = np.array([number for wave in wiring.waves for number in wave], dtype=np.intp)
+    number_of = np.empty(len(actions) + 1, dtype=np.intp)
+    number_of[by_wave] = np.arange(len(actions))
+    number_of[-1] = len(actions)
+    starts = np.cumsum([0, *(len(row) for row in schedule)])
+    previous = np.arange(-1, len(actions) - 1)
+    previous[starts[:-1][np.diff(starts) > 0]] = -1  # the first of a rank follows nothing
+    sources = np.array([wiring.sources, wiring.other_sources], dtype=np.intp).T
+    codes, pairs = _codes(actions, num_stages)
+    edges = np.cumsum([0, *map(len, wiring.waves)]).tolist()
+    return Program(
+        schedule, num_stages, num_micro_batches, [number_of[a:b] for a, b in pairwise(starts)],
+        number_of[previous[by_wave]], number_of[sources[by_wave]], _borders(actions, wiring, sources, num_stages)[by_wave],
+        codes[by_wave], pairs, list(pairwise(edges)),
+    )  # fmt: skip
+
+
+def _in_a_row(numbers: NDArray[np.intp]) -> NDArray[np.intp] | slice:
+    """A slice, if that is what the numbers are: NumPy then copies nothing."""
+    first = int(numbers[0])
+    return slice(first, first + len(numbers)) if (np.diff(numbers) == 1).all() else numbers.copy()
+
+
+def _borders(actions: list[Action], wiring: Wiring, sources: NDArray[np.intp], num_stages: int) -> NDArray[np.intp]:
+    """[actions, 2]: the border between stages that each source's result crosses; stages - 1 if it stays on its rank."""
+    behind = [action.stage - (action.kind is Kind.FORWARD) for action in actions]
+    other = [0 if action.beside is None else action.beside.stage for action in actions]
+    ranks = np.array([*wiring.ranks, -1])
+    comes = (sources < len(actions)) & (ranks[sources] != ranks[:-1, None])
+    return np.where(comes, np.array([behind, other]).T, num_stages - 1)
+
+
+def _codes(actions: list[Action], num_stages: int) -> tuple[NDArray[np.intp], list[tuple[int, int]]]:
+    """[actions]: row of the table of durations; and the stages of its pairs."""
+    base = {kind: number * num_stages for number, kind in enumerate(TABLE_KINDS)}
+    rows = [base[action.kind] + action.stage for action in actions]
+    pairs: dict[tuple[int, int], int] = {}
+    for number, action in enumerate(actions):
+        if action.beside is not None:
+            stages = action.stage, action.beside.stage
+            rows[number] = len(base) * num_stages + pairs.setdefault(stages, len(pairs))
+    return np.array(rows, dtype=np.intp), list(pairs)

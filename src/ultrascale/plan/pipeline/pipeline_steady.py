@@ -1,0 +1,215 @@
+"""Steps of many micro-batches from steps of few: between filling and draining a pipeline does the same round over and over.
+
+A schedule of more micro-batches is one of fewer with more rounds in the middle. Of all that was done before a round, what
+follows reads the ends of a few actions only, one or two a rank:
+
+    filled    played, action by action
+    a round   linear in the algebra of maximum and sum: a matrix from these ends to those a round later
+    rounds    the ends a round later by the same L everywhere: n L.  Otherwise the matrix's power, by squaring
+    drained   played
+
+Nothing is approximated: the same sums and maxima, in another order. A round is a micro-batch (two where two streams meet), or
+as many as an interleaved rank takes through its stages at once. 1F1B needs no lists at all (`plan.pipeline.pipeline_levels`),
+nor do schedules that go all forward, then all back: there the micro-batches of a stage follow one another, one running maximum
+each.
+
+Baccelli et al., Synchronization and Linearity, 1992.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.pipeline.pipeline_board import Board, give_back
+from ultrascale.plan.pipeline.pipeline_levels import level_step_seconds
+from ultrascale.plan.pipeline.pipeline_program import Program, program_of
+from ultrascale.plan.pipeline.play import Floats, StageSeconds, as_columns, priced_board, step_seconds
+from ultrascale.schedules.build import is_file
+
+ROUND_ACTIONS = {"1f1b": 2, "zb-h1": 3, "zb-v": 6, "dualpipe": 2, "dualpipe-v": 2}
+"""Of a rank in a round, where it is not those of all its stages for pp micro-batches (interleaved)."""
+FORWARD_FIRST = ("afab", "breadth-first")
+ROUNDS = 3
+"""Of an interleaved schedule of few micro-batches: filling and draining take less than two."""
+FEW_RANKS, FEW = {"1f1b": 1, "zb-h1": 2, "zb-v": 2, "dualpipe": 3, "dualpipe-v": 3}, 6
+"""Of the others: what fills and drains them, as a multiple of the ranks, and some to find the rounds by."""
+SAME = 1e-13
+"""Of the time so far: ends that are later by the same but for this have found their rhythm."""
+STEP_ELEMENTS = 2000
+"""One round from the matrix takes about as long as this many elements more: a few calls of NumPy."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A schedule of few micro-batches, cut where its rounds begin and end."""
+
+    program: Program
+    first: int
+    """The wave that begins the first round."""
+    waves: int
+    """Of a round."""
+    inside: int
+    """Rounds."""
+    carried: NDArray[np.intp]
+    """What is read of all before a round: numbers of actions, less that of the round's first action; below 0."""
+
+    @property
+    def actions(self) -> int:
+        """Of a round."""
+        first, beyond = (self.program.waves[self.first + more][0] for more in (0, self.waves))
+        return beyond - first
+
+
+def long_step_seconds(
+    name: str, pp: int, num_micro_batches: int, seconds: StageSeconds, *, virtual_stages: int | None = None
+) -> Floats:
+    """`plan.pipeline.play.step_seconds` of a schedule by name, [cases], playing no round twice; from a file, all of it."""
+    if name == "1f1b" and num_micro_batches >= pp and not seconds.receives_block:
+        return _levels(seconds, pp, num_micro_batches)
+    if name in FORWARD_FIRST:
+        return _forward_first(seconds, pp, num_micro_batches, (virtual_stages or 2) if name == "breadth-first" else 1)
+    few, size = (num_micro_batches, 1) if is_file(name) else few_micro_batches(name, pp, num_micro_batches)
+    if few >= num_micro_batches:
+        return step_seconds(program_of(name, pp, num_micro_batches, virtual_stages), seconds)
+    rounds = rounds_of(name, pp, few, virtual_stages)
+    return _with_more_rounds(rounds, (num_micro_batches - few) // size, seconds)
+
+
+def few_micro_batches(name: str, pp: int, num_micro_batches: int) -> tuple[int, int]:
+    """Micro-batches of a schedule with the same rounds, but few of them; and those of a round."""
+    if name == "interleaved":  # what is over makes as many rounds longer by one
+        over = num_micro_batches % pp
+        return (over + ROUNDS) * pp + over, pp
+    size = 2 if name == "dualpipe" else 1
+    few = FEW_RANKS[name] * pp + FEW
+    return few + (num_micro_batches - few) % size, size
+
+
+@lru_cache(maxsize=128)
+def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None) -> Rounds:
+    """Where the rounds of a schedule begin and end."""
+    program = program_of(name, pp, num_micro_batches, virtual_stages)
+    waves = ROUND_ACTIONS.get(name, 2 * program.num_stages)
+    actions, numbers = waves * pp, np.arange(len(program.codes))
+    needs = np.column_stack([program.previous, program.sources])
+    told = np.column_stack([np.where(needs < len(needs), needs - numbers[:, None], 1), program.codes, program.borders])
+    repeats = (told[:-actions] == told[actions:]).all(axis=1)
+    breaks = np.flatnonzero(np.concatenate([[True], ~repeats, [True]]))
+    longest = int(np.diff(breaks).argmax())
+    begins, ends = int(breaks[longest]), int(breaks[longest + 1]) - 1 + actions
+    starts = np.array([first for first, _ in program.waves])
+    first = int(np.searchsorted(starts, begins))
+    begins = int(starts[first])
+    inside = (ends - begins) // actions
+    cuts = begins + actions * np.arange(inside + 1)
+    assert inside > 0, f"no round of {name} is like the next"
+    assert np.array_equal(starts[first : first + waves * inside + 1 : waves], cuts), "a round ends within a wave"
+    assert all(nodes[-1] >= cuts[-1] for nodes in program.node_of), "a rank has nothing to drain"
+    read = [needs[cut:][needs[cut:] < cut] - cut for cut in cuts]
+    carried = np.unique(np.concatenate(read))
+    assert carried[0] >= -min(actions, begins), "what is read was made longer than a round ago"
+    return Rounds(program, first, waves, inside, carried)
+
+
+def _with_more_rounds(rounds: Rounds, more: int, seconds: StageSeconds) -> Floats:
+    """The step, [cases], with so many rounds put in."""
+    program, board = rounds.program, priced_board(rounds.program, seconds)
+    ends, begin = board.ends, rounds.first
+    board.play(0, begin)
+    number, actions = program.waves[begin][0], rounds.actions
+    before = ends[number + rounds.carried]
+    board.play(begin, begin + rounds.waves)
+    after = ends[number + actions + rounds.carried]
+    drains = number + actions * rounds.inside
+    ends[drains + rounds.carried] = _rounds_later(rounds, board, before, after, rounds.inside + more - 1)
+    board.play(begin + rounds.waves * rounds.inside)
+    last = ends[drains:-1].max(axis=0)
+    give_back(program, board)
+    return last
+
+
+def _rounds_later(rounds: Rounds, board: Board, before: Floats, after: Floats, count: int) -> Floats:
+    """What `after` [carried, cases] is `count` rounds later; it was `before` one earlier."""
+    before, now = before.T, after.T  # [cases, carried]
+    if _in_rhythm(before, now):
+        return after + count * (after - before.T)
+    power = _round_matrix(rounds, board)  # [cases, from, to]
+    while count:
+        if power.size * power.shape[1] + STEP_ELEMENTS > count // 2 * (power.size + STEP_ELEMENTS):
+            for left in range(count, 0, -1):
+                before, now = now, _after(power, now)
+                if _in_rhythm(before, now):
+                    return (now + (left - 1) * (now - before)).T
+            break
+        if count % 2:
+            now = _after(power, now)
+        count //= 2
+        power = (power[:, :, :, None] + power[:, None, :, :]).max(axis=2)
+    return now.T
+
+
+def _after(matrix: Floats, ends: Floats) -> Floats:
+    return np.maximum.reduce(matrix + ends[:, :, None], axis=1)
+
+
+def _in_rhythm(before: Floats, after: Floats) -> bool:
+    """Whether all is later by the same; each [cases, ...], few enough for plain floats."""
+    for longer, ends in zip((after - before).tolist(), after.tolist(), strict=True):
+        if max(longer) - min(longer) > SAME * max(ends):
+            return False
+    return True
+
+
+def _round_matrix(rounds: Rounds, board: Board) -> Floats:
+    """[cases, from, to]: seconds to an end a round later from one before it; minus infinity where none leads there."""
+    program, carried = rounds.program, rounds.carried
+    number, size = program.waves[rounds.first][0], len(carried)
+    ends = np.empty((*board.ends.shape, size))
+    ends[-1] = ends[number + carried] = -np.inf
+    ends[number + carried, :, np.arange(size)] = 0.0
+    round_end = rounds.first + rounds.waves
+    Board(program, board.work[..., None], board.lags[..., None], ends, rounds.first, round_end).play()
+    return np.ascontiguousarray(ends[number + rounds.actions + carried].transpose(1, 2, 0))
+
+
+def _forward_first(seconds: StageSeconds, pp: int, num_micro_batches: int, virtual_stages: int) -> Floats:
+    """Every stage takes all micro-batches, forward and then back, when its rank is done with its stage before."""
+    stages = pp * virtual_stages
+    names = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
+    forward, inputs, weights = (as_columns(cost, stages) for cost in names)
+    send = as_columns(seconds.send, stages - 1)
+    cases = max(column.shape[1] for column in (forward, inputs, weights, send))
+    free, arrive = np.zeros((pp, cases)), np.zeros((num_micro_batches, cases))
+    for stage in range(stages):
+        lag = send[stage - 1] * (pp > 1) if stage else 0.0
+        arrive = _in_turn(arrive, free[stage % pp], lag, forward[stage], seconds.receives_block)
+        free[stage % pp] = arrive[-1]
+    arrive = np.zeros((num_micro_batches, cases))
+    for stage in reversed(range(stages)):
+        lag = send[stage] * (pp > 1) if stage < stages - 1 else 0.0
+        arrive = _in_turn(arrive, free[stage % pp], lag, inputs[stage] + weights[stage], seconds.receives_block)
+        free[stage % pp] = arrive[-1]
+    return free.max(axis=0)
+
+
+def _in_turn(sent: Floats, free: Floats, lag: Floats | float, cost: Floats, receives_block: bool) -> Floats:
+    """Ends, [micro-batches, cases], of a stage's passes of `cost` [cases] each, from when the stage before has sent them."""
+    cost, lag = (cost + lag, 0.0) if receives_block else (cost, lag)
+    turn = np.arange(len(sent))[:, None] * cost
+    start = sent + (lag - turn)
+    np.maximum(start[0], free, out=start[0])
+    return np.maximum.accumulate(start, axis=0) + (turn + cost)
+
+
+def _levels(seconds: StageSeconds, pp: int, num_micro_batches: int) -> Floats:
+    forward, inputs, weights = (
+        as_columns(cost, pp) for cost in (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
+    )
+    send, backward = as_columns(seconds.send, pp - 1), inputs + weights
+    cases = max(column.shape[1] for column in (forward, backward, send))
+    forward, backward, send = (np.broadcast_to(column, (len(column), cases)) for column in (forward, backward, send))
+    return level_step_seconds(forward, backward, send, num_micro_batches)

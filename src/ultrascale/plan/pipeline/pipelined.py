@@ -1,0 +1,146 @@
+"""What a pipeline adds to a step: the time to fill and drain it, and its messages.
+
+For a whole table by formulas: exact for even stages, close for uneven ones. For one layout the schedule's own actions are
+played, stage by stage, with every stage's own price (`plan.pipeline.play`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.plan.cut_backward import CUTTING
+from ultrascale.plan.laws.collectives import send_seconds
+from ultrascale.plan.layouts import SCHEDULES, LayoutTable, distinct
+from ultrascale.plan.pipeline.pipeline_bounds import bubble_seconds
+from ultrascale.plan.pipeline.play import StageSeconds
+from ultrascale.plan.time.blocks import Blocks, price_blocks
+from ultrascale.plan.time.passes import Passes, pass_seconds
+from ultrascale.plan.time.stages import Stages, chunk_layers_of, kinds_with_kept
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import NARROW, Layout
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+CUTS = np.array([name in CUTTING for name in SCHEDULES])
+"""By number: schedules that cut backward passes in two."""
+
+
+def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> StageSeconds:
+    """What one micro-batch costs in every stage of one layout's pipeline."""
+    table = LayoutTable.of([layout])
+    blocks = price_blocks(workload, table)
+    layers, embedding, head, kept = chunk_parts(workload, layout, blocks)
+    passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head, kept=kept)
+    return seconds_of_chunks(workload, table, passes)
+
+
+def rank_and_chunk_passes(
+    workload: Workload, layout: Layout, table: LayoutTable, stages: Stages, constants: Constants
+) -> tuple[Passes, Passes]:
+    """One layout's passes by sort of rank, and by stage of its pipeline: together, since calls are most of the cost."""
+    blocks = price_blocks(workload, table)
+    of_ranks = (stages.layers, stages.has_embedding, stages.has_head, stages.kept_layers)
+    both = [np.concatenate(pair) for pair in zip(of_ranks, chunk_parts(workload, layout, blocks), strict=True)]
+    layers, embedding, head, kept = both
+    passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head, kept=kept)
+    sorts = len(stages.layers)
+    return passes.rows(slice(sorts)), passes.rows(slice(sorts, None))
+
+
+def chunk_parts(workload: Workload, layout: Layout, blocks: Blocks) -> tuple[Floats, Floats, Floats, Floats]:
+    """Blocks of each kind [stages, kinds, 1], whether embedding and head are there [stages, 1], and of the blocks those that
+    stay in bf16 beside fp8, of one layout's stages."""
+    chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
+    num_kinds, kept = len(blocks.kinds), layout.fp8_keep_blocks if layout.precision in NARROW else 0
+    return _parts_of(tuple(chunks), kinds_with_kept(workload.model, blocks.kind_of_layer, num_kinds, kept), num_kinds)
+
+
+@lru_cache(maxsize=1024)
+def _parts_of(
+    chunks: tuple[int, ...], of_layer: tuple[int, ...], num_kinds: int
+) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
+    of_stage = [of_layer[end - count : end] for count, end in zip(chunks, accumulate(chunks), strict=True)]
+    both = np.array([[[kinds.count(kind)] for kind in range(2 * num_kinds)] for kinds in of_stage], dtype=float)
+    in_fp8, in_bf16 = both[:, :num_kinds], both[:, num_kinds:]
+    embedding, head = np.zeros((len(chunks), 1)), np.zeros((len(chunks), 1))
+    embedding[0] = head[-1] = 1
+    return in_fp8 + in_bf16, embedding, head, in_bf16
+
+
+def seconds_of_chunks(workload: Workload, table: LayoutTable, passes: Passes) -> StageSeconds:
+    """The passes of one layout's stages as a pipeline takes them."""
+    inputs = passes.input_gradient + passes.recompute + passes.backward_traffic
+    more_input, more_weight = passes.cut_input.copy(), passes.cut_weight.copy()
+    more_input[0], more_weight[0] = -inputs[0], inputs[0]  # nobody waits for the first stage's I: W does all, uncut
+    return StageSeconds(
+        forward=passes.forward + passes.forward_traffic,
+        input_gradient=inputs,
+        weight_gradient=passes.weight_gradient,
+        send=_one_send(workload, table),
+        # Pairs of passes hide the experts' traffic alone: the rest is inside what they compute with.
+        forward_communication=passes.forward_expert_parallel,
+        backward_communication=passes.expert_parallel - passes.forward_expert_parallel,
+        receives_block=not workload.stack.overlaps_sends,
+        cut_input=more_input,
+        cut_weight=more_weight,
+    )
+
+
+def busiest_rank_seconds(layout: Layout, seconds: StageSeconds, num_micro_batches: int, share_cut: float) -> float:
+    """The most that one rank computes in a step: the passes of its stages, all micro-batches. `share_cut`: of the backward
+    passes, those that are cut in two."""
+    costs = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
+    more = share_cut * (np.asarray(seconds.cut_input) + np.asarray(seconds.cut_weight))
+    of_stage = np.sum([np.asarray(cost)[:, 0] for cost in (*costs, more)], axis=0)
+    if layout.schedule == "dualpipe":  # every stage is on two ranks, each for half of the micro-batches
+        return float((of_stage + of_stage[::-1]).max() / 2 * num_micro_batches)
+    rank = np.arange(len(of_stage)) % layout.pp
+    if layout.schedule in ("zb-v", "dualpipe-v"):
+        rank = np.minimum(np.arange(len(of_stage)), 2 * layout.pp - 1 - np.arange(len(of_stage)))
+    return float(np.bincount(rank, weights=of_stage).max() * num_micro_batches)
+
+
+def with_and_without_sends(seconds: StageSeconds, num_stages: int) -> StageSeconds:
+    """Two cases in one: on a network that takes no time, and as it is."""
+    one = float(np.ravel(np.asarray(seconds.send))[0])
+    return replace(seconds, send=np.broadcast_to([0.0, one], (num_stages - 1, 2)))
+
+
+def waiting_seconds(
+    workload: Workload, table: LayoutTable, stages: Stages, passes: Passes, micro_batches: Counts, constants: Constants
+) -> tuple[Floats, Floats]:
+    """Seconds in which the busiest rank of each layout computes nothing: while the pipeline fills and drains, and for sends.
+
+    Stages are taken for even, as dear as they are on average: exact where they are, a little low where they are not.
+    """
+    pp, v = table.pp, table.virtual_stages
+    share = stages.exists / (pp * v)
+    is_cut = CUTS[table.schedule]
+    forward = ((passes.forward + passes.forward_traffic) * share).sum(axis=0)
+    inputs = passes.input_gradient + passes.recompute + passes.backward_traffic + is_cut * passes.cut_input
+    inputs = (inputs * share).sum(axis=0)
+    weights = ((passes.weight_gradient + is_cut * passes.cut_weight) * share).sum(axis=0)
+    send = _one_send(workload, table)
+    bubble, sends = np.zeros(len(table)), np.zeros(len(table))
+    for number in distinct(table.schedule[pp > 1]):
+        rows = np.flatnonzero((table.schedule == number) & (pp > 1))
+        columns = (column[rows] for column in (pp, v, micro_batches, forward, inputs, weights))
+        without, whole = bubble_seconds(SCHEDULES[number], *columns, send=np.array([np.zeros(len(rows)), send[rows]]))
+        bubble[rows], sends[rows] = without, whole - without
+    if not workload.stack.overlaps_sends:
+        sends += np.where(pp > 1, 2 * micro_batches * v * send * constants.send_exposed, 0.0)
+    return bubble, sends
+
+
+def _one_send(workload: Workload, table: LayoutTable) -> Floats:
+    """One activation from a stage to the next, [layouts]."""
+    tokens = table.micro_batch_size * workload.sequence_length / table.cp
+    tokens = tokens / np.where(table.sequence_parallel > 0, table.tp, 1)
+    num_bytes = tokens * workload.model.hidden_size * 2.0
+    return send_seconds(workload.cluster, num_bytes, stride=table.tp * table.cp * table.dp, size=table.pp)

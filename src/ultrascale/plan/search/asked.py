@@ -1,0 +1,294 @@
+"""What was asked for and is in no legal layout: the reason for each value, with the nearest that would do.
+
+A search walks over what divides, so that it never meets most of what cannot be. Here each setting that left no trace in the
+table is judged by itself: by the trainer, the number of devices, the model, the batch and the settings beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.layouts import CP_METHODS, RECOMPUTE, SCHEDULES, LayoutTable
+from ultrascale.plan.search.space import Asked, Space
+from ultrascale.plan.workload import Workload
+from ultrascale.schedules.build import is_file
+from ultrascale.spec.cut_rules import cut_problems
+from ultrascale.spec.layout import SCHEDULES as CHUNKS
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import Problem
+from ultrascale.spec.recomputed import is_modules
+from ultrascale.spec.stack_files import abilities
+from ultrascale.spec.units import count_of, divisors
+
+AXES = ("tp", "cp", "pp", "dp")
+LACKING = {
+    "tp": "tensor parallelism", "cp": "context parallelism", "pp": "pipeline", "ep": "expert parallelism",
+    "expert_tp": "tensor parallelism of experts",
+}  # fmt: skip
+Reason = tuple[str, str]
+"""The rule that is broken, and what would do."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Why this value of this field is in no layout."""
+
+    workload: Workload
+    asked: Asked
+    name: str
+    value: Any
+
+    @property
+    def num_gpus(self) -> int:
+        return self.workload.cluster.num_accelerators
+
+    @property
+    def dps(self) -> list[int]:
+        """What can remain for dp beside the other axes that are asked for."""
+        cuts = product(*(self.asked.get(axis, divisors(self.num_gpus)) for axis in ("tp", "cp", "pp")))
+        found = {self.num_gpus // prod(cut) for cut in cuts if self.num_gpus % prod(cut) == 0}
+        return sorted(found & set(self.asked.get("dp", found)))
+
+    def only_ones(self, axis: str) -> bool:
+        return set(self.asked.get(axis, ())) == {1}
+
+    def never_one(self, axis: str) -> bool:
+        return axis in self.asked and 1 not in self.asked[axis]
+
+
+def unmet(workload: Workload, asked: Asked, space: Space) -> list[Problem]:
+    """Every value that is asked for and is in no layout of `space`; of an empty one, those with a reason of their own."""
+    found: dict[str, Problem] = {}
+    for name, values in asked.items():
+        for value in values:
+            if _appears(space.table, name, value):
+                continue
+            question = _Question(workload, asked, name, value)
+            reason = _reason(question) or _refusal(question, space)
+            if reason is None and len(space.table):
+                others = " ".join(f"{other} {each}" for other, few in asked.items() if other != name for each in few)
+                reason = (f"{value} is in no legal layout{f' beside {others}' if others else ''}", "Leave it out.")
+            if reason is not None:
+                found.setdefault(reason[0], Problem(f"layout.{name}", *reason))
+    return list(found.values())
+
+
+def _appears(table: LayoutTable, name: str, value: Any) -> bool:
+    """Whether a row has this value, and reads it."""
+    if not len(table):
+        return False
+    if name == "dp_shard":
+        return bool(((table.dp_shard == (table.dp if value is None else value)) & _in_use(table, name)).any())
+    choices = {"recompute": RECOMPUTE, "cp_method": CP_METHODS, "schedule": SCHEDULES}.get(name)
+    number = choices.index(value) if choices and value in choices else -1 if choices else int(value)
+    return bool(((getattr(table, name) == number) & (_in_use(table, name) | (number == 1 and choices is None))).any())
+
+
+def _in_use(table: LayoutTable, name: str) -> NDArray[np.bool_]:
+    masks = {
+        "schedule": table.pp > 1, "virtual_stages": table.pp > 1, "cp_method": table.cp > 1,
+        "cp_heads": table.cp > 1, "dp_shard": table.zero_stage > 0,
+        "recompute_every": table.recompute == RECOMPUTE.index("every-k"),
+    }  # fmt: skip
+    return masks.get(name, np.ones(len(table), dtype=bool))
+
+
+def _reason(question: _Question) -> Reason | None:
+    for judge in _JUDGES:
+        if found := judge(question):
+            return found
+    return None
+
+
+def _of_axis(question: _Question) -> Reason | None:
+    """Settings that nothing reads where an axis is 1."""
+    axis = {"schedule": "pp", "virtual_stages": "pp", "cp_method": "cp", "cp_heads": "cp"}.get(question.name)
+    if axis is None or not question.only_ones(axis):
+        return None
+    return f"{question.value} is read only if {axis} > 1, and {axis} is 1", f"Leave it out, or search {axis} > 1."
+
+
+def _of_trainer(question: _Question) -> Reason | None:
+    """What the trainer has no setting for."""
+    stack, name, value = question.workload.stack, question.name, question.value
+    can = abilities(stack)
+    has = {
+        "tp": can.tensor, "cp": bool(can.cp_methods), "pp": bool(can.schedules), "ep": can.experts,
+        "expert_tp": can.expert_tensor,
+    }  # fmt: skip
+    if name in has and value > 1 and not has[name]:
+        return f"{stack.name} has no {LACKING[name]}", "Use 1, or another --stack."
+    if name == "cp" and value > 1 and can.cp_alone and (question.never_one("tp") or question.never_one("pp")):
+        return f"{stack.name} has context parallelism without tp and pp only", "Drop the others, or use another --stack."
+    offered: dict[str, tuple[Any, ...]] = {
+        "zero_stage": can.every_zero_stage, "recompute": can.recompute, "schedule": can.schedules, "cp_method": can.cp_methods,
+    }  # fmt: skip
+    if name in offered and value not in offered[name]:
+        return _choices(f"{stack.name} has", name, offered[name], value)
+    if name == "zero_stage" and question.never_one("pp") and value not in can.zero_stages_with_pipeline:
+        return _choices(f"with a pipeline {stack.name} has", name, can.zero_stages_with_pipeline, value)
+    return None
+
+
+def _choices(has: str, name: str, offered: tuple[Any, ...], value: Any) -> Reason:
+    if not offered:
+        missing = "pipeline" if name == "schedule" else "context parallelism"
+        return f"{has} no {missing}", "Leave it out, or use another --stack."
+    if name == "schedule" and is_file(str(value)):
+        rule = f"{value} is made for one number of ranks and micro-batches, and a search has many"
+        return rule, "Name the whole layout in a run.toml, with layout.schedule there, and plan that."
+    if name == "recompute" and (value in ("auto", "blocks") or is_modules(value)):
+        rule = f"{value} is said of one layout's blocks, and a search has many layouts"
+        told = value if is_modules(value) else "auto"
+        return rule, f'Search without it (--save RUN.TOML), then set layout.recompute = "{told}" there and plan that.'
+    kind = {"zero_stage": "ZeRO ", "recompute": "recompute "}.get(name, "")
+    words = ", ".join(map(str, offered))
+    return f"{has} {kind}{words}, not {value}", f"Choose one of {words}, or another --stack."
+
+
+def _of_count(question: _Question) -> Reason | None:
+    """Axes against the number of devices, alone and with one another."""
+    name, value, gpus = question.name, question.value, question.num_gpus
+    if name not in AXES:
+        return None
+    if gpus % value:
+        return f"{name} = {value} does not divide {count_of(gpus, 'GPU')}", nearest(value, divisors(gpus))
+    others = [axis for axis in AXES if axis in question.asked and axis != name]
+    whole = len(others) == len(AXES) - 1
+    ways = [prod(way) * value for way in product(*(question.asked[axis] for axis in others))]
+    if any(gpus == way if whole else gpus % way == 0 for way in ways):
+        return None
+    sizes = {axis: value if axis == name else min(question.asked[axis]) for axis in AXES if axis in (*others, name)}
+    words = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or f"{name} 1"
+    count = prod(sizes.values())
+    return (
+        f"{words} = {count_of(count, 'GPU')} {'are more than' if count > gpus else 'are no part of'} {gpus}",
+        "Change one of them.",
+    )
+
+
+def _of_model(question: _Question) -> Reason | None:
+    """Heads, widths, layers and experts that do not divide."""
+    name, value, model = question.name, question.value, question.workload.model
+    if name == "pp" and value > model.num_hidden_layers:
+        layers = model.num_hidden_layers
+        return f"pp = {value} makes more stages than the {count_of(layers, 'layer')}", f"Use pp = {layers} or less."
+    if name not in ("tp", "cp", "ep", "expert_tp"):
+        return None
+    layout = Layout(**{"dp": question.num_gpus, name: value})  # type: ignore[arg-type]
+    found = cut_problems(model, layout, sequence_length=question.workload.sequence_length)
+    if found:
+        return found[0].rule, found[0].remedy
+    ranks = [question.num_gpus // pp for pp in question.asked.get("pp", (1,)) if question.num_gpus % pp == 0]
+    if name in ("ep", "expert_tp") and ranks and all(count % value for count in ranks):
+        return f"{name} = {value} does not divide the {ranks[0]} GPUs of a stage", nearest(value, divisors(ranks[0]))
+    return None
+
+
+def _of_batch(question: _Question) -> Reason | None:
+    """Shares of the batch."""
+    name, value, batch = question.name, question.value, question.workload.sequences_per_batch
+    if name == "dp" and batch % value:
+        near = [n for n in (batch - batch % value, batch - batch % value + value) if n]
+        return (
+            f"dp = {value} does not divide the batch of {count_of(batch, 'sequence')}",
+            f"Nearest batches: {' or '.join(map(str, near))} sequences.",
+        )
+    if name != "micro_batch_size":
+        return None
+    if value > batch:
+        return f"{value} is more than the batch of {count_of(batch, 'sequence')}", f"Use {batch} or less, or a larger batch."
+    sizes = {size for dp in question.dps if batch % dp == 0 for size in divisors(batch // dp)}
+    if value not in sizes and sizes:
+        return f"no dp x {value} divides the batch of {count_of(batch, 'sequence')}", nearest(value, sizes)
+    return None
+
+
+def _of_pipeline(question: _Question) -> Reason | None:
+    """Stages of a rank against the schedules and the layers."""
+    if question.name != "virtual_stages":
+        return None
+    value, layers = question.value, question.workload.model.num_hidden_layers
+    schedules = question.asked.get("schedule", abilities(question.workload.stack).schedules)
+    if not any(value == CHUNKS.get(one) or (CHUNKS.get(one) is None and value > 1) for one in schedules):
+        return f"{value} stages a rank are not what {', '.join(schedules)} is made for", "Use --schedule interleaved."
+    pp = min(question.asked.get("pp", (2,)))
+    if pp * value > layers:
+        return (
+            f"pp {pp} x {value} = {pp * value} stages are more than the {count_of(layers, 'layer')}",
+            f"Use {layers // pp} or less.",
+        )
+    return None
+
+
+def _of_shard(question: _Question) -> Reason | None:
+    """Ranks that share one copy of the state."""
+    if question.name != "dp_shard":
+        return None
+    value, dps, can = question.value, question.dps, abilities(question.workload.stack)
+    stages = set(question.asked.get("zero_stage", can.zero_stages))
+    if stages == {0}:
+        return "ZeRO 0 cuts nothing over ranks", "Leave it out, or use --zero-stage 1, 2 or 3."
+    if value is None:
+        return None
+    if question.num_gpus % value:
+        return f"dp_shard = {value} does not divide {count_of(question.num_gpus, 'GPU')}", nearest(
+            value, divisors(question.num_gpus)
+        )
+    if dps and all(dp % value for dp in dps):
+        return f"dp_shard = {value} does not divide dp = {' or '.join(map(str, dps))}", nearest(value, divisors(dps[-1]))
+    if not stages & set(can.hybrid_stages):
+        having = f"hybrid sharding with ZeRO {', '.join(map(str, can.hybrid_stages))} only"
+        rule = f"{question.workload.stack.name} has {having if can.hybrid else 'no hybrid sharding'}"
+        return rule, "Leave it out, or use another --stack."
+    return None
+
+
+def _of_swap(question: _Question) -> Reason | None:
+    """Ranks of cp that swap heads, of which rings join several groups."""
+    if question.name != "cp_heads":
+        return None
+    value, both = question.value, "ring+all-to-all"
+    if both not in question.asked.get("cp_method", (both,)):
+        return f'{value} is read with cp_method = "{both}" only', f"Leave it out, or add --layout.cp-method {both}."
+    if both not in abilities(question.workload.stack).cp_methods:
+        return f"{question.workload.stack.name} has no cp_method {both}", "Leave it out, or use another --stack."
+    if value == 1:
+        return f"1 is a ring, not {both}", "Leave it out."
+    sizes = [cp for cp in question.asked.get("cp", divisors(question.num_gpus)) if cp > value and cp % value == 0]
+    if not sizes:
+        cps = " or ".join(map(str, question.asked.get("cp", divisors(question.num_gpus)[-1:])))
+        return f"{value} must divide cp = {cps}, and be less", "Choose a divisor of cp, or a larger cp."
+    heads, tps = question.workload.model.num_attention_heads, question.asked.get("tp", (1,))
+    if all(heads % (tp * value) for tp in tps):
+        return f"{value} does not divide the {heads} heads (over tp {min(tps)})", nearest(value, divisors(heads // min(tps)))
+    return None
+
+
+_JUDGES: tuple[Callable[[_Question], Reason | None], ...] = (
+    _of_axis, _of_trainer, _of_swap, _of_count, _of_model, _of_batch, _of_pipeline, _of_shard,
+)  # fmt: skip
+
+
+def _refusal(question: _Question, space: Space) -> Reason | None:
+    """What the search itself said of this schedule or size."""
+    value = str(question.value)
+    own = {value, f"schedule {value}", f"{question.name} = {value}", f"{question.name} {value}"}
+    for one in space.refused:
+        if one.family in own:
+            return f"{one.family}: {one.reason}", one.remedy or "Leave it out, or change the other settings."
+    return None
+
+
+def nearest(value: int, options: Iterable[int]) -> str:
+    """The next of `options` below and above `value`, as a remedy."""
+    options = list(options)
+    near = [*sorted(n for n in options if n < value)[-1:], *sorted(n for n in options if n > value)[:1]]
+    return f"Nearest: {' or '.join(map(str, near))}."

@@ -1,0 +1,61 @@
+"""The same run on another number of ranks: the fastest layout for them, with the same global batch.
+
+What is learnt does not depend on the layout: the sequences of a step follow from the step alone, and a checkpoint can be read
+by any layout. So a run that loses machines, or gains some, goes on with whatever layout suits the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+
+from ultrascale.plan.search.search import fastest
+from ultrascale.plan.search.space import legal_layouts
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.run import Run
+from ultrascale.spec.units import count_of
+
+
+def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
+    """The layout of `run` for `world` ranks, in its precision and for every batch of its ramp: its own if it fits, else the
+    fastest that the planner finds; the one most like its own on machines without known rates, such as a CPU. `device`: of the
+    catalogue, where the run does not name its machines.
+
+    Raises SpecError if there is none.
+    """
+    if run.layout.world_size == world:
+        return run.layout
+    named = parse_cluster(f"{world}x{device}" if run.cluster == "auto" else run.cluster)
+    cluster = replace(named, num_accelerators=world, name=f"{world} of {named.name}")
+    batches = [run.batch.sequences_per_batch, *(stage.sequences_per_batch for stage in run.batch.ramp)]
+    workload = Workload(run.model, cluster, run.batch.sequence_length, gcd(*batches), documents=run.data.document_mask)
+    precision = run.layout.precision
+    # No machine's table has a rate for fp64.
+    base = Layout(precision="fp32" if precision == "fp64" else precision, reduce_dtype=run.layout.reduce_dtype)
+    if workload.cluster.accelerator.peak_flops:
+        prediction = fastest(workload, base=base)
+        found = None if prediction is None else prediction.layout
+    else:
+        found = _most_like(run.layout, workload, base)
+    if found is None:
+        sequences = count_of(gcd(*batches), "sequence")
+        rule = f"the planner finds no layout of this run for {count_of(world, 'rank')} and a batch of {sequences}"
+        raise SpecError([Problem("--elastic", rule, "Use another number of processes, or say the layout yourself.")])
+    return replace(found, precision=precision, pipeline_runtime=run.layout.pipeline_runtime)
+
+
+def _most_like(layout: Layout, workload: Workload, base: Layout) -> Layout | None:
+    """The legal layout that changes least, in this order of weight: tp, cp, pp, ep, ZeRO, recomputation, micro-batch."""
+    table = legal_layouts(workload, base=base).table
+
+    def changes(one: Layout) -> tuple[float, ...]:
+        axes = ("tp", "cp", "pp", "ep", "expert_tp", "zero_stage")
+        kept = (one.recompute != layout.recompute, one.schedule != layout.schedule, one.cp_method != layout.cp_method)
+        shard = one.dp_shard not in (None, one.dp)
+        by = [abs(getattr(one, axis) - getattr(layout, axis)) for axis in axes]
+        return (*by, *kept, shard, abs(one.micro_batch_size - layout.micro_batch_size))
+
+    return min((table.layout(row) for row in range(len(table))), key=changes, default=None)

@@ -1,0 +1,233 @@
+"""Why this layout: the playbook's three steps told with numbers, what each choice of the best layout is worth, what binds it.
+
+fit     each kind of sharding in the order of its price, the least memory it needs, and the fastest step it allows
+batch   dp x micro-batch x accumulation = the global batch
+fast    one choice of the best layout changed at a time: what it would cost, or gain and by how much it misses memory
+prices  the same search with 10 GB more memory, a network a fifth faster, ...: what a better machine would be worth
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.plan.layouts import COLUMNS, LayoutTable
+from ultrascale.plan.search.search import Priced, SearchResult, fastest_of_each_schedule, needed_bytes
+from ultrascale.plan.time.price import Prediction, predict, price
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cluster import Cluster, Link
+from ultrascale.spec.layout import Layout
+
+MORE_MEMORY_BYTES = 10e9
+FASTER = 1.2
+POOL = 512
+"""Layouts that a changed machine is searched in again, of each sort."""
+PLAYED = 3
+"""Of each schedule, those of them whose pipelines are played."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One kind of sharding more than the rung before."""
+
+    name: str
+    num_layouts: int
+    least_bytes: float
+    """Memory of the layout that needs least, everything before this rung allowed too."""
+    fits: bool
+    fastest_seconds: float | None
+    """Of those that fit and were priced; None if none does."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One choice of the best layout made another way."""
+
+    name: str
+    """The field."""
+    value: str
+    seconds: float
+    peak_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Marginal:
+    """What another machine would be worth."""
+
+    name: str
+    seconds: float
+    """Of the fastest step that fits it."""
+    gain: float
+    """Tokens per second more, as a share."""
+
+
+def rungs(result: SearchResult) -> list[Rung]:
+    """What makes the model fit, and what makes it fast: sharding added in the order of its price."""
+    table = result.priced.table
+    alone = (table.tp == 1) & (table.pp == 1) & (table.cp == 1)
+    whole, no_recompute = table.zero_stage == 0, table.recompute == 0
+    ladder: list[tuple[str, NDArray[np.bool_]]] = [
+        ("data parallelism", alone & whole & no_recompute),
+        ("+ ZeRO 1", alone & (table.zero_stage <= 1) & no_recompute),
+        ("+ ZeRO 2", alone & (table.zero_stage <= 2) & no_recompute),
+        ("+ ZeRO 3", alone & no_recompute),
+        ("+ recomputation", alone),
+        ("+ context parallelism", (table.tp == 1) & (table.pp == 1)),
+        ("+ tensor parallelism", table.pp == 1),
+        ("+ pipeline", np.ones(len(table), dtype=bool)),
+    ]
+    found, before = [], np.zeros(len(table), dtype=bool)
+    for name, rows in ladder:
+        if (rows & ~before).any():
+            found.append(_rung(name, result.priced, rows))
+        before |= rows
+    return found
+
+
+def _rung(name: str, priced: Priced, rows: NDArray[np.bool_]) -> Rung:
+    fitting = rows & priced.fits
+    fastest = float(priced.step_seconds[fitting].min()) if fitting.any() else None
+    known = rows & ~priced.too_slow  # of those only a bound is known, far below what they need
+    least = float(priced.peak_bytes[known if known.any() else rows].min())
+    return Rung(name, int(rows.sum()), least, bool(fitting.any()), fastest)
+
+
+# The choices of a layout, and the columns each of them takes along; dp always is what remains of the devices.
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "micro_batch_size": (),
+    "recompute": ("recompute_every",),
+    "zero_stage": ("dp_shard",),
+    "dp_shard": (),
+    "tp": ("dp_shard", "expert_tp"),
+    "cp": ("cp_method", "cp_heads", "dp_shard"),
+    "pp": ("virtual_stages", "schedule", "dp_shard"),
+    "schedule": ("virtual_stages",),
+    "ep": ("expert_tp",),
+}
+
+
+def changes(result: SearchResult) -> list[Change]:
+    """Each choice of the best layout made each other way, all else kept: the fastest of each."""
+    best = result.best
+    if best is None:
+        return []
+    table, found = result.priced.table, []
+    own = LayoutTable.of([best.layout])
+    for name, along in _CHOICES.items():
+        free = {name, *along, "dp"} | ({"dp_shard"} if best.layout.shard_size == best.layout.dp else set())
+        same = np.ones(len(table), dtype=bool)
+        for column in COLUMNS:
+            if column not in free:
+                same &= getattr(table, column) == getattr(own, column)[0]
+        if best.layout.shard_size == best.layout.dp and "dp_shard" not in (name, *along):
+            same &= (table.dp_shard == table.dp) | (table.zero_stage == 0)
+        rows = np.flatnonzero(same & (getattr(table, name) != getattr(own, name)[0]))
+        found += _fastest_by_value(result.workload, table.take(rows), name)
+    return found
+
+
+def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list[Change]:
+    """For each value of a column the fastest row that fits, or else the one that needs least."""
+    if not len(table):
+        return []
+    prices = price(workload, table)
+    needed = needed_bytes(prices.memory)
+    found = []
+    for value in np.unique(getattr(table, name)):
+        rows = np.flatnonzero(getattr(table, name) == value)
+        fitting = rows[prices.fits[rows]]
+        row = int(fitting[np.argmin(prices.step_seconds[fitting])] if len(fitting) else rows[np.argmin(needed[rows])])
+        layout = table.layout(row)
+        seconds = predict(workload, layout).step_seconds
+        text = str(getattr(layout, name) or int(value))
+        found.append(Change(name, text, seconds, float(needed[row]), bool(prices.fits[row])))
+    return found
+
+
+def marginals(result: SearchResult) -> list[Marginal]:
+    """What better machines would be worth, the most valuable first. Each is searched again among the fastest layouts."""
+    best = result.best
+    if best is None:
+        return []
+    pool = _pool(result.priced, result.workload.cluster.accelerator.memory_bytes.value)
+    workload = result.workload
+    base, own = best.step_seconds, best.layout
+    found = []
+    for name, change, constants in _BETTER:
+        changed = replace(workload, cluster=change(workload.cluster))
+        seconds = _fastest(changed, pool, own, constants)
+        found.append(Marginal(name, seconds, base / seconds - 1))
+    unlimited = _fastest(workload, pool, own, CONSTANTS, unlimited=True)
+    found.append(Marginal("memory without end", unlimited, base / unlimited - 1))
+    return sorted(found, key=lambda one: -one.gain)
+
+
+def binding(best: Prediction, found: list[Marginal]) -> str:
+    """One sentence: what keeps the step from being shorter."""
+    parts = sorted(best.waterfall.items(), key=lambda item: -item[1])
+    name, seconds = parts[0]
+    share = f"{name.replace('_', ' ')} is {seconds / best.step_seconds:.0%} of the step"
+    memory = next((one for one in found if one.name == "memory without end"), None)
+    if memory is not None and memory.gain >= 0.01:
+        return f"Memory binds: without its limit a step would be {memory.gain:.0%} faster; {share}."
+    return f"Memory does not bind; {share}."
+
+
+def _pool(priced: Priced, capacity_bytes: float) -> LayoutTable:
+    """The fastest layouts of all, of those that fit or nearly do, and of those that fit."""
+    nearly = priced.peak_bytes <= capacity_bytes + MORE_MEMORY_BYTES
+    rows = []
+    for which in (priced.was_priced, priced.was_priced & nearly, priced.fits):
+        numbers = np.flatnonzero(which)
+        rows.append(numbers[np.argsort(priced.step_seconds[numbers], kind="stable")][:POOL])
+    return priced.table.take(np.unique(np.concatenate(rows)))
+
+
+def _fastest(workload: Workload, pool: LayoutTable, own: Layout, constants: Constants, *, unlimited: bool = False) -> float:
+    """Seconds of the fastest step that fits, or of any with memory `unlimited`; the best layout of before is among them."""
+    prices = price(workload, pool, constants)
+    rows = fastest_of_each_schedule(pool, prices.step_seconds, prices.fits | np.full(len(pool), unlimited), PLAYED)
+    layouts = [own, *(pool.layout(int(row)) for row in rows)]
+    return min(predict(workload, layout, constants).step_seconds for layout in layouts)
+
+
+def _with_memory(cluster: Cluster) -> Cluster:
+    accelerator = cluster.accelerator
+    more = replace(accelerator.memory_bytes, value=accelerator.memory_bytes.value + MORE_MEMORY_BYTES)
+    return replace(cluster, node=replace(cluster.node, accelerator=replace(accelerator, memory_bytes=more)))
+
+
+def _with_network(cluster: Cluster) -> Cluster:
+    return replace(cluster, node=replace(cluster.node, inter_link=_faster(cluster.node.inter_link)))
+
+
+def _with_links(cluster: Cluster) -> Cluster:
+    return replace(cluster, node=replace(cluster.node, intra_link=_faster(cluster.node.intra_link)))
+
+
+def _faster(link: Link | None) -> Link | None:
+    if link is None:
+        return None
+    achieved = link.achieved_bytes_per_second
+    return replace(
+        link,
+        bytes_per_second=replace(link.bytes_per_second, value=link.bytes_per_second.value * FASTER),
+        achieved_bytes_per_second=achieved and replace(achieved, value=achieved.value * FASTER),
+    )
+
+
+def _as_it_is(cluster: Cluster) -> Cluster:
+    return cluster
+
+
+_BETTER: tuple[tuple[str, Callable[[Cluster], Cluster], Constants], ...] = (
+    ("10 GB more memory", _with_memory, CONSTANTS),
+    ("network between nodes 20% faster", _with_network, CONSTANTS),
+    ("links inside the node 20% faster", _with_links, CONSTANTS),
+    ("matrix products 20% faster", _as_it_is, replace(CONSTANTS, compute_derate=CONSTANTS.compute_derate / FASTER)),
+)

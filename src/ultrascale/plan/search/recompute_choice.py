@@ -1,0 +1,283 @@
+"""recompute = "auto": what each block computes again, so that a step is as fast as it can be in the memory there is.
+
+    a block     its ways (none, selective, selective+mlp, ..., full), each with the bytes it keeps and the seconds it adds
+    a rank      a way for each of its blocks: of all that keep no more than so many bytes, the one that adds least
+    memory      the fastest of these whose peak, replayed, fits
+
+Bytes of a way are `plan.columns.block_memory`'s, seconds those of `plan.time.recompute_prices`. The best ways of n blocks are
+made from those of n - 1, all that another beats in both left out (Nemhauser and Ullmann 1969): exact, where going by bytes per
+second one operation after the other leaves what the last block does not fill. Every rank of a pipeline has its own, for the
+first keeps most micro-batches; all ranks of a stage have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.columns.block_memory import block_memory
+from ultrascale.plan.constants import CONSTANTS
+from ultrascale.plan.memory.replay import is_replayed, num_micro_batches, plan_memory, rank_shape, stage_parts
+from ultrascale.plan.pipeline.pipeline_activations import rank_in_flight
+from ultrascale.plan.report import HEADROOM_BYTES, HEADROOM_FRACTION, device_of, has_rates, workload_of
+from ultrascale.plan.time.price import predict
+from ultrascale.plan.time.recompute_prices import forward_seconds
+from ultrascale.plan.workload import Workload
+from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.build import build_schedule
+from ultrascale.spec.cluster import Cluster
+from ultrascale.spec.kept import block_again, computed_again, regions
+from ultrascale.spec.kept import stops_behind as stops_behind_of
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.ops import Op, Shape
+from ultrascale.spec.places import Coordinates
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.recomputed import MODULES, blocks_text, mode_name, modules_name
+from ultrascale.spec.run import Run
+from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack_files import STACKS
+from ultrascale.spec.units import format_bytes
+from ultrascale.spec.work import block_work
+
+PLAIN = ("none", "selective", "full")
+"""What a compiled block can do: the compiler sees operations, and not where in the block they are."""
+CONTAINED = (
+    ("mlp", "mlp_act"), ("shared_experts", "mlp_act"), ("moe", "mlp_act"), ("moe", "moe_act"), ("moe", "moe_permute"),
+    ("moe", "shared_experts"),
+)  # fmt: skip
+"""Modules of which the first makes again what the second does."""
+CPU_FLOPS_PER_SECOND = 44e9
+CPU_BYTES_PER_SECOND = 10e9
+"""Of one core, fp32, where no rates are in the catalogue. Only their ratio decides anything (docs/speed.md)."""
+MOST_STATES = 1 << 15
+"""Of the best ways of a rank's blocks; of more every second is left out, which costs at most a block's smallest step."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to recompute a block."""
+
+    mode: str
+    kept_bytes: int
+    """From its forward to its backward pass, of one micro-batch."""
+    seconds: float
+    """That recomputing adds to one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A way for each block of a pipeline's rank."""
+
+    modes: tuple[str, ...]
+    kept_bytes: int
+    """Of all micro-batches in flight."""
+    seconds: float
+    """Added to one micro-batch."""
+
+
+def ways_of_block(workload: Workload, layer: int, shape: Shape, *, compiled: bool = False, splits: bool = False) -> list[Way]:
+    """The ways of block `layer` that no other beats in bytes and seconds, from the fastest to the smallest.
+
+    `compiled`: blocks are compiled. `splits`: the pipeline's schedule cuts backward passes in two.
+    """
+    model, ops = workload.model, block_work(workload.model, layer, shape)
+    behind = stops_behind_of(ops, tp=shape.tp, splits=splits)
+    prices = {op.name: _seconds(workload, shape, op) for op in ops}
+    found = []
+    for mode in PLAIN if compiled else (*PLAIN, *_mixed(ops, shape)):
+        again = block_again(mode, model, layer, shape, workload.stack)
+        seconds = sum(prices[op.name] for op in computed_again(again, ops, stops_behind=behind))
+        found.append(Way(mode, block_memory(model, layer, shape, recompute=mode, stack=workload.stack).saved_bytes, seconds))
+    found.sort(key=lambda way: (way.seconds, way.kept_bytes))
+    return [way for index, way in enumerate(found) if all(way.kept_bytes < other.kept_bytes for other in found[:index])]
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Every choice for a rank's blocks that no other beats, from the fastest to the smallest."""
+
+    blocks: Sequence[Sequence[Way]]
+    weights: Sequence[int]
+    kept_bytes: NDArray[np.int64]
+    """Falling."""
+    seconds: NDArray[np.float64]
+    """Rising."""
+    steps: Sequence[tuple[NDArray[np.intp], NDArray[np.intp]]]
+    """By block: which choice for those before it, and which of its ways."""
+
+    def at(self, index: int) -> Chosen:
+        """One of them."""
+        modes: list[str] = []
+        where = index
+        for ways, (before, which) in zip(reversed(self.blocks), reversed(self.steps), strict=True):
+            modes.append(ways[which[where]].mode)
+            where = int(before[where])
+        return Chosen(self._in_order(modes[::-1]), int(self.kept_bytes[index]), float(self.seconds[index]))
+
+    def _in_order(self, modes: list[str]) -> tuple[str, ...]:
+        """Of blocks that are alike it does not matter which has which way: those that compute most again come first, far from
+        the peak at the end of the forward pass."""
+        places: dict[tuple[int, int], list[int]] = {}
+        for place, (ways, weight) in enumerate(zip(self.blocks, self.weights, strict=True)):
+            places.setdefault((id(ways), weight), []).append(place)
+        found = list(modes)
+        for same in places.values():
+            seconds = {way.mode: way.seconds for way in self.blocks[same[0]]}
+            ordered = sorted((modes[place] for place in same), key=lambda mode: -seconds[mode])
+            for place, mode in zip(same, ordered, strict=True):
+                found[place] = mode
+        return tuple(found)
+
+
+def frontier(blocks: Sequence[Sequence[Way]], weights: Sequence[int]) -> Frontier:
+    """The best choices for `blocks`, each of which keeps its bytes for so many micro-batches (`weights`)."""
+    kept, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
+    steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
+    for ways, weight in zip(blocks, weights, strict=True):
+        more = np.array([way.kept_bytes * weight for way in ways], dtype=np.int64)
+        every = (kept[:, None] + more).ravel(), (seconds[:, None] + np.array([way.seconds for way in ways])).ravel()
+        order = np.lexsort(every)  # by seconds, then by bytes
+        lowest = np.minimum.accumulate(every[0][order])
+        best = order[np.append(True, lowest[1:] < lowest[:-1])]
+        while len(best) > MOST_STATES:
+            best = np.append(best[:-1:2], best[-1])
+        kept, seconds = every[0][best], every[1][best]
+        steps.append((best // len(ways), best % len(ways)))
+    return Frontier(blocks, weights, kept, seconds, steps)
+
+
+def choose(
+    workload: Workload, layout: Layout, *, fits: Callable[[Layout, int], bool] | None = None, compiled: bool = False,
+    device: Literal["cpu", "cuda"] = "cuda",
+) -> Layout:  # fmt: skip
+    """`layout`, whose recompute is "auto", with the ways of its blocks.
+
+    Within `layout.recompute_budget` bytes on every rank; and within memory if `fits` is given, which says of a layout whether
+    rank `pp` of the pipeline can hold it. If nothing fits: everything is computed again.
+    Raises SpecError if the budget is below what full recomputation keeps.
+    """
+    modes = ["full"] * workload.model.num_hidden_layers
+    for pp in range(layout.pp):
+        layers, weights, splits = _held(workload, layout, pp)
+        if not layers:
+            continue
+        shape = replace(rank_shape(layout, workload.sequence_length, documents=workload.documents, device=device),
+                        kernels=workload.stack.kernels, expert_imbalance=workload.expert_imbalance)  # fmt: skip
+        ways = {kind: ways_of_block(workload, layer, shape, compiled=compiled, splits=splits)
+                for kind, layer in {_kind(workload, layer): layer for layer in layers}.items()}  # fmt: skip
+        found = frontier([ways[_kind(workload, layer)] for layer in layers], weights)
+
+        tried = partial(_told_with, layout, modes, layers, found)
+        holds = (lambda index, tried=tried, pp=pp: fits(tried(index), pp)) if fits is not None else (lambda index: True)
+        index = _first_that_fits(_within(found, layout, pp), len(found.seconds) - 1, holds)
+        modes = _put(modes, layers, found.at(index).modes)
+    return _told(layout, modes)
+
+
+def _told_with(layout: Layout, modes: Sequence[str], layers: Sequence[int], found: Frontier, index: int) -> Layout:
+    """The layout with one of the choices for the blocks `layers`, the others as `modes` says."""
+    return _told(layout, _put(modes, layers, found.at(index).modes))
+
+
+def with_recomputation(run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"]) -> Run:
+    """`run` with the ways of its blocks, if its recompute is "auto": the fastest that fits `cluster`, or the budget it gives.
+
+    Raises SpecError if the budget is below what full recomputation keeps, or the batch does not suit the layout.
+    """
+    layout = run.layout
+    if layout.recompute != "auto":
+        return run
+    workload, device = workload_of(run, cluster, stack), device_of(cluster.accelerator)
+    capacity = cluster.accelerator.memory_bytes.value
+    usable = capacity * (1 - HEADROOM_FRACTION[device]) - HEADROOM_BYTES[device]
+    priced = has_rates(cluster.accelerator, layout.precision)
+
+    def fits(tried: Layout, pp: int) -> bool:
+        """By the price of a plan and by the replay, which the trainer goes by when it starts."""
+        if priced and (layout.pp == 1 or not is_replayed(run.model, tried)) and not predict(workload, tried).memory.fits:
+            return False
+        rank = pp * layout.world_size // layout.pp
+        return not is_replayed(run.model, tried) or plan_memory(
+            run.model, tried, sequence_length=workload.sequence_length, sequences_per_batch=workload.sequences_per_batch,
+            documents=workload.documents, device=device, rank=rank, steps=2, optimizer=run.optimizer.name,
+        ).peak.total <= usable  # fmt: skip
+
+    asked = None if layout.recompute_budget is not None else fits
+    return replace(run, layout=choose(workload, layout, fits=asked, compiled=run.compile, device=device))
+
+
+def _first_that_fits(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The lowest number from `low` to `high` that holds, `high` if none does. Bytes fall from each to the next, and peaks with
+    them but for what a block at work needs, so that a search by halves finds it."""
+    if low == high or holds(low):
+        return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _put(modes: Sequence[str], layers: Sequence[int], chosen: Sequence[str]) -> list[str]:
+    """`modes` with those of `layers` exchanged."""
+    own = dict(zip(layers, chosen, strict=True))
+    return [own.get(layer, mode) for layer, mode in enumerate(modes)]
+
+
+def _told(layout: Layout, modes: Sequence[str]) -> Layout:
+    return replace(layout, recompute="blocks", recompute_budget=None, recompute_blocks=blocks_text(modes))
+
+
+def _within(found: Frontier, layout: Layout, pp: int) -> int:
+    """Number of the fastest choice that keeps to the budget."""
+    budget = layout.recompute_budget
+    if budget is None:
+        return 0
+    least = int(found.kept_bytes[-1])
+    if least > budget:
+        whose = f"rank {pp} of the pipeline" if layout.pp > 1 else "a rank"
+        rule = f"is {format_bytes(budget)}, but {whose} keeps {format_bytes(least)} even if every block is computed again"
+        raise SpecError([Problem("layout.recompute_budget", rule, f"Give {least} or more, or a smaller micro_batch_size.")])
+    return int(np.argmax(found.kept_bytes <= budget))
+
+
+def _held(workload: Workload, layout: Layout, pp: int) -> tuple[list[int], list[int], bool]:
+    """The blocks of a rank of the pipeline, of how many micro-batches each keeps at once, and whether W comes apart."""
+    if layout.pp == 1:
+        layers = list(range(workload.model.num_hidden_layers))
+        return layers, [1] * len(layers), False
+    rank = pp * layout.world_size // layout.pp
+    parts = stage_parts(workload.model, layout, workload.sequence_length, Coordinates.of(layout, rank))
+    count = num_micro_batches(layout, workload.sequences_per_batch)
+    actions = build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages)[pp]
+    flight = rank_in_flight(actions).by_stage
+    splits = any(part.kind is Kind.INPUT_GRADIENT for action in actions for part in action.parts)
+    pairs = [(layer, flight[number]) for number, part in parts.items() for layer in part.layers]
+    return [layer for layer, _ in pairs], [weight for _, weight in pairs], splits
+
+
+def _kind(workload: Workload, layer: int) -> tuple[bool, int | None]:
+    return workload.model.is_moe(layer), workload.model.window(layer)
+
+
+def _mixed(ops: tuple[Op, ...], shape: Shape) -> list[str]:
+    """Every set of the modules that a block has, and selective recomputation with every set of its kinds. A ring's attention is
+    no single operation that could be kept or not."""
+    kinds = [kind for kind in dict.fromkeys(op.again_kind for op in ops) if kind and (kind != "attention" or shape.cp == 1)]
+    modules = [name for name in MODULES if regions(ops, {name})]
+    sets = [frozenset(some) for size in range(1, len(modules) + 1) for some in combinations(modules, size)]
+    named = [modules_name(some) for some in sets if not any(outer in some and inner in some for outer, inner in CONTAINED)]
+    return [*named, *(mode_name(some) for size in range(1, len(kinds) + 1) for some in combinations(kinds, size))]
+
+
+def _seconds(workload: Workload, shape: Shape, op: Op) -> float:
+    """Of one operation's forward pass, with its messages."""
+    if workload.cluster.accelerator.measured_at_run_time:
+        flops = op.flops * (op.scores.share if op.scores is not None else 1.0)
+        return flops / CPU_FLOPS_PER_SECOND + op.moved_bytes / CPU_BYTES_PER_SECOND
+    return float(forward_seconds(workload, shape, (op,), CONSTANTS).sum())

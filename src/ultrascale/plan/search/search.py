@@ -1,0 +1,273 @@
+"""The best layouts of a cluster: all legal ones bounded, the promising ones priced, the best few simulated, ranked, compared.
+
+    plan.space   every legal layout, tens of thousands of rows
+    plan.bounds  rows that cannot fit, or cannot matter, leave
+    plan.price   the rest in chunks, those with the least time first, so that bounds bite early
+    predict      the best of each schedule again, one by one, with their pipelines played action by action
+    replay       memory of the first of these: what is printed is never a column
+
+Layouts closer to the fastest than the model can tell apart (`TIE`) are one group: which is fastest is for a measurement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.columns.footprint import Footprint
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.search.asked import unmet
+from ultrascale.plan.search.bounds import memory_floor, time_floor
+from ultrascale.plan.search.replayed import with_replay
+from ultrascale.plan.search.space import Asked, Refusal, Space, legal_layouts
+from ultrascale.plan.time.price import Prediction, predict, price
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.units import count_of, divisors
+
+Floats = NDArray[np.float64]
+CHUNK = 16_384
+"""Layouts priced at once: small enough that their columns stay in the cache, large enough that NumPy's calls do not show."""
+KEPT = 256
+"""Layouts that pruning must not lose: the ranking is right down to here."""
+EXACT = 10
+"""Layouts of each schedule that are predicted one by one: formulas are right within a percent or two inside most schedules, but
+further off between them, so that the best of each must be played to be compared."""
+REPLAYED = 10
+"""Ways to cut the model at the head of the ranking whose memory is replayed: as many as are listed by default."""
+TIE = 0.02
+"""Difference of two step times on one cluster below which the model cannot tell them apart (`docs/validation.md`)."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Every legal layout with what is known about it; `nan` where a bound was enough."""
+
+    space: Space
+    step_seconds: Floats
+    peak_bytes: Floats
+    """Reserved memory and what lies outside torch; for rows that were not priced the least it can be."""
+    fits: NDArray[np.bool_]
+    too_large: NDArray[np.bool_]
+    """Dropped because the training state alone is more than the device."""
+    too_slow: NDArray[np.bool_]
+    """Dropped because others are faster in no more memory."""
+
+    @property
+    def table(self) -> LayoutTable:
+        return self.space.table
+
+    @property
+    def was_priced(self) -> NDArray[np.bool_]:
+        return ~self.too_large & ~self.too_slow
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found."""
+
+    workload: Workload
+    priced: Priced
+    ranked: tuple[Prediction, ...]
+    """Layouts that fit, the fastest first."""
+    front: tuple[Prediction, ...]
+    """Layouts that fit and that no other beats in both time and memory, the fastest first; their bubbles by formula."""
+    smallest: Prediction | None
+    """The layout that needs the least memory, whether it fits or not; None if there is no legal layout."""
+    seconds: float
+    """What the search took."""
+
+    @property
+    def best(self) -> Prediction | None:
+        return self.ranked[0] if self.ranked else None
+
+    @property
+    def num_tied(self) -> int:
+        """Layouts at the head of the ranking that the model cannot tell apart."""
+        return sum(one.step_seconds <= self.ranked[0].step_seconds * (1 + TIE) for one in self.ranked)
+
+    @property
+    def refused(self) -> tuple[Refusal, ...]:
+        return self.priced.space.refused
+
+
+def search(
+    workload: Workload,
+    *,
+    base: Layout | None = None,
+    asked: Asked | None = None,
+    exact: int = EXACT,
+    prunes: bool = True,
+) -> SearchResult:
+    """Rank all legal layouts of the workload's cluster.
+
+    `base` gives the fields of a layout that are not searched, `asked` holds searched fields to given values. The best `exact`
+    layouts of each schedule are predicted one by one. `prunes` False prices every layout. Raises SpecError if none is legal, or
+    if a value that is asked for is in none.
+    """
+    started = time.perf_counter()
+    space = legal_layouts(workload, base=base, asked=asked)
+    if problems := unmet(workload, asked or {}, space):
+        raise SpecError(problems)
+    if not len(space.table):
+        raise SpecError([_nothing_legal(workload, space)])
+    priced = price_all(workload, space, kept=KEPT, prunes=prunes)
+    if not priced.fits.any():
+        priced = _across_nodes(workload, base, asked or {}) or priced
+    space = priced.space
+    ranked = _predict_all(workload, priced, fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, exact))
+    ranked = _first_replayed(ranked, REPLAYED)
+    least = int(np.argmin(np.where(priced.was_priced, priced.peak_bytes, np.inf)))
+    front = _front(priced)
+    prices = price(workload, space.table.take([least, *front]))
+    smallest = prices.row(0)
+    on_front = pareto([prices.row(1 + row) for row in range(len(front))])
+    return SearchResult(workload, priced, tuple(ranked), tuple(on_front), smallest, time.perf_counter() - started)
+
+
+def fastest(workload: Workload, *, base: Layout | None = None, asked: Asked | None = None) -> Prediction | None:
+    """The fastest layout alone, which needs no more than the fewest prices; None if nothing fits or nothing is legal."""
+    space = legal_layouts(workload, base=base, asked=asked)
+    if not len(space.table):
+        return None
+    priced = price_all(workload, space, kept=KEPT)
+    if not priced.fits.any():
+        priced = _across_nodes(workload, base, asked or {}) or priced
+        space = priced.space
+    rows = fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, 1)
+    return next(iter(_first_replayed(_predict_all(workload, priced, rows), 1)), None)
+
+
+def _across_nodes(workload: Workload, base: Layout | None, asked: Asked) -> Priced | None:
+    """The search again, with tensor parallelism over nodes too; None if that is asked for already, or adds nothing."""
+    per_node, gpus = workload.cluster.node.num_accelerators, workload.cluster.num_accelerators
+    wider = [tp for tp in divisors(gpus) if per_node < tp <= workload.model.num_attention_heads]
+    if "tp" in asked or not wider:
+        return None
+    space = legal_layouts(workload, base=base, asked={**asked, "tp": divisors(gpus)[: divisors(gpus).index(wider[-1]) + 1]})
+    priced = price_all(workload, space, kept=KEPT) if len(space.table) else None
+    return priced if priced is not None and priced.fits.any() else None
+
+
+def price_all(workload: Workload, space: Space, *, kept: int, prunes: bool = True) -> Priced:
+    """Bound or price every layout of `space`; the `kept` fastest that fit and the front of time and memory are right."""
+    table = space.table
+    least_bytes, least_seconds = memory_floor(workload, table), time_floor(workload, table)
+    seconds, peak, fits = np.full(len(table), np.nan), least_bytes.copy(), np.zeros(len(table), dtype=bool)
+    too_large = least_bytes > workload.cluster.accelerator.memory_bytes.value
+    if not prunes or too_large.all():
+        too_large = np.zeros_like(too_large)
+    too_slow = np.zeros(len(table), dtype=bool)
+    waiting = np.flatnonzero(~too_large)
+    waiting = waiting[np.argsort(least_seconds[waiting], kind="stable")]
+    while len(waiting):
+        chunk, waiting = waiting[:CHUNK], waiting[CHUNK:]
+        prices = price(workload, table.take(chunk))
+        seconds[chunk], peak[chunk], fits[chunk] = prices.step_seconds, needed_bytes(prices.memory), prices.fits
+        if prunes and len(waiting):
+            drop = _cannot_matter(least_seconds[waiting], least_bytes[waiting], seconds[fits], peak[fits], kept)
+            too_slow[waiting[drop]] = True
+            waiting = waiting[~drop]
+    return Priced(space, seconds, peak, fits, too_large, too_slow)
+
+
+def _cannot_matter(least_seconds: Floats, least_bytes: Floats, seconds: Floats, peak: Floats, kept: int) -> NDArray[np.bool_]:
+    """Which layouts can be neither among the `kept` fastest nor on the front, given what has been priced and fits."""
+    if len(seconds) < kept:
+        return np.zeros(len(least_seconds), dtype=bool)
+    slowest_kept = np.partition(seconds, kept - 1)[kept - 1]
+    order = np.argsort(seconds)
+    least_peak = np.minimum.accumulate(peak[order])
+    faster = np.searchsorted(seconds[order], least_seconds, side="right") - 1
+    dominated = (faster >= 0) & (least_peak[np.maximum(faster, 0)] <= least_bytes)
+    return (least_seconds > slowest_kept) & dominated
+
+
+def _fastest(priced: Priced, count: int) -> NDArray[np.intp]:
+    """Numbers of the fastest rows that fit."""
+    fitting = np.flatnonzero(priced.fits)
+    return fitting[np.argsort(priced.step_seconds[fitting], kind="stable")][:count]
+
+
+def fastest_of_each_schedule(table: LayoutTable, step_seconds: Floats, fits: NDArray[np.bool_], count: int) -> NDArray[np.intp]:
+    """Numbers of the fastest rows that fit, `count` of each schedule and of those without a pipeline."""
+    fitting = np.flatnonzero(fits)
+    order = fitting[np.argsort(step_seconds[fitting], kind="stable")]
+    kind = np.where(table.pp > 1, table.schedule, -1)[order]
+    return np.concatenate([order[kind == one][:count] for one in np.unique(kind)] or [order])
+
+
+def _front(priced: Priced) -> list[int]:
+    """Numbers of the rows that fit and that no row beats in both time and memory."""
+    order = _fastest(priced, len(priced.fits))
+    if not len(order):
+        return []
+    peak = priced.peak_bytes[order]
+    before = np.concatenate([[np.inf], np.minimum.accumulate(peak)[:-1]])
+    return order[peak < before].tolist()
+
+
+def _predict_all(workload: Workload, priced: Priced, rows: Sequence[int] | NDArray[np.intp]) -> list[Prediction]:
+    """Exact prices of these rows, the fastest first; those that turn out not to fit are left out."""
+    found = [predict(workload, priced.table.layout(int(row))) for row in rows]
+    return sorted((one for one in found if one.memory.fits), key=lambda one: one.step_seconds)
+
+
+def _first_replayed(ranked: Sequence[Prediction], count: int) -> list[Prediction]:
+    """`ranked`, of the first `count` ways to cut the model the fastest layout that fits when its step is replayed: those before
+    it that do not are left out."""
+    found: list[Prediction] = []
+    ways: set[tuple[object, ...]] = set()
+    for one in ranked:
+        if len(ways) < count and _way(one) not in ways:
+            one = with_replay(one)
+            if not one.memory.fits:
+                continue
+            ways.add(_way(one))
+        found.append(one)
+    return found
+
+
+def distinct(ranked: Iterable[Prediction]) -> list[Prediction]:
+    """The fastest of each way to cut the model."""
+    best: dict[tuple[object, ...], Prediction] = {}
+    for one in ranked:
+        best.setdefault(_way(one), one)
+    return list(best.values())
+
+
+def _way(one: Prediction) -> tuple[object, ...]:
+    """Same axes, ZeRO stage and recomputation."""
+    own = one.layout
+    return own.tp, own.cp, own.pp, own.ep, own.expert_tp, own.zero_stage, own.recompute
+
+
+def needed_bytes(memory: Footprint) -> Any:
+    """Memory of a device that is taken: what the allocator reserves and what lies outside of it. A column, or one number."""
+    return memory.reserved + memory.outside
+
+
+def pareto(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Those that no other beats in both time and memory, the fastest first."""
+    front: list[Prediction] = []
+    for one in sorted(predictions, key=lambda p: (p.step_seconds, needed_bytes(p.memory))):
+        if not front or needed_bytes(one.memory) < needed_bytes(front[-1].memory):
+            front.append(one)
+    return front
+
+
+def _nothing_legal(workload: Workload, space: Space) -> Problem:
+    """Why there is nothing to search."""
+    gpus = workload.cluster.num_accelerators
+    told = [one for one in space.refused if one.remedy] or list(space.refused)
+    reason = f": {told[0].family} {told[0].reason}" if told else ""
+    remedy = (
+        told[0].remedy if told and told[0].remedy else "Free one of the settings, or change the number of GPUs or the batch."
+    )
+    return Problem("layout", f"no layout of {count_of(gpus, 'GPU')} is legal{reason}", remedy)

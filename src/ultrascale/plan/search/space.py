@@ -1,0 +1,390 @@
+"""All legal layouts of N devices, as columns, and what was left out with its reason.
+
+Two levels. A *cut* divides the model and its work: (tp, cp, its method, pp, virtual stages, schedule, ep, expert_tp), with
+dp what remains of N. There are hundreds of them, walked in plain Python; each rule that refuses one is counted. Inside a cut,
+(ZeRO stage, shard size, micro-batch, recomputation) is a product of short lists, made once per (dp, kind of pipeline) and
+repeated in NumPy.
+
+Left out of a search, because another layout is at least as fast in no more memory: tensor parallelism without sequence
+parallelism (same traffic, more activations), AFAB (1F1B has the same bubble and holds fewer micro-batches), DualPipe
+(DualPipe-V has the same bubble and holds the weights once), and context parallelism of micro-batches that have a factor in
+common with cp: m sequences over cp ranks are as many tokens a rank as m/2 over cp/2 with twice the dp, in as many
+micro-batches, with less exchanged (`tests/plan/test_search.py` prices both). Rings of ranks that swap heads are searched where
+cp leaves the node, with as many ranks that swap as a node and the heads allow: swaps wait for the network, rings do not. Asking
+for one by name brings it back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
+from ultrascale.plan.time.stage_cut import cannot_run
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.cut_rules import cut_problems
+from ultrascale.spec.layout import NARROW, Layout
+from ultrascale.spec.layout import SCHEDULES as CHUNKS
+from ultrascale.spec.stack_files import abilities
+from ultrascale.spec.units import count_of, divisors
+
+MIN_TOKENS_PER_CP_RANK = 512
+"""Shorter shares of a sequence leave nothing to hide the exchange behind: an A100 needs 1,000 tokens on NVLink, and 24 times as
+many on InfiniBand (Liu et al. 2023, ring attention, table 2)."""
+MIN_TOKENS_BESIDE_EXPERTS = 4096
+"""The same for models with experts, which already cut the ranks in many ways: the space would be three times as large."""
+MAX_TOKENS_PER_MICRO_BATCH = 2**17
+"""Of one rank and one forward pass. Products are at their best far below it."""
+V_SHAPED = ("zb-v", "dualpipe", "dualpipe-v")
+DOMINATED = {
+    "afab": "1f1b has the same bubble and holds fewer micro-batches",
+    "dualpipe": "dualpipe-v has the same bubble and holds the weights once",
+}
+Asked = Mapping[str, Sequence[Any]]
+"""Fields of `Layout` that are given: to the values that are searched."""
+
+
+class Cut(NamedTuple):
+    """How the model and its work are divided."""
+
+    tp: int
+    sequence_parallel: bool
+    cp: int
+    cp_method: str
+    cp_heads: int
+    pp: int
+    virtual_stages: int
+    schedule: str
+    dp: int
+    ep: int
+    expert_tp: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A family of layouts that is not in the search."""
+
+    family: str
+    reason: str
+    count: int
+    """How often, among the ways to cut the model."""
+    remedy: str = ""
+    """The nearest that works, where a rule of the description names it."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched."""
+
+    table: LayoutTable
+    refused: tuple[Refusal, ...]
+
+
+@dataclass
+class _Rules:
+    """What is asked for and what the trainer can do; counts what it refuses."""
+
+    workload: Workload
+    base: Layout
+    asked: Asked
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    remedies: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def choose(self, name: str, usual: Sequence[Any]) -> list[Any]:
+        """The values of a field: those asked for, else the usual ones."""
+        return list(self.asked.get(name, usual))
+
+    def allows(self, name: str, value: Any) -> bool:
+        return name not in self.asked or value in self.asked[name]
+
+    def refuse(self, family: str, reason: str, remedy: str = "") -> None:
+        self.refused[family, reason] += 1
+        self.remedies[family, reason] = remedy
+
+    def breaks(self, family: str, layout: Layout) -> bool:
+        """Whether a layout breaks a rule of the description, which is noted as the reason."""
+        found = cut_problems(self.workload.model, layout, sequence_length=self.workload.sequence_length)
+        if found:
+            self.refuse(family, found[0].rule, found[0].remedy)
+        return bool(found)
+
+
+def legal_layouts(workload: Workload, *, base: Layout | None = None, asked: Asked | None = None) -> Space:
+    """Every layout of all the cluster's devices that `workload` and its stack allow.
+
+    `base` gives the fields that are not searched (precision, buckets, offload); `asked` holds searched fields to given values.
+    """
+    rules = _Rules(workload, base or Layout(precision="bf16"), asked or {})
+    cuts = list(_cuts(rules))
+    by_inside: dict[tuple[int, str, int], list[Cut]] = {}
+    for cut in cuts:
+        by_inside.setdefault((cut.dp, cut.schedule if cut.pp > 1 else "", cut.pp), []).append(cut)
+    tables = []
+    for (dp, schedule, pp), members in by_inside.items():
+        for share, cp in sorted({(cut.tp * cut.cp, cut.cp) for cut in members}):
+            rows = _inside(rules, dp, schedule, pp, share, cp)
+            same = [cut for cut in members if (cut.tp * cut.cp, cut.cp) == (share, cp)]
+            if len(rows) and same:
+                tables.append(_product(same, rows, rules))
+    table = LayoutTable.concatenate(tables) if tables else LayoutTable.of([])
+    return Space(table, tuple(Refusal(*key, count, rules.remedies[key]) for key, count in rules.refused.most_common()))
+
+
+def _cuts(rules: _Rules) -> Iterator[Cut]:
+    gpus = rules.workload.cluster.num_accelerators
+    for tp, sequence_parallel in _tensor(rules, gpus):
+        for cp, method, heads in _context(rules, gpus // tp, Layout(tp=tp, sequence_parallel=sequence_parallel)):
+            for pp, virtual_stages, schedule in _pipeline(rules, gpus // (tp * cp), cp):
+                dp = gpus // (tp * cp * pp)
+                if not rules.allows("dp", dp):
+                    continue
+                if rules.workload.sequences_per_batch % dp:
+                    _refuse_batch(rules, dp)
+                    continue
+                for ep, expert_tp in _experts(rules, tp, tp * cp * dp):
+                    yield Cut(tp, sequence_parallel, cp, method, heads, pp, virtual_stages, schedule, dp, ep, expert_tp)
+
+
+def _refuse_batch(rules: _Rules, dp: int) -> None:
+    batch = rules.workload.sequences_per_batch
+    near = [n for n in (batch - batch % dp, batch - batch % dp + dp) if n]
+    remedy = f"Nearest batches: {' or '.join(map(str, near))} sequences."
+    rules.refuse(f"dp = {dp}", f"does not divide the batch of {count_of(batch, 'sequence')}", remedy)
+
+
+def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
+    model, stack = rules.workload.model, rules.workload.stack
+    per_node = rules.workload.cluster.node.num_accelerators
+    for tp in divisors(gpus):
+        if not rules.allows("tp", tp) or (tp > model.num_attention_heads and "tp" not in rules.asked):
+            continue
+        if tp > 1 and not abilities(stack).tensor:
+            rules.refuse("tp", f"{stack.name} has no tensor parallelism")
+        elif tp > per_node and "tp" not in rules.asked:
+            rules.refuse(f"tp > {per_node}", f"leaves the node; searched if nothing else fits, and with --tp {2 * per_node}")
+        else:
+            for sequence_parallel in rules.choose("sequence_parallel", (True,)):
+                if not rules.breaks(f"tp = {tp}", Layout(tp=tp, sequence_parallel=sequence_parallel)):
+                    yield tp, sequence_parallel
+
+
+def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, str, int]]:
+    stack, length = rules.workload.stack, rules.workload.sequence_length
+    methods = abilities(stack).cp_methods
+    least = MIN_TOKENS_BESIDE_EXPERTS if rules.workload.model.num_experts else MIN_TOKENS_PER_CP_RANK
+    for cp in divisors(gpus):
+        if not rules.allows("cp", cp):
+            continue
+        if cp == 1:
+            if rules.allows("cp_heads", 1) or "cp" in rules.asked:
+                yield 1, "ring", 1
+            continue
+        if "cp" not in rules.asked and length // cp < least:
+            why = f"leaves a rank fewer than {least} of {length} tokens; --cp {cp} searches it"
+            rules.refuse(f"cp > {length // least}", why)
+            return
+        if not methods:
+            rules.refuse("cp", f"{stack.name} has no context parallelism")
+            return
+        if layout.tp > 1 and abilities(stack).cp_alone:
+            rules.refuse("cp with tp", f"{stack.name} has context parallelism without tensor parallelism only")
+            return
+        if length % (pieces := abilities(stack).cp_pieces * cp):
+            rules.refuse(f"cp = {cp}", f"{stack.name} cuts sequences into {pieces} pieces, which do not divide {length}")
+            continue
+        for method in rules.choose("cp_method", methods):
+            if method not in methods:
+                rules.refuse(f"cp_method {method}", f"{stack.name} has {', '.join(methods)}")
+                continue
+            for heads in _swapping(rules, cp, method, layout.tp):
+                if not rules.breaks(f"cp = {cp}, {method}", replace(layout, cp=cp, cp_method=method, cp_heads=heads)):
+                    yield cp, method, heads
+
+
+def _swapping(rules: _Rules, cp: int, method: str, tp: int) -> list[int]:
+    """`Layout.cp_heads` to search: of rings over ranks that swap heads those asked for, else the most inside a node."""
+    if method != "ring+all-to-all":
+        return [1] if rules.allows("cp_heads", 1) else []
+    heads, per_node = rules.workload.model.num_attention_heads // tp, rules.workload.cluster.node.num_accelerators
+    sizes = [n for n in divisors(cp) if 1 < n < cp and rules.allows("cp_heads", n)]
+    if "cp_heads" in rules.asked:
+        return sizes
+    inside = [n for n in sizes if heads % n == 0 and tp * n <= per_node]
+    if "cp_method" in rules.asked:
+        return inside
+    if cp * tp <= per_node:
+        rules.refuse("ring+all-to-all in a node", "all-to-all, or a ring, over as many ranks; --layout.cp-heads searches it")
+        return []
+    return inside[-1:]
+
+
+def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str]]:
+    stack, layers = rules.workload.stack, rules.workload.model.num_hidden_layers
+    can = abilities(stack).schedules
+    for pp in divisors(gpus):
+        if not rules.allows("pp", pp):
+            continue
+        if pp == 1:
+            if rules.allows("virtual_stages", 1) and ("schedule" not in rules.asked or "pp" in rules.asked):
+                yield 1, 1, "1f1b"
+        elif not can:
+            rules.refuse("pp", f"{stack.name} has no pipeline")
+        elif cp > 1 and abilities(stack).cp_alone:
+            rules.refuse("cp with pp", f"{stack.name} has context parallelism without a pipeline only")
+        elif pp > layers:
+            family = f"pp = {pp}" if "pp" in rules.asked else f"pp > {layers}"
+            rules.refuse(family, f"more stages than the {count_of(layers, 'layer')}", f"Use pp = {layers} or less.")
+        else:
+            yield from ((pp, chunks, schedule) for chunks, schedule in _schedules(rules, pp, can))
+
+
+def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    layers = rules.workload.model.num_hidden_layers
+    for schedule in rules.choose("schedule", [name for name in can if name not in DOMINATED]):
+        if schedule not in can:
+            rules.refuse(f"schedule {schedule}", f"{rules.workload.stack.name} has {', '.join(can)}")
+        elif schedule == "dualpipe" and pp % 2:
+            rules.refuse(f"pp = {pp}, dualpipe", "needs an even number of stages")
+        else:
+            for chunks in _chunks(rules, schedule, pp):
+                if pp * chunks > layers:
+                    rules.refuse(schedule, f"pp x {chunks} stages are more than the {count_of(layers, 'layer')}")
+                elif not abilities(rules.workload.stack).cuts(layers, pp * chunks):
+                    rules.refuse(schedule, f"{rules.workload.stack.name} does not cut {layers} layers so")
+                elif rules.workload.stack.stage_cut == "by-share" and (wrong := cannot_run(rules.workload.model, pp)):
+                    rules.refuse(f"pp = {pp}", wrong)
+                else:
+                    yield chunks, schedule
+    if "schedule" not in rules.asked:
+        for name in DOMINATED:
+            if name in can:
+                rules.refuse(f"schedule {name}", DOMINATED[name])
+
+
+def _chunks(rules: _Rules, schedule: str, pp: int) -> list[int]:
+    """Stages of a rank to search: those asked for, which need not cut the layers evenly, else `chunks_per_rank`."""
+    usual = chunks_per_rank(schedule, pp, rules.workload.model.num_hidden_layers)
+    return [n for n in rules.choose("virtual_stages", usual) if n in usual or (CHUNKS[schedule] is None and n > 1)]
+
+
+def chunks_per_rank(schedule: str, pp: int, num_layers: int) -> tuple[int, ...]:
+    """Pieces of the model that a rank may hold: the divisors of its layers where the schedule interleaves them."""
+    chunks = CHUNKS[schedule]
+    return tuple(n for n in divisors(-(-num_layers // pp)) if n > 1) if chunks is None else (chunks,)
+
+
+def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
+    experts = getattr(rules.workload.model, "num_experts", 0) or 0
+    can = abilities(rules.workload.stack)
+    if not experts:
+        yield 1, 1
+        return
+    for expert_tp in rules.choose("expert_tp", sorted({1, tp} if can.expert_tensor else {1})):
+        for ep in divisors(experts):
+            if not rules.allows("ep", ep) or (ep > 1 and not can.experts):
+                continue
+            if ranks % (ep * expert_tp):
+                rules.refuse("ep x expert_tp", "does not divide tp x cp x dp")
+            elif not rules.breaks(f"expert_tp = {expert_tp}", Layout(ep=ep, expert_tp=expert_tp)):
+                yield ep, expert_tp
+
+
+def _inside(rules: _Rules, dp: int, schedule: str, pp: int, share: int, cp: int) -> NDArray[np.int64]:
+    """Rows of (zero_stage, dp_shard, micro_batch_size, recompute, recompute_every); `share` is tp x cp."""
+    states = [(stage, shard) for stage in _zero_stages(rules, dp, schedule) for shard in _shards(rules, stage, dp, share)]
+    sizes = [size for size in _micro_batch_sizes(rules, dp, cp) if _suits(rules, schedule, pp, dp, size)]
+    ways = []
+    can = abilities(rules.workload.stack).recompute
+    for way in rules.choose("recompute", can):
+        if way not in can:
+            rules.refuse(f"recompute {way}", f"{rules.workload.stack.name} has {', '.join(can)}")
+            continue
+        every = rules.choose("recompute_every", (2,)) if way == "every-k" else (2,)
+        ways += [(RECOMPUTE.index(way), each) for each in every]
+    rows = [(*state, size, *way) for state in states for size in sizes for way in ways]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 5)
+
+
+def _zero_stages(rules: _Rules, dp: int, schedule: str) -> list[int]:
+    can = abilities(rules.workload.stack)
+    stages = can.zero_stages_with_pipeline if schedule else can.zero_stages
+    if "zero_stage" in rules.asked:
+        for stage in rules.asked["zero_stage"]:
+            if stage not in stages:
+                piped = " with a pipeline" if schedule else ""
+                rules.refuse(f"zero_stage = {stage}", f"{rules.workload.stack.name} has {', '.join(map(str, stages))}{piped}")
+        return [stage for stage in rules.asked["zero_stage"] if stage in stages]
+    return [min(stages)] if dp == 1 else list(stages)
+
+
+def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
+    """Sizes of the groups that hold one copy of the state: all of dp, or from a node's ranks upward by fours."""
+    if stage == 0:
+        return [1] if rules.allows("dp_shard", 1) else []
+    hybrid = stage in abilities(rules.workload.stack).hybrid_stages
+    if "dp_shard" in rules.asked:
+        given = [dp if shard is None else shard for shard in rules.asked["dp_shard"]]
+        return [shard for shard in given if shard == dp or (hybrid and dp % shard == 0)]
+    if not hybrid:
+        return [dp]
+    size, sizes = max(2, rules.workload.cluster.node.num_accelerators // share), [dp]
+    while size < dp:
+        if dp % size == 0:
+            sizes.append(size)
+        size *= 4
+    return sizes
+
+
+def _micro_batch_sizes(rules: _Rules, dp: int, cp: int) -> list[int]:
+    per_rank = rules.workload.sequences_per_batch // dp
+    limit = max(1, MAX_TOKENS_PER_MICRO_BATCH // rules.workload.sequence_length)
+    if "micro_batch_size" in rules.asked:  # what no share of the batch allows is told by `plan.search.asked`
+        return [n for n in divisors(per_rank) if n in rules.asked["micro_batch_size"]]
+    sizes = [n for n in divisors(per_rank) if n <= limit]
+    if "dp" in rules.asked or "cp" in rules.asked:
+        return sizes
+    for size in sizes:
+        if gcd(size, cp) > 1:
+            rules.refuse("cp of even micro-batches", "half the micro-batch over half as many ranks exchanges less")
+    return [size for size in sizes if gcd(size, cp) == 1]
+
+
+def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
+    """Whether the trainer runs so many micro-batches in this schedule."""
+    count = rules.workload.sequences_per_batch // (dp * size)
+    if schedule in V_SHAPED and count < 2 * pp:
+        rules.refuse(schedule, "fewer than 2 x pp micro-batches do not fill it")
+        return False
+    fills = rules.workload.stack.stage_cut != "by-share" or schedule != "1f1b"
+    if not fills and (wrong := cannot_run(rules.workload.model, pp, [count])):
+        rules.refuse(f"pp = {pp}, {schedule}", wrong)
+        return False
+    if abilities(rules.workload.stack).any_micro_batches:
+        return True
+    if schedule == "interleaved" and count % pp:
+        rules.refuse("interleaved", "micro-batches are no multiple of pp")
+        return False
+    return True
+
+
+def _product(cuts: Sequence[Cut], rows: NDArray[np.int64], rules: _Rules) -> LayoutTable:
+    """Each of `cuts` with each of `rows`."""
+    whole = replace(rules.base, zero_stage=0, dp_shard=None, layers_per_stage=None)
+    layouts = [replace(whole, **cut._asdict(), tp_overlap=overlaps) for cut in cuts for overlaps in _overlaps(rules, cut)]
+    table = LayoutTable.of(layouts).take(np.repeat(np.arange(len(layouts)), len(rows)))
+    names = ("zero_stage", "dp_shard", "micro_batch_size", "recompute", "recompute_every")
+    repeated = {name: np.tile(column, len(layouts)) for name, column in zip(names, rows.T, strict=True)}
+    return LayoutTable(**{**vars(table), **repeated})
+
+
+def _overlaps(rules: _Rules, cut: Cut) -> list[bool]:
+    """Whether products of tp run beside their messages: what is asked for, where it is read and the trainer does it."""
+    in_node = cut.tp > 1 and rules.workload.cluster.node.num_accelerators % cut.tp == 0
+    can = in_node and cut.sequence_parallel and rules.base.precision not in NARROW
+    return sorted({one and can for one in rules.choose("tp_overlap", (rules.base.tp_overlap,))})

@@ -1,0 +1,48 @@
+"""Which attention kernel our trainer's contest (`kernels.attention_contest`) will choose on a device, before it is held.
+
+What comes with torch takes part, and `spec.attention_cores` says to both, trainer and plan, what can do what is wanted: cuDNN's
+no documents, sliding windows or sinks, and no piece of a ring. The rest is flash attention 2 in torch's own form. The faster by
+the laws of `plan.laws.compute` is the one: cuDNN's on Hopper and Blackwell, where flash attention 2 reaches half of its rate;
+on Ampere there is nothing to choose. FlashAttention's own packages, which a contest takes where they are installed, a plan
+takes only where the layout names one.
+"""
+
+from __future__ import annotations
+
+from ultrascale.plan.laws.compute import Kernel, attention_seconds
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.attention_cores import Wanted, why_not, windows_of
+from ultrascale.spec.layout import NARROW, AttentionCore
+from ultrascale.spec.ops import Scores, Shape
+
+TORCH_CORES: tuple[tuple[Kernel, AttentionCore], ...] = (("flash-2", "sdpa"), ("cudnn", "cudnn"))
+"""By kernel, a core that is it, in the order in which ties are decided. `varlen` is flash attention 2 told of documents."""
+
+
+def attention_kernel(workload: Workload, shape: Shape, scores: Scores) -> Kernel:
+    """The kernel of an attention with these `scores` on one rank: the stack's, or where it leaves that open, the winner."""
+    named = workload.stack.attention_kernel
+    if named != "contest":
+        return named
+    wanted = wanted_of(workload, shape)
+    able: list[Kernel] = [kernel for kernel, core in TORCH_CORES if not why_not(core, wanted)]
+    return able[0] if len(able) == 1 else min(able, key=lambda kernel: _both_ways(workload, shape, scores, kernel))
+
+
+def wanted_of(workload: Workload, shape: Shape) -> Wanted:
+    """What a run of `shape` asks of its attention, as `spec.attention_cores.attention_wanted` would say."""
+    model = workload.model
+    return Wanted(
+        "cpu" if shape.device == "cpu" or workload.cluster.accelerator.name == "cpu" else "cuda", shape.precision,
+        windows_of(model, workload.sequence_length), workload.documents, model.head_dim, model.attention_sinks, shape.cp,
+    )  # fmt: skip
+
+
+def _both_ways(workload: Workload, shape: Shape, scores: Scores, kernel: Kernel) -> float:
+    dtype = "bf16" if shape.precision in NARROW else shape.precision
+    return sum(
+        attention_seconds(
+            workload.cluster.accelerator, **scores._asdict(), dtype=dtype, backward=backward, kernel=kernel
+        )
+        for backward in (False, True)
+    )  # fmt: skip

@@ -1,0 +1,393 @@
+"""One block, one micro-batch, one rank: seconds of each pass, by what is done, for every distinct shape of a table of layouts.
+
+Walks `spec.work`'s operations once per shape and adds up their prices: products and attention from `plan.laws.compute`,
+element-wise work by its bytes, collectives of tp, cp and ep from `plan.laws.collectives`, all of them in one vectorised call
+per kind.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.cut_backward import HALVES, Half, may_wait, sent_in_half
+from ultrascale.plan.laws.collectives import collective_seconds
+from ultrascale.plan.laws.compute import attention_seconds, elementwise_seconds, matmul_seconds
+from ultrascale.plan.layouts import CP_METHODS, FP8_SCALINGS, PRECISIONS, LayoutTable
+from ultrascale.plan.time.attention_choice import attention_kernel
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.kept import computed_again, resolved
+from ultrascale.spec.layout import NARROW
+from ultrascale.spec.model import Model
+from ultrascale.spec.op_builders import without_fp8
+from ultrascale.spec.ops import Op, Scores, Shape
+from ultrascale.spec.recomputed import SELECTIVE
+from ultrascale.spec.stack import Kernels
+from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
+
+Floats = NDArray[np.float64]
+SHAPE_FIELDS = (
+    "micro_batch_size", "precision", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "ep", "expert_tp", "mlp_chunks",
+    "partition_checkpoints", "fp8_scaling", "gathers_fp8",
+)  # fmt: skip
+PASSES = ("forward", "backward")
+HEAD_MULTIPLE = 8
+"""Of a vocabulary's columns, which are always of 16 bits here: other numbers are not aligned."""
+WIDE_BYTES, NARROW_BYTES, CAST_BYTES = 2, 3, 4
+"""Memory traffic of an element that is read in bf16; that is written in fp8 then; that is written in both orders."""
+
+
+@dataclass
+class PartSeconds:
+    """What a part of the model (a kind of block, the embedding, the head) costs, a number per distinct shape."""
+
+    product: Floats
+    """Matrix products of the forward pass."""
+    attention: Floats
+    elementwise: Floats
+    input_gradient: Floats
+    """Products of the backward pass that make the gradient of what was read, and all of attention's and element-wise work's."""
+    weight_gradient: Floats
+    weight_gradient_in_i: Floats
+    """Of `weight_gradient`, what does not wait for W where backward passes are cut in two."""
+    tp_forward: Floats
+    tp_backward: Floats
+    tp_beside: Floats
+    """Of `tp_backward`: what a column-parallel layer's backward pass can run beside its own two products. The input is gathered
+    again beside the gradient of the input, whose sum travels beside the gradient of the weight (Megatron)."""
+    tp_cut_input: Floats
+    """What I sends where backward passes are cut in two: `tp_backward` without the inputs of column products."""
+    tp_cut_sums: Floats
+    """Of `tp_cut_input`: sums of gradients of inputs, which no product of I is beside."""
+    tp_cut_weight: Floats
+    """What W gathers then: those inputs, and gradients of row products once more."""
+    cp_forward: Floats
+    """Of cp, what stands in front of attention: heads that are swapped, keys and values that are gathered first."""
+    cp_backward: Floats
+    ring_forward: Floats
+    """Of cp, what travels beside attention."""
+    ring_backward: Floats
+    ep_forward: Floats
+    ep_backward: Floats
+    grouped_product: Floats
+    """Of `product`: those of experts, whose results torchtitan's policy does not keep."""
+    last_product: Floats
+    """Of `product`: the last of a dense block without tp, before which torch stops when it runs the block again."""
+    chosen_modules: Floats
+    """Of all of it: what selective recomputation by modules runs again (`spec.kept.selective_modules`)."""
+    num_ops: Floats
+    """Operations launched in a forward pass."""
+    num_collectives: Floats
+    """In a forward pass."""
+    num_backward_collectives: Floats
+
+    @property
+    def forward(self) -> Floats:
+        """Compute of the forward pass."""
+        return self.product + self.attention + self.elementwise
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Prices of all parts for all distinct shapes of a table."""
+
+    shapes: list[Shape]
+    shape_of: NDArray[np.intp]
+    """For each layout the index of its shape."""
+    kinds: tuple[int, ...]
+    """A layer of each kind of block."""
+    kind_of_layer: tuple[int, ...]
+    prices: Floats
+    """[parts, columns of `PartSeconds`, shapes]: a block of each kind, the embedding, the head, and what a block of multi-token
+    prediction does before it is a block like others."""
+
+    def part(self, number: int) -> PartSeconds:
+        """One part's prices by name."""
+        return PartSeconds(*self.prices[number])
+
+
+def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape], NDArray[np.intp]]:
+    """The shapes of one micro-batch on one rank that occur in `table`, and for each layout the number of its own."""
+    columns = [getattr(table, name) for name in SHAPE_FIELDS]
+    if len(table) == 1:
+        return [_shape(workload, [column.item() for column in columns])], np.zeros(1, dtype=np.intp)
+    key = np.zeros(len(table), dtype=np.int64)
+    for column in columns:
+        key = key * (int(column.max(initial=0)) + 1) + column
+    _, first, shape_of = np.unique(key, return_index=True, return_inverse=True)
+    fields = zip(*(column[first].tolist() for column in columns), strict=True)
+    return [_shape(workload, one) for one in fields], shape_of
+
+
+def price_blocks(workload: Workload, table: LayoutTable) -> Blocks:
+    """Work out every distinct shape of `table` once, and for later tables of the same workload."""
+    shapes, shape_of = distinct_shapes(workload, table)
+    kinds, kind_of_layer = layer_kinds(workload)
+    known = workload.priced_shapes
+    if new := [shape for shape in shapes if shape not in known]:
+        known.update(zip(new, _price_shapes(workload, kinds, new), strict=True))
+    return Blocks(shapes, shape_of, kinds, kind_of_layer, _by_part([known[shape] for shape in shapes]))
+
+
+def price_kept_blocks(workload: Workload, blocks: Blocks) -> Floats:
+    """[kinds, columns, shapes]: blocks that stay in bf16 beside those in fp8."""
+    known, shapes = workload.priced_shapes, [without_fp8(shape) for shape in blocks.shapes]
+    if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
+        known.update(zip(new, _price_shapes(workload, blocks.kinds, new), strict=True))
+    return _by_part([known[shape] for shape in shapes])[: len(blocks.kinds)]
+
+
+def _by_part(known: list[Floats]) -> Floats:
+    """[parts, columns, shapes] of what is known of each shape."""
+    return known[0][:, :, None] if len(known) == 1 else np.stack(known, axis=-1)
+
+
+def _price_shapes(workload: Workload, kinds: Sequence[int], shapes: list[Shape]) -> Floats:
+    """[shapes, parts, columns of `PartSeconds`]: the blocks of each kind, the embedding, the head, what a prediction adds."""
+    model = workload.model
+    parts = [_price_blocks_of(workload, shapes, layer) for layer in kinds]
+    parts.append(_price(workload, shapes, [embedding_work(model, shape) for shape in shapes]))
+    parts.append(_price(workload, shapes, [head_work(model, shape) for shape in shapes], head=True))
+    predicts = model.num_nextn_predict_layers > 0
+    parts.append(_price(workload, shapes, [prediction_work(model, shape) if predicts else () for shape in shapes]))
+    return np.array([list(vars(part).values()) for part in parts]).transpose(2, 0, 1)
+
+
+def _price_blocks_of(workload: Workload, shapes: list[Shape], layer: int) -> PartSeconds:
+    """A block like `layer`."""
+    works = [block_work(workload.model, layer, shape) for shape in shapes]
+    part = _price(workload, shapes, works)
+    if workload.stack.selective == "modules":
+        again = [resolved(SELECTIVE, workload.model, layer, shape) for shape in shapes]
+        runs = [computed_again(one, ops, stops_behind=False) for one, ops in zip(again, works, strict=True)]
+        seconds = [sum(compute_seconds(workload, shape, run, False)[:3]) for shape, run in zip(shapes, runs, strict=True)]
+        part.chosen_modules = np.array(seconds)
+    return part
+
+
+def layer_kinds(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A first layer of each kind of block (dense or experts, windowed or not), and the kind of every layer."""
+    return _layer_kinds(workload.model)
+
+
+@lru_cache(maxsize=64)
+def _layer_kinds(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    known: dict[tuple[bool, int | None], int] = {}
+    first: list[int] = []
+    kind_of_layer = []
+    for layer in range(model.num_hidden_layers):
+        kind = (model.is_moe(layer), model.window(layer))
+        if kind not in known:
+            known[kind] = len(known)
+            first.append(layer)
+        kind_of_layer.append(known[kind])
+    # A block of multi-token prediction is one more of the last kind (DeepSeek-V3, section 2.2).
+    kind_of_layer += kind_of_layer[-1:] * model.num_nextn_predict_layers
+    return tuple(first), tuple(kind_of_layer)
+
+
+def price_ops(workload: Workload, shape: Shape, ops: tuple[Op, ...]) -> PartSeconds:
+    """What these operations cost, as a part of the model of one shape."""
+    return _price(workload, [shape], [ops])
+
+
+def _shape(workload: Workload, fields: Sequence[int]) -> Shape:
+    return _known_shape(
+        workload.sequence_length, workload.documents, workload.expert_imbalance, workload.stack.kernels, *fields
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 16)
+def _known_shape(
+    sequence_length: int, documents: bool, expert_imbalance: float, kernels: Kernels, micro_batch_size: int, precision: int,
+    tp: int, sequence_parallel: int, cp: int, cp_method: int, cp_heads: int, ep: int, expert_tp: int, mlp_chunks: int,
+    partition_checkpoints: int, fp8_scaling: int, fp8_gathered: int,
+) -> Shape:  # fmt: skip
+    """The one object of a shape, found in tables of what is known of it without comparing fields; in the order of
+    `SHAPE_FIELDS`."""
+    return Shape(
+        micro_batch_size=micro_batch_size,
+        sequence_length=sequence_length,
+        precision=PRECISIONS[precision],
+        documents=documents and not (kernels.own_fp8 and cp > 1),  # `plan.memory.replay.rank_shape`
+        device="cuda",
+        tp=tp,
+        sequence_parallel=bool(sequence_parallel) and tp > 1,
+        cp=cp,
+        cp_method=CP_METHODS[cp_method],
+        cp_heads=cp_heads,
+        ep=ep,
+        expert_tp=expert_tp,
+        mlp_chunks=mlp_chunks,
+        partition_checkpoints=bool(partition_checkpoints),
+        fp8_scaling=FP8_SCALINGS[fp8_scaling],
+        fp8_gathered=bool(fp8_gathered),
+        expert_imbalance=expert_imbalance,
+        kernels=kernels,
+    )
+
+
+def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
+    compute = np.array([compute_seconds(workload, shape, ops, head) for shape, ops in zip(shapes, works, strict=True)])
+    columns = compute.reshape(len(shapes), 8).T
+    never_wait = [[op for op in ops if not may_wait(op)] for ops in works]
+    at_once = np.array([compute_seconds(workload, *one, head)[4] for one in zip(shapes, never_wait, strict=True)])
+    traffic, counts = _traffic(workload, shapes, works)
+    of_columns = [[op for op in ops if _is_of_column(op)] for ops in works]
+    beside = _over_tp(workload, shapes, of_columns)
+    of_input, of_weight = (_halves(shapes, works, half) for half in HALVES)
+    sums = _halves(shapes, of_columns, "input")
+    axes = {f"{axis}_{when}": traffic[axis, when] for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
+    return PartSeconds(
+        *columns[:5],
+        weight_gradient_in_i=at_once,
+        **axes,
+        tp_beside=np.minimum(beside, columns[3] + columns[4]),
+        tp_cut_input=_over_tp(workload, shapes, of_input),
+        tp_cut_sums=_over_tp(workload, shapes, sums),
+        tp_cut_weight=_over_tp(workload, shapes, of_weight),
+        grouped_product=columns[5],
+        last_product=columns[6],
+        chosen_modules=np.zeros(len(shapes)),
+        num_ops=columns[7],
+        num_collectives=counts[0],
+        num_backward_collectives=counts[1],
+    )
+
+
+def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: bool) -> tuple[float, ...]:
+    """Seconds of products, attention and element-wise work forward, of both gradients, and of grouped products; operations.
+
+    In fp8 other trainers cast once what products share: an input once for all that read it, before ranks of tp gather it, and
+    the gradient of a result once for both products of the backward pass, each in both orders, since Hopper's product wants its
+    factors by rows (Transformer Engine's cast_transpose and grad_output_preprocess). Weights that are gathered for every pass
+    are cast in every pass (torchao's Float8Linear); those that stay are cast once a step. Of ours every product casts its own.
+    """
+    accelerator, stack = workload.cluster.accelerator, workload.stack
+    product = attention = elementwise = inputs = weights = grouped = last = count = 0.0
+    # A product that adds to the summed gradient reads and writes it; else the gradient is written, and added in another pass.
+    gradient_bytes = 2.0 * stack.gradient_bytes if stack.fuses_gradient_accumulation else float(shape.itemsize)
+    added_bytes = 0 if stack.fuses_gradient_accumulation else 2 * stack.gradient_bytes + shape.itemsize
+    dtype = "bf16" if head and shape.precision in NARROW else shape.precision
+    shares = dtype in NARROW and not shape.kernels.own_fp8
+    cast_bytes = CAST_BYTES + (WIDE_BYTES if stack.scales_at_once else 0)
+    weight_cast_bytes = cast_bytes - 1 if shares and stack.gathers == "buckets" else 0  # in one order
+    wide = "bf16" if shape.precision in NARROW else shape.precision
+    for op in ops:
+        count += 1
+        if op.inside:
+            each, again = (compute_seconds(workload, shape, some, head) for some in (op.inside, op.inside[:-1]))
+            product, elementwise = product + op.pieces * each[0], elementwise + op.pieces * each[2]
+            inputs += op.pieces * (each[3] + again[0] + again[2])
+            weights, count = weights + op.pieces * each[4], count + op.pieces * each[7]
+        if op.product is not None:
+            m, n, k, copies = op.product
+            if head and n % HEAD_MULTIPLE:  # logits; some trainers pad the vocabulary
+                n = -(-n // stack.pads_vocab_to) * stack.pads_vocab_to
+            forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, casts=not shares)
+            product += forward * op.forward_products
+            grouped += forward if op.name.startswith("mlp.experts.") else 0.0
+            last += forward if op.name == "mlp.down_proj" and shape.tp == 1 else 0.0
+            inputs += matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient", casts=not shares)
+            if shares:
+                inputs += elementwise_seconds(accelerator, m * n * copies * cast_bytes)
+                cast = elementwise_seconds(accelerator, n * k * copies * weight_cast_bytes) if weight_cast_bytes else 0.0
+                elementwise, inputs = elementwise + cast, inputs + cast
+            weights += matmul_seconds(
+                accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient", output_bytes=gradient_bytes,
+                casts=not shares,
+            )  # fmt: skip
+            if added_bytes:
+                weights += elementwise_seconds(accelerator, n * k * copies * added_bytes)
+        if op.scores is not None:
+            scores, pieces = op.scores._asdict(), 1
+            if shape.rings:  # as many kernels as places, each on one place's keys
+                pieces = shape.cp_grid[0]
+                scores["keys"] = -(-op.scores.keys // pieces)
+                elementwise += elementwise_seconds(accelerator, (pieces - 1) * _merge_bytes(op.scores))
+            kernel, over = attention_kernel(workload, shape, op.scores), workload.overheads.attention
+            attention += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
+            inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
+        over = 1.0 if op.kind == "loss" else workload.overheads.elementwise  # every pass of a loss is in the table
+        if op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
+            elementwise += elementwise_seconds(accelerator, op.moved_bytes * cast_bytes / NARROW_BYTES) if shares else 0.0
+        elif op.moved_bytes:
+            elementwise += over * elementwise_seconds(accelerator, op.moved_bytes)
+        if op.backward_moved_bytes:
+            inputs += over * elementwise_seconds(accelerator, op.backward_moved_bytes)
+    return product, attention, elementwise, inputs, weights, grouped, last, count
+
+
+def _halves(shapes: list[Shape], works: Sequence[Iterable[Op]], half: Half) -> list[list[Op]]:
+    return [[sent_in_half(op, half, shape) for op in ops] for shape, ops in zip(shapes, works, strict=True)]
+
+
+def _over_tp(workload: Workload, shapes: list[Shape], works: Sequence[Iterable[Op]]) -> Floats:
+    """Seconds of what these operations send over tp in their backward passes, [shapes]."""
+    return _traffic(workload, shapes, works)[0]["tp", "backward"]
+
+
+def _is_of_column(op: Op) -> bool:
+    """Whether an operation's backward traffic is that of a column-parallel product."""
+    found = any(item.axis == "tp" and item.when == "backward" and item.kind != "all_gather" for item in op.collectives)
+    return found and op.kind != "elementwise"  # of latent attention's shared key: no product is beside it
+
+
+def _sent_share(workload: Workload, shape: Shape, name: str, when: str) -> float:
+    """Of the tokens' copies for all their experts in bf16, what a program sends that does not repeat itself, or one for
+    node-limited routing.
+
+    The first reaches as many places (nodes, or ranks of one) as topk uniform draws find distinct ones among them.
+    A token goes to at most `topk_group` groups of experts, a node each, once, and spreads inside over NVLink; on its way to the
+    experts of an fp8 model in fp8 (DeepSeek-V3, section 3.2.2).
+    """
+    model, ranks = workload.model, shape.ep * shape.expert_tp
+    nodes = -(-ranks // workload.cluster.node.num_accelerators)
+    if workload.stack.dispatcher != "alltoall" and ranks > 1:
+        places = nodes if nodes > 1 else shape.ep
+        return places * (1 - (1 - 1 / places) ** model.num_experts_per_tok) / model.num_experts_per_tok
+    if model.n_group <= 1 or nodes == 1:
+        return 1.0
+    share = min(1.0, model.topk_group / model.num_experts_per_tok)
+    return share / 2 if shape.precision in NARROW and "dispatch" in name and when == "forward" else share
+
+
+def _merge_bytes(scores: Scores) -> int:
+    """A ring's step reads the attended so far and its own in fp32, and writes them merged."""
+    return 3 * 4 * scores.batch * scores.queries * scores.heads * scores.value_head_dim
+
+
+def _traffic(
+    workload: Workload, shapes: list[Shape], works: Sequence[Iterable[Op]]
+) -> tuple[dict[tuple[str, str], Floats], Floats]:
+    """Seconds of collectives by axis and pass, and how many there are in each pass, [2, shapes]."""
+    seconds = {(axis, when): np.zeros(len(shapes)) for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
+    counts = np.zeros((2, len(shapes)))
+    by_kind: dict[tuple[str, str, str], list[tuple[int, float, int, int]]] = defaultdict(list)
+    for index, (shape, ops) in enumerate(zip(shapes, works, strict=True)):
+        places, swap = shape.cp_grid
+        groups = {
+            "tp": (shape.tp, 1),
+            "cp": (places, shape.tp * swap),
+            "ep": (shape.ep, shape.expert_tp),
+            "expert_tp": (shape.expert_tp, 1),
+        }
+        for op in ops:
+            for item in op.collectives:
+                axis, num_bytes = item.axis, item.num_bytes
+                size, stride = (swap, shape.tp) if axis == "cp" and item.kind == "all_to_all" else groups[axis]
+                if item.axis == "ep" and item.kind == "all_to_all":
+                    num_bytes *= _sent_share(workload, shape, op.name, item.when)
+                row = "tp" if axis == "expert_tp" else "ring" if item.hideable == "attention" else axis
+                by_kind[item.kind, row, item.when].append((index, num_bytes, size, stride))
+                counts[PASSES.index(item.when), index] += 1
+    for (kind, axis, when), items in by_kind.items():
+        index, num_bytes, size, stride = (np.array(column) for column in zip(*items, strict=True))
+        taken = collective_seconds(workload.cluster, kind, num_bytes.astype(float), size=size, stride=stride)
+        np.add.at(seconds[axis, when], index, taken)
+    return seconds, counts

@@ -1,0 +1,208 @@
+"""What data parallelism and ZeRO send in a step, and how much of it shows.
+
+    stage 0      one all-reduce of the gradients                                     beside the last backward pass
+    stage 1, 2   a gather of parameters, a (2, in buckets: m) reduce-scatter         beside the first forward, and backward
+    stage 3      two gathers and a reduce-scatter every micro-batch                  beside every pass
+    copies       of the state (hybrid sharding) all-reduce what is left of the gradients, once
+    nanotron     ZeRO 1 all-reduces whole gradients after the last backward pass, and gathers parameters piece by piece
+
+A collective is hidden as far as there is computation beside it. The first gather and the last reduction never are.
+
+Where a rank has several stages of an interleaved pipeline, and its parameters stay in whole buffers, the gather of one stage's
+parameters runs beside the first pp micro-batches of the stage before, and the reduction of one stage's gradients beside the
+last pp micro-batches of the next to come: Megatron's schedule launches the gather of the next stage with the first micro-batch
+of this one, reduces a stage's gradients when its last micro-batch is done, and makes no buckets from the second stage on,
+"since communication for these model chunks is overlapped with compute anyway" (its schedules.py and training.py, 2023 to 2026).
+
+What nanotron's ZeRO 1 adds after it has gathered parameters: every rank's piece of every weight is copied to its place.
+
+Its `ZeroDistributedOptimizer` (2024) cuts each weight over the ranks of data parallelism, joins the pieces of all weights for
+one `all_gather` into a list of tensors, and copies from that list into the weights: one small copy, launched from Python, for
+each piece, besides the copy that torch makes out of NCCL's buffer. With 256 ranks and 100 weights that is 25,600 launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.columns.fp8_state import gathered_in_fp8
+from ultrascale.plan.columns.rank_state import COMPUTE_BYTES
+from ultrascale.plan.constants import Constants
+from ultrascale.plan.laws.collectives import collective_seconds
+from ultrascale.plan.laws.compute import elementwise_seconds
+from ultrascale.plan.layouts import SCHEDULES, LayoutTable
+from ultrascale.plan.time.passes import Passes
+from ultrascale.plan.time.stages import Stages
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.weights import layer_weights
+
+Floats = NDArray[np.float64]
+LAUNCH_SECONDS = 5e-6
+"""Of a copy: about what a kernel's launch from PyTorch costs the host ("Accelerating PyTorch with CUDA Graphs", 2021)."""
+COPIES = 2
+"""Of every parameter: out of NCCL's buffer into the list, and from there into the weight."""
+JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+"""Products that are one weight where `Kernels.joins_projections`."""
+MOVES = 2
+"""A copy reads and writes."""
+Counts = NDArray[np.int64]
+Group = tuple[Any, Any]
+"""Ranks of a group and how far apart they are, for each layout."""
+
+
+def data_parallel_seconds(
+    workload: Workload,
+    table: LayoutTable,
+    stages: Stages,
+    passes: Passes,
+    micro_batches: Counts,
+    constants: Constants,
+) -> tuple[Floats, Floats]:
+    """Exposed seconds of a step's gathers and reductions by sort of rank, and the compute they slow down."""
+    at_once = (table.zero_stage == 1) & workload.stack.sums_whole_gradients
+    traffic = _traffic_of_a_step(workload, table, stages, at_once)
+    exposed, total = _exposed_of(traffic, workload, table, stages, passes, micro_batches, constants, at_once)
+    return exposed, constants.overlap_slowdown * np.maximum(total - exposed, 0.0)
+
+
+class _Traffic(NamedTuple):
+    """Seconds of messages, [sorts of rank, layouts], each once for all buckets of a rank, whatever runs beside them."""
+
+    gathers: Floats
+    """Parameters gathered over a shard's ranks."""
+    reductions: Floats
+    """Gradients reduced over a shard's ranks."""
+    copies: Floats
+    """Reduced gradients summed over copies of the state."""
+
+
+def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, at_once: NDArray[np.bool_]) -> _Traffic:
+    """`at_once`: layouts whose gradients are summed whole, in one message."""
+    cluster, cut = workload.cluster, table.zero_stage > 0
+    reduce_bytes = np.minimum(workload.stack.reduce_bytes, table.reduce_itemsize)
+    itemsize = COMPUTE_BYTES[table.precision]
+    gathers, reductions, copies = np.zeros((3, 3, len(table)))
+    for parameters, narrow, shard, copy in _sorts_of_parameters(workload, table, stages):
+        buckets = np.where(at_once, 1.0, _num_buckets(workload, table, parameters, reduce_bytes, stages))
+        size, stride = shard
+        whole = parameters / buckets
+        gathered = (
+            parameters * itemsize - narrow * (itemsize - table.narrow_bytes) if narrow.any() else parameters * itemsize
+        ) / buckets
+        gather = collective_seconds(cluster, "all_gather", gathered, size=size, stride=stride)
+        reduce = collective_seconds(cluster, "reduce_scatter", whole * reduce_bytes, size=size, stride=stride)
+        if at_once.any():
+            summed = collective_seconds(cluster, "all_reduce", whole * reduce_bytes, size=size, stride=stride)
+            reduce = np.where(at_once, summed, reduce)
+        gathers += np.where(cut, gather, 0.0) * buckets
+        reductions += np.where(cut, reduce, 0.0) * buckets
+        own = np.where(cut, whole / size, whole)
+        copy_size = np.where(cut, copy[0], size * copy[0])
+        copy_stride = np.where(cut, copy[1], stride)
+        copies += collective_seconds(cluster, "all_reduce", own * reduce_bytes, size=copy_size, stride=copy_stride) * buckets
+    if at_once.any():
+        gathers += np.where(at_once, copy_seconds(workload, table, stages, itemsize), 0.0)
+    return _Traffic(gathers, reductions, copies)
+
+
+def _sorts_of_parameters(
+    workload: Workload, table: LayoutTable, stages: Stages
+) -> Iterator[tuple[Floats, Floats, Group, Group]]:
+    """Dense parameters and those of experts: how many, how many of them are gathered in fp8, and (size, stride) of the groups
+    of ranks that share one copy of the state, and that have copies of one part."""
+    in_fp8 = gathered_in_fp8(workload, table, stages)
+    shard = (table.dp_shard * table.cp, table.tp)
+    yield stages.dense_parameters, in_fp8[0], shard, (table.dp // table.dp_shard, table.tp * table.cp * table.dp_shard)
+    if stages.expert_parameters.any():
+        cut = table.ep * table.expert_tp
+        group = table.tp * table.cp * table.dp // cut
+        size = np.gcd(np.maximum(1, group), shard[0])
+        yield stages.expert_parameters, in_fp8[1], (size, cut), (np.maximum(1, group // size), cut * size)
+
+
+def _exposed_of(
+    traffic: _Traffic,
+    workload: Workload,
+    table: LayoutTable,
+    stages: Stages,
+    passes: Passes,
+    micro_batches: Counts,
+    constants: Constants,
+    at_once: NDArray[np.bool_],
+) -> tuple[Floats, Floats]:
+    """Of a step's traffic what no computing is beside, and all of it; seconds, [sorts of rank, layouts].
+
+    A step gathers once, or at ZeRO 3 in every pass; it reduces once, or at ZeRO 2 and 3 in every backward pass. The last
+    backward pass also sums over copies.
+    """
+    stack, zero = workload.stack, table.zero_stage
+    gathers, reductions, copies = traffic
+    per_micro_batch = zero == 3
+    often = np.where(per_micro_batch, micro_batches, 1)
+    reduces_often = np.where((zero >= 2) & (stack.gathers == "buckets"), micro_batches, 1)
+    forward_window = constants.data_parallel_window * (passes.forward + passes.tensor_parallel / 3)
+    backward_window = constants.data_parallel_window * (passes.backward + passes.tensor_parallel * 2 / 3)
+    beside = stack.overlaps_data_parallel & ~at_once
+    forward_window, backward_window = forward_window * beside, backward_window * beside
+    edge = 1.0 / np.maximum(stages.layers.sum(axis=1), 1.0)  # the first gather and the last reduction have nothing beside them
+    in_forward = gathers
+    in_backward = np.where(per_micro_batch, gathers, 0.0) + reductions
+    chunks, more = _beside_other_chunks(workload, table, micro_batches)
+    exposed_forward = _exposed(in_forward, forward_window, in_forward * edge, chunks, more)
+    exposed_backward = np.maximum(in_backward - backward_window, reductions * edge)
+    last_backward = _exposed(in_backward + copies, backward_window, (reductions + copies) * edge, chunks, more)
+    only_gathers = np.maximum(np.where(per_micro_batch, gathers, 0.0) - backward_window, 0.0)
+    exposed = often * exposed_forward + (reduces_often - 1) * exposed_backward + last_backward
+    exposed = exposed + np.where(per_micro_batch & (reduces_often == 1), (micro_batches - 1) * only_gathers, 0.0)
+    return exposed, often * in_forward + (reduces_often - 1) * in_backward + in_backward + copies
+
+
+def _exposed(taken: Floats, window: Floats, least: Floats, chunks: Floats, more: Floats) -> Floats:
+    """Of the traffic of all chunks of a rank, what no computing is beside.
+
+    `window`: seconds of one micro-batch's pass, of all chunks; `more`: micro-batches of a chunk that the next one's traffic
+    runs beside. The first chunk's own is only beside one micro-batch of itself, the last to come has all the others before it.
+    """
+    first = (taken - window) / chunks
+    last = taken - window * ((chunks - 1) * more + 1) / chunks
+    return np.maximum(np.maximum(first, last), least)
+
+
+def _beside_other_chunks(workload: Workload, table: LayoutTable, micro_batches: Counts) -> tuple[Floats, Floats]:
+    """Chunks of a rank whose traffic runs beside each other's computing, and micro-batches that a chunk has in a row."""
+    apart = (table.schedule == SCHEDULES.index("interleaved")) & (table.pp > 1) & (table.zero_stage < 3)
+    chunks = np.where(apart & (workload.stack.gathers == "whole"), table.virtual_stages, 1).astype(float)
+    return chunks, np.minimum(table.pp, micro_batches).astype(float)
+
+
+def _num_buckets(
+    workload: Workload, table: LayoutTable, parameters: Floats, reduce_bytes: NDArray[np.int64], stages: Stages
+) -> Floats:
+    """Collectives that a rank's gradients are reduced in."""
+    stack = workload.stack
+    if stack.bucket_parameters and not stack.overlaps_data_parallel:
+        return np.ones_like(parameters)
+    if stack.bucket_parameters:
+        size = np.maximum(stack.bucket_parameters, stack.bucket_parameters_per_rank * table.dp * table.cp)
+        return np.maximum(np.ceil(parameters / size), 1.0)
+    if stack.bucket_bytes:
+        return np.maximum(np.ceil(parameters * reduce_bytes / stack.bucket_bytes), 1.0)
+    return np.maximum(stages.layers.sum(axis=1), 1.0)
+
+
+def copy_seconds(workload: Workload, table: LayoutTable, stages: Stages, itemsize: Floats) -> Floats:
+    """Seconds of those copies by sort of rank, [3, layouts]; 0 where one rank holds all. `itemsize`: of a parameter."""
+    ranks = table.dp_shard * table.cp
+    weights = stages.layers.sum(axis=1) * _weights_of_block(workload) + stages.has_embedding + 2 * stages.has_head
+    parameters = stages.dense_parameters + stages.expert_parameters
+    moved = elementwise_seconds(workload.cluster.accelerator, COPIES * MOVES * itemsize * parameters)
+    return np.where(ranks > 1, np.maximum(moved, LAUNCH_SECONDS * ranks * weights), 0.0)
+
+
+def _weights_of_block(workload: Workload) -> int:
+    names = [weight.name.split(".")[-2] for weight in layer_weights(workload.model, 0)]
+    return len({JOINED.get(name, name) for name in names} if workload.stack.kernels.joins_projections else names)

@@ -1,0 +1,232 @@
+"""Seconds of one micro-batch on a rank or a chunk: its blocks' prices added up, with what shows of tp, cp and ep traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.constants import Constants
+from ultrascale.plan.laws.collectives import collective_seconds
+from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
+from ultrascale.plan.time.blocks import Blocks, PartSeconds, price_kept_blocks
+from ultrascale.plan.time.recompute_prices import mean_again
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.network import network_kind
+from ultrascale.spec.op_builders import without_fp8
+from ultrascale.spec.stack import Stack
+from ultrascale.spec.work import input_gather
+
+Floats = NDArray[np.float64]
+COLUMNS = {column.name: number for number, column in enumerate(fields(PartSeconds))}
+FEW = 64
+"""Layouts up to which all sums are worked out in one call: NumPy's fixed costs would be most of it."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one micro-batch, [rows, layouts]: a row is a sort of rank, or a chunk of the pipeline."""
+
+    forward: Floats
+    """Compute, no communication."""
+    input_gradient: Floats
+    weight_gradient: Floats
+    recompute: Floats
+    tensor_parallel: Floats
+    """Exposed, all passes together."""
+    context_parallel: Floats
+    expert_parallel: Floats
+    forward_traffic: Floats
+    """Of the exposed three, the forward pass's."""
+    forward_expert_parallel: Floats
+    cut_input: Floats
+    """What I takes more than its half of a backward pass in one (or less), and what W does (`plan.cut_backward`)."""
+    cut_weight: Floats
+
+    def rows(self, which: slice) -> Passes:
+        """Those of some sorts of rank, or chunks."""
+        return Passes(*(column[which] for column in vars(self).values()))
+
+    @property
+    def traffic(self) -> Floats:
+        return self.tensor_parallel + self.context_parallel + self.expert_parallel
+
+    @property
+    def backward_traffic(self) -> Floats:
+        return self.traffic - self.forward_traffic
+
+    @property
+    def compute(self) -> Floats:
+        return self.forward + self.input_gradient + self.weight_gradient
+
+    @property
+    def backward(self) -> Floats:
+        return self.input_gradient + self.weight_gradient + self.recompute
+
+    @property
+    def total(self) -> Floats:
+        return self.compute + self.recompute + self.traffic
+
+
+def pass_seconds(
+    workload: Workload,
+    table: LayoutTable,
+    blocks: Blocks,
+    constants: Constants,
+    *,
+    layers: Floats,
+    embedding: Floats,
+    head: Floats,
+    kept: Floats,
+) -> Passes:
+    """What ranks or chunks cost that hold so many blocks of each kind, [rows, kinds, layouts], and ends, [rows, layouts].
+    `kept`: of `layers`, those that stay in bf16 beside blocks in fp8."""
+    stack, some_kept = workload.stack, bool(kept.any())
+    prices, in_blocks = blocks.prices, layers  # without embedding and head
+    if some_kept:
+        prices = np.concatenate([prices[:-3], price_kept_blocks(workload, blocks), prices[-3:]])
+        in_blocks = np.concatenate([layers - kept, kept], axis=1)
+    more = workload.model.num_nextn_predict_layers
+    weights = np.concatenate([in_blocks, embedding[:, None], head[:, None] * (1 + more), head[:, None] * more], axis=1)
+    few = _all_sums(prices[:, :, blocks.shape_of], weights, in_blocks) if table.tp.size <= FEW else None
+
+    def sum_of(name: str, counts: Floats = weights) -> Floats:
+        if few is not None:
+            return few[name][counts is in_blocks]
+        by_shape = np.ascontiguousarray(prices[: counts.shape[1], COLUMNS[name]])
+        return np.einsum("rpn,pn->rn", counts, by_shape[:, blocks.shape_of])
+
+    derate = product_derate(workload, constants)
+    again = _recomputed_share(table)
+    forward = derate * sum_of("product") + sum_of("attention") + sum_of("elementwise")
+    inputs, weight_gradient = derate * sum_of("input_gradient"), derate * sum_of("weight_gradient")
+    full, selective = _second_passes(stack, sum_of, in_blocks, derate)
+    recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective
+    told = None
+    if table.modes:
+        shapes = [blocks.shapes[0], without_fp8(blocks.shapes[0])] if some_kept else blocks.shapes[:1]
+        told = np.concatenate([mean_again(workload, table, shape, constants) for shape in shapes], axis=1)
+
+    shown, tp_forward, tp_backward = _tensor_parallel(table, stack, sum_of, constants)
+    tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)
+    sums = sum_of("tp_cut_sums")
+    at_once = derate * sum_of("weight_gradient_in_i")
+    cut_input = at_once + sums + shown * (sum_of("tp_cut_input") - sums) - tp_backward
+    cut_weight = sum_of("tp_cut_weight") - at_once
+    if table.partition_checkpoints.any():
+        tp = tp + _input_gathers(workload, table, blocks, again) * layers.sum(axis=1)
+
+    # A device that is faster than Python waits for it.
+    an_op = (constants.compiled_host_fraction if stack.kernels.compiled else 1.0) * workload.overheads.op_seconds
+    of_ops, of_collective = an_op * sum_of("num_ops"), _collective_launch(workload, table)
+    ahead, back = (of_ops + of_collective * sum_of(name) for name in ("num_collectives", "num_backward_collectives"))
+    launched_again = an_op * sum_of("num_ops", in_blocks)
+    recompute = recompute + again * np.maximum(launched_again - full - shown * sum_of("tp_forward", in_blocks), 0.0)
+    forward = forward + np.maximum(ahead - forward - tp_forward, 0.0)
+    weight_gradient = weight_gradient + np.maximum(back - inputs - weight_gradient - tp_backward, 0.0)
+
+    # What selective recomputation of ours keeps is single operations' results, and a ring or a swap is no such operation.
+    attends_again = again + (stack.selective == "elementwise") * (table.recompute == RECOMPUTE.index("selective"))
+    cp_forward, cp = _exposed_context_parallel(table, sum_of, attends_again, constants)
+    ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
+    if told is not None:
+        more = np.einsum("ck,rkn->crn", told, in_blocks)
+        recompute, tp, cp, ep = recompute + more[0], tp + shown * more[1], cp + more[2], ep + more[3]
+    ahead_ep = sum_of("ep_forward")
+    return Passes(
+        forward, inputs, weight_gradient, recompute, tp, cp, ep, tp_forward + cp_forward + ahead_ep, ahead_ep, cut_input,
+        cut_weight,
+    )  # fmt: skip
+
+
+BY_SELECTIVE = {"attention": "attention", "modules": "chosen_modules"}
+"""What a stack's selective recomputation runs again, by column of `plan.time.blocks.PartSeconds`; else what is element-wise."""
+
+
+class _SumOf(Protocol):
+    """A column of `PartSeconds`, summed over what each rank holds: of all parts, or of `counts` blocks alone."""
+
+    def __call__(self, name: str, counts: Floats = ..., /) -> Floats: ...
+
+
+def _second_passes(stack: Stack, sum_of: _SumOf, in_blocks: Floats, derate: float) -> tuple[Floats, Floats]:
+    """Seconds of what blocks compute a second time under full and under selective recomputation, [rows, layouts]."""
+    full = derate * sum_of("product", in_blocks) + sum_of("attention", in_blocks) + sum_of("elementwise", in_blocks)
+    if stack.stops_early:
+        full = full - derate * sum_of("last_product", in_blocks)
+    selective = sum_of(BY_SELECTIVE.get(stack.selective, "elementwise"), in_blocks)
+    if stack.selective.endswith("-products"):  # gate and up are 0.55 of the products of a block of Llama 70B
+        selective = selective + derate * (sum_of("product", in_blocks) + sum_of("grouped_product", in_blocks)) / 2
+    if stack.selective == "wide-products":
+        selective = selective + sum_of("attention", in_blocks)
+    return full, selective
+
+
+def _tensor_parallel(table: LayoutTable, stack: Stack, sum_of: _SumOf, constants: Constants) -> tuple[Floats, Floats, Floats]:
+    """The part of tp's traffic that shows, [layouts], and so the seconds of it in a forward and in a backward pass, [rows,
+    layouts]. In a backward pass a column-parallel layer's own messages run beside its own products."""
+    overlaps = (table.tp_overlap > 0) | stack.overlaps_tensor_parallel
+    shown = np.where(overlaps, 1.0 - constants.tensor_parallel_hidden, 1.0)
+    is_beside = overlaps | stack.sends_beside_gradients
+    beside = np.where(is_beside, sum_of("tp_beside") * (1 - constants.overlap_slowdown), 0.0)
+    return shown, shown * sum_of("tp_forward"), shown * (sum_of("tp_backward") - beside)
+
+
+def product_derate(workload: Workload, constants: Constants) -> float:
+    """What the price of a matrix product is multiplied by."""
+    derate = constants.compute_derate * workload.overheads.products
+    return derate * constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
+
+
+def _all_sums(every: Floats, weights: Floats, in_blocks: Floats) -> dict[str, tuple[Floats, Floats]]:
+    """By column of `PartSeconds`: its sum over all parts, and over blocks only; each [rows, layouts]. `every`: [parts, columns,
+    layouts]."""
+    whole = np.einsum("rpn,pcn->crn", weights, every)
+    blocks = np.einsum("rpn,pcn->crn", in_blocks, every[: in_blocks.shape[1]])
+    return dict(zip(COLUMNS, zip(whole, blocks, strict=True), strict=True))
+
+
+def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:
+    """What a collective inside a block takes at least, however small it is."""
+    overheads, node = workload.overheads, workload.cluster.node
+    least = overheads.collective_seconds
+    if not overheads.hops_per_rank or node.inter_link is None:
+        return np.full(len(table), least)
+    hops = overheads.hops_per_rank * table.tp * (1 + overheads.hop_growth * table.tp**2)
+    hops = hops * network_kind(node.inter_link).hop_seconds
+    over_nodes = (table.pp > 1) & (table.world_size > node.num_accelerators)
+    return np.where(over_nodes, np.maximum(hops, least), least)
+
+
+def _input_gathers(workload: Workload, table: LayoutTable, blocks: Blocks, again: Floats) -> Floats:
+    """Seconds a block in which inputs of blocks that are computed again come together, [layouts]."""
+    if table.modes:
+        again = np.array([table.modes.count("full") / len(table.modes)])
+    sizes = np.array([input_gather(workload.model, shape).num_bytes for shape in blocks.shapes], dtype=float)[blocks.shape_of]
+    seconds = collective_seconds(workload.cluster, "all_gather", sizes, size=table.tp, stride=np.ones_like(table.tp))
+    return np.where(table.partition_checkpoints > 0, again * seconds, 0.0)
+
+
+def _recomputed_share(table: LayoutTable) -> Floats:
+    """Of the blocks, those computed a second time as a whole."""
+    every_k = np.where(table.recompute == RECOMPUTE.index("every-k"), 1.0 / table.recompute_every, 0.0)
+    return np.where(table.recompute == RECOMPUTE.index("full"), 1.0, every_k)
+
+
+def _exposed_context_parallel(
+    table: LayoutTable, sum_of: Callable[[str], Floats], again: Floats, constants: Constants
+) -> tuple[Floats, Floats]:
+    """Of the forward pass, and of all. A ring sends the next keys and values while attention works on the last; what is swapped
+    or gathered is waited for."""
+    forward, backward = sum_of("ring_forward"), sum_of("ring_backward")
+    beside = sum_of("attention") * (1 - 1 / table.cp_places)
+
+    def shown(ring: Floats, waited: Floats, room: Floats) -> Floats:
+        exposed = np.maximum(ring - room, 0.0)
+        return waited + exposed + constants.overlap_slowdown * (ring - exposed)
+
+    ahead = shown(forward, sum_of("cp_forward"), beside)
+    return ahead, ahead * (1 + again) + shown(backward, sum_of("cp_backward"), 2.5 * beside)

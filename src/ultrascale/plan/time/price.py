@@ -1,0 +1,372 @@
+"""A whole table of layouts priced at once: where the time of a step goes, and what memory it takes.
+
+    one micro-batch on a rank   blocks x (products, attention, element-wise work, recomputation, what shows of tp, cp, ep)
+    one step on a rank          micro-batches x that + gathers and reductions of data parallelism that nothing hides
+    one step                    the slowest rank + what it waits for (the bubble, sends, stragglers) + the optimizer
+
+The parts of `PriceTable.waterfall` sum to `step_seconds`. `predict` prices one layout, its pipeline simulated action by action.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.columns.footprint import Footprint, stage_memory
+from ultrascale.plan.columns.fp8_state import agreed_scales_seconds
+from ultrascale.plan.columns.rank_activations import rank_activations
+from ultrascale.plan.columns.rank_state import shards
+from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.plan.cut_backward import CUTTING, cut_share, cut_share_of
+from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
+from ultrascale.plan.laws.collectives import collective_seconds
+from ultrascale.plan.laws.compute import optimizer_seconds
+from ultrascale.plan.layouts import PRECISIONS, SCHEDULES, LayoutTable
+from ultrascale.plan.memory.replay import MemoryPlan
+from ultrascale.plan.pipeline.pipeline_steady import long_step_seconds
+from ultrascale.plan.pipeline.pipelined import (
+    busiest_rank_seconds,
+    rank_and_chunk_passes,
+    seconds_of_chunks,
+    stage_seconds,
+    waiting_seconds,
+    with_and_without_sends,
+)
+from ultrascale.plan.pipeline.play import StageSeconds
+from ultrascale.plan.storage import checkpoint_share, read_seconds
+from ultrascale.plan.time.blocks import price_blocks
+from ultrascale.plan.time.data_traffic import data_parallel_seconds
+from ultrascale.plan.time.offload import exposed_seconds, offloaded_update
+from ultrascale.plan.time.passes import Passes, pass_seconds
+from ultrascale.plan.time.stages import FIRST, Stages, cut_stages
+from ultrascale.plan.workload import Workload
+from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.executable import Schedule
+from ultrascale.spec.cluster import Accelerator
+from ultrascale.spec.fp8_slots import SLOT_BYTES, num_slots
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.ops import Shape
+from ultrascale.spec.problems import Problem, SpecError
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+PARTS = (
+    "compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_sends",
+    "bubble", "optimizer", "offload", "rest", "data", "checkpoints",
+)  # fmt: skip
+
+PAIRED = np.array([name in ("dualpipe", "dualpipe-v") for name in SCHEDULES])
+"""By number of the schedule."""
+NEWTON_SCHULZ_FLOPS = 30
+"""Per element of a matrix and unit of its shorter side: five steps of three products, two of them square (Jordan 2024)."""
+NEWTON_SCHULZ_EFFICIENCY = 0.6
+"""Share of the peak that these products, thousands wide, reach."""
+MATRIX_BYTES = 2
+"""Of an element of a matrix that Muon orthogonalises: bf16."""
+
+
+@dataclass(frozen=True)
+class PriceTable:
+    """What every layout of a table costs. Seconds of a step by part (`PARTS`), each a column; they sum to `step_seconds`."""
+
+    workload: Workload
+    table: LayoutTable
+    step_seconds: Floats
+    waterfall: dict[str, Floats]
+    memory: Footprint
+    num_micro_batches: Counts
+
+    @property
+    def tokens_per_second(self) -> Floats:
+        return self.workload.tokens_per_step / self.step_seconds
+
+    @property
+    def fits(self) -> NDArray[np.bool_]:
+        return self.memory.fits
+
+    def mfu(self, *, full_attention: bool = False, peak: float | None = None) -> Floats:
+        """Model FLOPs over the dense bf16 peak (or `peak`, FLOPs per second), attention causal or as the full square."""
+        flops = model_flops_per_token(self.workload.model, self.workload.sequence_length, full_attention=full_attention)
+        peak = peak or half_precision_peak(self.workload.cluster.accelerator)
+        return flops * self.tokens_per_second / self.table.world_size / peak
+
+    def row(self, index: int) -> Prediction:
+        """One layout's price."""
+        parts = {name: float(column[index]) for name, column in self.waterfall.items()}
+        return Prediction(
+            self.workload, self.table.layout(index), float(self.step_seconds[index]), parts, self.memory.row(index),
+            int(self.num_micro_batches[index]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One layout's price."""
+
+    workload: Workload
+    layout: Layout
+    step_seconds: float
+    waterfall: dict[str, float]
+    memory: Footprint
+    """Of one row."""
+    num_micro_batches: int
+    replay: MemoryPlan | None = None
+    """Of the fullest rank, where `memory` is its (`plan.search.replayed`)."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.workload.tokens_per_step / self.step_seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens_per_second / self.layout.world_size
+
+    def mfu(self, *, full_attention: bool = False, peak: float | None = None) -> float:
+        """Model FLOPs over the dense bf16 peak (or `peak`, FLOPs per second), attention causal or as the full square."""
+        flops = model_flops_per_token(self.workload.model, self.workload.sequence_length, full_attention=full_attention)
+        peak = peak or half_precision_peak(self.workload.cluster.accelerator)
+        return flops * self.tokens_per_second_per_gpu / peak
+
+    def hfu(self) -> float:
+        """Hardware FLOPs over the dense bf16 peak."""
+        shape = Shape(1, self.workload.sequence_length, self.layout.precision, device="cuda", cp=self.layout.cp,
+                      kernels=self.workload.stack.kernels)  # fmt: skip
+        flops = hardware_flops_per_token(
+            self.workload.model, self.layout, self.workload.sequence_length, documents=self.workload.documents,
+            masks=not shape.masks_in_kernel,
+        )  # fmt: skip
+        return flops * self.tokens_per_second_per_gpu / half_precision_peak(self.workload.cluster.accelerator)
+
+
+def half_precision_peak(accelerator: Accelerator) -> float:
+    """FLOPs per second that MFU is a share of: dense bf16, or fp16 on devices from before there was bf16."""
+    return accelerator.peak_flops_per_second("bf16" if "bf16" in accelerator.peak_flops else "fp16")
+
+
+def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS) -> Prediction:
+    """The price of one layout, its pipeline played action by action.
+
+    Raises SpecError if the schedule does not suit the number of stages and micro-batches.
+    """
+    if layout.pp > 1 and layout.schedule not in SCHEDULES:
+        return _predict_file(workload, layout, constants)
+    table = LayoutTable.of([layout])
+    if layout.pp == 1:
+        return replace(price(workload, table, constants, layout.layers_per_stage, cuts=False).row(0), layout=layout)
+    stages = cut_stages(workload, table, layout.layers_per_stage)
+    passes, of_chunks = rank_and_chunk_passes(workload, layout, table, stages, constants)
+    found = replace(_priced(workload, table, stages, constants, cuts=False, passes=passes).row(0), layout=layout)
+    is_mixed = layout.schedule in ("dualpipe", "dualpipe-v")
+    share = float(cut_share(table, np.array([found.num_micro_batches]))[FIRST, 0]) if is_mixed else 1.0
+    seconds = seconds_of_chunks(workload, table, of_chunks)
+    return _played(found, layout, seconds, share if layout.schedule in CUTTING else 0.0)
+
+
+def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> Prediction:
+    """The same for a schedule from a file: its ranks hold what those of a known schedule hold, its actions are its own."""
+    count = workload.sequences_per_batch // (layout.dp * layout.micro_batch_size)
+    schedule = build_schedule(layout.schedule, layout.pp, count)
+    placed = replace(layout, schedule=_placed_as(layout, schedule))
+    table = LayoutTable.of([placed])
+    found = replace(price(workload, table, constants, layout.layers_per_stage, cuts=False).row(0), layout=layout)
+    stages = cut_stages(workload, table, layout.layers_per_stage)
+    memory = stage_memory(workload, table, stages, schedule).row(0)
+    return _played(replace(found, memory=memory), placed, stage_seconds(workload, layout, constants), cut_share_of(schedule))
+
+
+def _placed_as(layout: Layout, schedule: Schedule) -> str:
+    """A known schedule whose ranks hold the stages that those of a file hold."""
+    held = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
+    pp, stages = layout.pp, layout.num_stages
+    if held == [list(range(rank, stages, pp)) for rank in range(pp)]:
+        return "1f1b" if layout.virtual_stages == 1 else "interleaved"
+    if stages == 2 * pp and held == [[rank, stages - 1 - rank] for rank in range(pp)]:
+        return "zb-v"
+    found, told = sum(map(len, held)), layout.virtual_stages
+    rule = f"{layout.schedule} has {found} stages on {pp} ranks, and layout.virtual_stages is {told}"
+    remedy = "Set it to the stages a rank has; they must go around the ranks one after another, or there and back."
+    raise SpecError([Problem("layout.schedule", rule, remedy)])
+
+
+def _played(found: Prediction, placed: Layout, seconds: StageSeconds, share_cut: float) -> Prediction:
+    """A prediction whose bubble and sends are those of the schedule's own actions; `placed` has a known one's name. Of backward
+    passes `share_cut` are cut in two, none of them in `found`."""
+    layout, count = found.layout, found.num_micro_batches
+    both = with_and_without_sends(seconds, layout.num_stages)
+    silent, whole = long_step_seconds(layout.schedule, layout.pp, count, both, virtual_stages=layout.virtual_stages).tolist()
+    parts = dict(found.waterfall)
+    working = busiest_rank_seconds(placed, seconds, count, share_cut)
+    more = working - busiest_rank_seconds(placed, seconds, count, 0.0)
+    parts["tensor_parallel"] += max(more, 0.0)
+    if layout.schedule in ("dualpipe", "dualpipe-v"):  # what its pairs hide is not in the parts
+        working = sum(
+            parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel")
+        )
+    parts["pipeline_sends"] = whole - silent
+    parts["bubble"] = silent - working
+    if parts["bubble"] < 0:  # pairs of passes hide traffic behind each other's computing
+        hidden, parts["bubble"] = -parts["bubble"], 0.0
+        gone = min(hidden, parts["expert_parallel"])
+        parts["expert_parallel"] -= gone
+        parts["compute"] -= hidden - gone
+    total, whole = _with_storage(found.workload, {name: np.asarray(part) for name, part in parts.items()})
+    return replace(found, step_seconds=float(total), waterfall={name: float(part) for name, part in whole.items()})
+
+
+def price(
+    workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS, layers_per_stage: tuple[int, ...] | None = None,
+    *, cuts: bool = True,
+) -> PriceTable:  # fmt: skip
+    """The price of every layout of `table`, which must be legal for the workload (`plan.search.space`, `spec.rules`).
+
+    `layers_per_stage`: for a table of one layout, its own cut. `cuts`: with what tp sends more where backward passes are cut.
+    """
+    return _priced(workload, table, cut_stages(workload, table, layers_per_stage), constants, cuts=cuts)
+
+
+def _priced(
+    workload: Workload, table: LayoutTable, stages: Stages, constants: Constants, *, cuts: bool, passes: Passes | None = None
+) -> PriceTable:
+    seconds, waterfall = price_time(workload, table, stages, constants, cuts=cuts, passes=passes)
+    micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
+    return PriceTable(workload, table, seconds, waterfall, stage_memory(workload, table, stages), micro_batches)
+
+
+def price_time(
+    workload: Workload, table: LayoutTable, stages: Stages, constants: Constants = CONSTANTS, *, cuts: bool = True,
+    passes: Passes | None = None,
+) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
+    """Seconds of a step of every layout, and where they go. `passes`: of the sorts of ranks, where they are known."""
+    micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
+    passes = passes or pass_seconds(
+        workload, table, price_blocks(workload, table), constants, layers=stages.layers, embedding=stages.has_embedding,
+        head=stages.has_head, kept=stages.kept_layers,
+    )  # fmt: skip
+    data_parallel, slowed = data_parallel_seconds(workload, table, stages, passes, micro_batches, constants)
+    waits = waiting_seconds(workload, table, stages, passes, micro_batches, constants)
+    if cuts:
+        more = cut_share(table, micro_batches) * (passes.cut_input + passes.cut_weight)
+        passes = replace(passes, tensor_parallel=passes.tensor_parallel + more)
+    return _step(workload, table, stages, passes, data_parallel, slowed, micro_batches, constants, waits)
+
+
+def _step(
+    workload: Workload, table: LayoutTable, stages: Stages, passes: Passes, data_parallel: Floats, slowed: Floats,
+    micro_batches: Counts, constants: Constants, waits: tuple[Floats, Floats],
+) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
+    """The slowest rank's own work, then what it waits for: the bubble and sends."""
+    own = micro_batches * passes.total + data_parallel + slowed
+    own = np.where(stages.exists > 0, own, 0.0)
+    slowest = own.argmax(axis=0)
+
+    every = np.arange(len(table))
+
+    def of_slowest(column: Floats) -> Floats:
+        return column[slowest, every]
+
+    bubble, sends = waits
+    parts = {
+        "compute": micro_batches * of_slowest(passes.compute) + of_slowest(slowed),
+        "recompute": micro_batches * of_slowest(passes.recompute),
+        "tensor_parallel": micro_batches * of_slowest(passes.tensor_parallel),
+        "context_parallel": micro_batches * of_slowest(passes.context_parallel),
+        "expert_parallel": micro_batches * of_slowest(passes.expert_parallel),
+        "data_parallel": of_slowest(data_parallel),
+        "pipeline_sends": sends,
+        "bubble": bubble,
+        "optimizer": _optimizer(workload, table, stages, constants),
+        "offload": of_slowest(_exposed_offload(workload, table, passes, micro_batches)),
+    }
+    parts["expert_parallel"] = parts["expert_parallel"] - _hidden_by_pairs(workload, table, parts, micro_batches)
+    running = sum(parts.values())
+    nodes = np.maximum(table.world_size / workload.cluster.node.num_accelerators, 1.0)
+    parts["rest"] = constants.step_seconds + running * constants.straggler_per_doubling * np.log2(nodes)
+    parts["rest"] += _agreed_amaxes(workload, table) + agreed_scales_seconds(workload, table, stages)
+    overheads = workload.overheads
+    if overheads.stall_nodes:
+        stops = np.where(table.pp > 1, micro_batches * np.minimum(table.pp - 1, 2), 2)
+        parts["rest"] += np.where(nodes >= overheads.stall_nodes, overheads.stall_seconds * stops, 0.0)
+    return _with_storage(workload, parts)
+
+
+def _agreed_amaxes(workload: Workload, table: LayoutTable) -> Floats:
+    """The one message in which all ranks agree on the largest magnitudes of a step, where fp8 delays its scales."""
+    delayed = table.delays_fp8
+    if not (delayed.any() and workload.stack.kernels.own_fp8):
+        return np.zeros(len(table))
+    kept, which = np.unique(table.kept_blocks, return_inverse=True)
+    layouts = [Layout(precision="fp8", fp8_scaling="delayed", fp8_keep_blocks=int(blocks)) for blocks in kept]
+    num_bytes = np.array([SLOT_BYTES * num_slots(workload.model, layout) for layout in layouts], dtype=float)[which]
+    seconds = collective_seconds(
+        workload.cluster, "all_reduce", num_bytes, size=table.world_size, stride=np.ones_like(table.dp)
+    )
+    return np.where(delayed, seconds, 0.0)
+
+
+def _with_storage(workload: Workload, parts: dict[str, Floats]) -> tuple[Floats, dict[str, Floats]]:
+    """Seconds of the step and its parts, with what storage adds to them."""
+    running = np.asarray(sum(seconds for name, seconds in parts.items() if name not in ("data", "checkpoints")))
+    parts["data"] = np.maximum(read_seconds(workload) - running, 0.0)
+    parts["checkpoints"] = checkpoint_share(workload) * (running + parts["data"])
+    return running + parts["data"] + parts["checkpoints"], parts
+
+
+def _exposed_offload(workload: Workload, table: LayoutTable, passes: Passes, micro_batches: Counts) -> Floats:
+    """Activations go to the host in the forward pass and come back in the backward pass, beside their computing."""
+    seconds = np.zeros((3, len(table)))
+    rows = np.flatnonzero(table.offload_activations)
+    if len(rows):
+        some = cut_stages(workload, table.take(rows))
+        saved = rank_activations(workload, table.take(rows), some, micro_batches[rows]).of_blocks
+        shown = exposed_seconds(workload, saved, passes.forward[:, rows], passes.backward[:, rows])
+        seconds[:, rows] = micro_batches[rows] * shown
+    return seconds
+
+
+def _hidden_by_pairs(workload: Workload, table: LayoutTable, parts: dict[str, Floats], micro_batches: Counts) -> Floats:
+    """Seconds of the experts' traffic that pairs of passes, the schedule's or the program's, hide behind each other.
+
+    All but about pp micro-batches are in pairs (DeepSeek-V3, section 3.2.1; `plan.pipeline.play.duration_table`).
+    """
+    if not parts["expert_parallel"].any():
+        return np.zeros(len(table))
+    by_program = workload.stack.overlaps_expert_parallel & (table.virtual_stages > 1)
+    paired = (PAIRED[table.schedule] | by_program) & (table.pp > 1)
+    in_pairs = np.maximum(1 - table.pp / micro_batches, 0.0)
+    hidden = np.minimum(parts["expert_parallel"], parts["compute"] + parts["recompute"]) * in_pairs
+    return np.where(paired, hidden, 0.0)
+
+
+def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants: Constants) -> Floats:
+    """The update: reads the gradient, the master and both moments, writes the last three and the compute copy. In fp16
+    gradients are divided by the loss scale before."""
+    stack = workload.stack
+    dense, expert, cut, expert_cut = shards(table, stages)
+    own, whole = dense / cut + expert / expert_cut, dense + expert
+    per_parameter = stack.gradient_bytes + 2 * (stack.master_bytes + stack.moment_bytes) + stack.weight_bytes
+    unscaling = np.where(table.precision == PRECISIONS.index("fp16"), 2.0 * stack.gradient_bytes, 0.0) * own
+    passes = 4 if stack.sums_whole_gradients else 2  # nanotron zeroes, takes the norm of and clips them whole
+    of_gradients = passes * stack.gradient_bytes * np.where(table.zero_stage >= 2, own, whole)
+    num_bytes = (own * per_parameter + unscaling + of_gradients).max(axis=0)
+    accelerator = workload.cluster.accelerator
+    seconds = optimizer_seconds(accelerator, num_bytes * constants.optimizer_passes)
+    if stack.optimizer == "muon":
+        seconds = seconds + _matrix_exchange(workload, table, own.max(axis=0))
+        flops = NEWTON_SCHULZ_FLOPS * workload.model.hidden_size * own.max(axis=0)
+        seconds = seconds + flops / (half_precision_peak(accelerator) * NEWTON_SCHULZ_EFFICIENCY)
+    if not table.offload_optimizer.any():
+        return seconds
+    there = offloaded_update(workload, own.max(axis=0), stages.layers.sum(axis=1).max(axis=0))
+    return np.where(table.offload_optimizer > 0, there, seconds)
+
+
+def _matrix_exchange(workload: Workload, table: LayoutTable, own: Floats) -> Floats:
+    """Parts of matrices to their owners and back, in bf16, over ZeRO's ranks and over tp (`parallel.whole_matrices`)."""
+    shard = np.where(table.zero_stage > 0, table.dp_shard * table.cp, 1)
+    seconds = np.zeros(len(table))
+    for size, stride in ((shard, table.tp), (table.tp, np.ones_like(table.tp))):
+        sent = 2 * collective_seconds(workload.cluster, "all_to_all", own * MATRIX_BYTES, size=size, stride=stride)
+        seconds = seconds + np.where(size > 1, sent, 0.0)
+    return seconds

@@ -1,0 +1,49 @@
+"""What it costs to run operations of a block once more: the prices of their forward passes, from `plan.time.blocks`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.constants import Constants
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.time.blocks import layer_kinds, price_ops
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.kept import block_again, computed_again, stops_behind
+from ultrascale.spec.ops import Op, Shape
+from ultrascale.spec.work import block_work
+
+Floats = NDArray[np.float64]
+
+
+def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], constants: Constants) -> Floats:
+    """Of one micro-batch on one rank: [computing, tp traffic, cp traffic that attention does not hide, ep traffic]."""
+    part = price_ops(workload, shape, ops)
+    derate = constants.compute_derate * workload.overheads.products
+    derate *= constants.device_derates.get(workload.cluster.accelerator.kind, 1.0)
+    attention = part.attention
+    ring = np.maximum(part.ring_forward - attention * (1 - 1 / shape.cp_grid[0]), 0.0)
+    compute = derate * part.product + attention + part.elementwise
+    return np.array([compute, part.tp_forward, part.cp_forward + ring, part.ep_forward])[:, 0]
+
+
+def mean_again(workload: Workload, table: LayoutTable, shape: Shape, constants: Constants) -> Floats:
+    """What a block of each kind adds on average by its recomputation, [4, kinds], as `forward_seconds`; of a table whose one
+    layout tells each block's way."""
+    kinds, kind_of_layer = layer_kinds(workload)
+    of_mode = {
+        (mode, kind): _of_block(workload, shape, layer, mode, constants)
+        for mode in dict.fromkeys(table.modes)
+        for kind, layer in enumerate(kinds)
+    }
+    modes = table.modes_of_blocks(len(kind_of_layer))
+    found = [[of_mode[mode, kind] for mode, own in zip(modes, kind_of_layer, strict=False) if own == kind]
+             for kind in range(len(kinds))]  # fmt: skip
+    return np.array([np.mean(rows, axis=0) for rows in found]).T
+
+
+def _of_block(workload: Workload, shape: Shape, layer: int, mode: str, constants: Constants) -> Floats:
+    ops = block_work(workload.model, layer, shape)
+    again = block_again(mode, workload.model, layer, shape, workload.stack)
+    run = computed_again(again, ops, stops_behind=stops_behind(ops, tp=shape.tp, splits=False))
+    return forward_seconds(workload, shape, tuple(run), constants) if run else np.zeros(4)

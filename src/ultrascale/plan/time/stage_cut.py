@@ -1,0 +1,159 @@
+"""Which decoder blocks each pipeline stage gets: one pure function for the planner, the trainer and the proof.
+
+As given (`layout.layers_per_stage`), or so that the slowest stage is as fast as can be: the head counts, with its loss, and so
+do layers that differ (experts, windows), and prediction blocks, which are with the last stage. What counts is FLOPs of the
+table of work, forward and backward: the same on every machine, so that a run has one cut wherever it goes. The embedding does
+next to nothing; where blocks do not divide, the first stage, which holds it, has one less.
+
+    Llama 3.2 1B, 4 stages   5 5 5 1   its head does the work of 3.7 blocks: 4 4 4 4 would take 1.54 times as long
+
+How nanotron cuts a model over a pipeline's ranks, and when its pipeline cannot run at all.
+
+Its model is a row of parts: embedding, blocks, norm, head, cast and loss. Blocks cost their matrices, the head its own, the
+rest nothing; a rank takes parts until its share of the whole is used up, then the next rank begins (`build_model` in
+nanotron.models.base, 2025). A costly head uses up the shares of several ranks at once, and with few blocks a rank none is left
+for the last ranks:
+
+    16 blocks, head of 4, 16 ranks    2 1 1 2 1 1 1 2 1 1 1 2 +head, cast, loss and nothing
+
+Its 1F1B asserts that there are pp - 1 micro-batches at least.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.ops import Op
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.work import Shape, block_work, head_work
+
+HALVINGS = 60
+"""Of an interval that holds the best time: its ends are then neighbours in fp64."""
+
+
+def stage_layers(model: Model, layout: Layout, sequence_length: int) -> tuple[range, ...]:
+    """The decoder blocks of each of the pp x virtual_stages stages, in the model's order; the ends may have none.
+
+    Blocks of multi-token prediction are not among them: they are with the last stage. Raises SpecError if there are fewer
+    blocks than stages between the ends, or a given cut does not add up.
+    """
+    layers, stages, given = model.num_hidden_layers, layout.num_stages, layout.layers_per_stage
+    if given is not None and (len(given) != stages or sum(given) != layers):
+        rule = f"must share {layers} layers among {stages} stages, is {list(given)}"
+        raise SpecError([Problem("layout.layers_per_stage", rule, "Change it, or leave it out.")])
+    if stages - 2 > layers:
+        rule = f"pp x virtual_stages = {stages} stages, but the model has {layers} layers"
+        raise SpecError([Problem("layout.pp", rule, f"Use at most {layers + 2} stages.")])
+    counts = balanced_layers(model, stages, sequence_length) if given is None else given
+    return tuple(range(*pair) for pair in pairwise([0, *accumulate(counts)]))
+
+
+@lru_cache(maxsize=4096)
+def balanced_layers(model: Model, num_stages: int, sequence_length: int) -> tuple[int, ...]:
+    """Blocks of each stage so that the largest cost of a stage is as small as can be, and the others near the mean."""
+    blocks, head = _costs(model, sequence_length)
+    if num_stages == 1:
+        return (len(blocks),)
+    sums = [0.0, *accumulate(blocks)]
+    low, high = 0.0, sums[-1] + head
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _earliest_starts(sums, head, num_stages, middle) else (middle, high)
+    starts = _earliest_starts(sums, head, num_stages, high)
+    assert starts is not None
+    return _near_the_mean(sums, head, starts, high)
+
+
+def _earliest_starts(sums: Sequence[float], head: float, num_stages: int, limit: float) -> list[int] | None:
+    """[stage]: the first block that it can begin with so that it and those after it cost no more than `limit` each.
+
+    None if the blocks do not all find a place. Every stage but the ends has a block at least.
+    """
+    starts = [0] * num_stages
+    end, room = len(sums) - 1, limit - head
+    for stage in reversed(range(num_stages)):
+        before = max(0, stage - 1)  # blocks that the stages between the first and this one need
+        starts[stage] = max(bisect_left(sums, sums[end] - room), before)
+        if room < 0 or (0 < stage < num_stages - 1 and starts[stage] >= end):
+            return None
+        end, room = starts[stage], limit
+    return starts if starts[0] == 0 else None
+
+
+def _near_the_mean(sums: Sequence[float], head: float, earliest: Sequence[int], limit: float) -> tuple[int, ...]:
+    """From the first stage on, so many blocks as bring it nearest to the mean of what is left; later ones can take the rest."""
+    num_stages, total = len(earliest), len(sums) - 1
+    counts, start = [], 0
+    for stage in range(num_stages - 1):
+        mean = (sums[-1] - sums[start] + head) / (num_stages - stage)
+        between = num_stages - 2 - stage  # stages before the last that still need a block each
+        least = max(earliest[stage + 1], start + (stage > 0))
+        most = min(bisect_right(sums, sums[start] + limit) - 1, total - between)
+        below = bisect_right(sums, sums[start] + mean) - 1
+        above = min(below + 1, total)
+        nearer = above if stage and sums[above] - sums[start] - mean < mean - sums[below] + sums[start] else below
+        end = min(max(nearer, least), most)
+        counts.append(end - start)
+        start = end
+    return (*counts, total - start)
+
+
+@lru_cache(maxsize=256)
+def _costs(model: Model, sequence_length: int) -> tuple[list[float], float]:
+    """FLOPs of every block, and of what the last stage does besides: prediction blocks, and the head for each and itself."""
+    shape = Shape(1, sequence_length)
+    of_kind: dict[tuple[bool, int | None], float] = {}
+    by_layer = []
+    for layer in range(model.num_hidden_layers + model.num_nextn_predict_layers):
+        kind = model.is_moe(layer), model.window(layer)
+        if kind not in of_kind:
+            of_kind[kind] = sum(map(_flops, block_work(model, layer, shape)))
+        by_layer.append(of_kind[kind])
+    head = sum(map(_flops, head_work(model, shape))) * (1 + model.num_nextn_predict_layers)
+    return by_layer[: model.num_hidden_layers], head + sum(by_layer[model.num_hidden_layers :])
+
+
+def _flops(op: Op) -> float:
+    """Forward and backward; of attention what is computed of the square."""
+    return (op.flops + op.backward_flops) * (1.0 if op.scores is None else op.scores.share)
+
+
+WITHOUT_COST = 2
+"""Parts after the head: the cast of its logits to fp32, and the loss."""
+
+
+def ranks_by_share(model: Model, num_ranks: int) -> list[int]:
+    """The rank of every part: embedding, blocks, norm, head, cast, loss."""
+    attention = 4 * model.num_attention_heads * model.head_dim * model.hidden_size
+    block = attention + 3 * model.intermediate_size * model.hidden_size
+    blocks = [block] * (model.num_hidden_layers + model.num_nextn_predict_layers)
+    costs = [0, *blocks, 0, model.vocab_size * model.hidden_size, *[0] * WITHOUT_COST]
+    total, done, rank, found = sum(costs), 0, 0, []
+    for cost in costs:
+        done += cost
+        found.append(rank)
+        rank += done * num_ranks > total * (rank + 1)
+    return found
+
+
+def layers_by_share(model: Model, num_ranks: int) -> list[int]:
+    """Blocks of every rank."""
+    of_blocks = ranks_by_share(model, num_ranks)[1 : -2 - WITHOUT_COST]
+    return [of_blocks.count(rank) for rank in range(num_ranks)]
+
+
+def cannot_run(model: Model, pp: int, micro_batches: Sequence[int] = ()) -> str:
+    """Why nanotron's pipeline of `pp` ranks would fail with every one of these numbers of micro-batches, or nothing."""
+    if pp == 1:
+        return ""
+    used = ranks_by_share(model, pp)[-1] + 1
+    if used < pp:
+        return f"nanotron's cut leaves {pp - used} of {pp} ranks without a part of the model"
+    if micro_batches and max(micro_batches) < pp - 1:
+        return "nanotron's 1F1B needs pp - 1 micro-batches at least"
+    return ""

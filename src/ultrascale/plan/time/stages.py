@@ -1,0 +1,203 @@
+"""Who holds what under pipeline parallelism, for a whole table of layouts: layers and parameters of three sorts of ranks.
+
+The model is cut into pp x virtual_stages chunks as the stack cuts it: ours so that the slowest is as fast as can be
+(`plan.time.stage_cut`), most others into equal ones. Three sorts of ranks tell the whole pipeline: the first, the last, and
+those between, which are equal. Rank r holds chunks r, pp + r, 2 pp + r, ...; in V-shaped schedules r and 2 pp - 1 - r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import mul
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultrascale.plan.layouts import SCHEDULES, Column, LayoutTable
+from ultrascale.plan.time.blocks import layer_kinds
+from ultrascale.plan.time.stage_cut import balanced_layers, layers_by_share
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.model import Model
+from ultrascale.spec.weights import layer_weights, weights_outside_layers
+
+Floats = NDArray[np.float64]
+FIRST, MIDDLE, LAST = range(3)
+FOLDED = np.array([name in ("zb-v", "dualpipe-v", "dualpipe") for name in SCHEDULES])
+"""By number: schedules whose ranks do not hold every pp-th stage."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Columns of shape [3, layouts], or [3, kinds, layouts]: first rank, one between, last rank."""
+
+    layers: Floats
+    """By kind of block."""
+    chunk_layers: Floats
+    """Layers of the largest chunk of such a rank, all kinds together."""
+    has_embedding: Floats
+    has_head: Floats
+    dense_parameters: Floats
+    """Of one rank, after tp; tied embeddings are counted on both ends if pp > 1."""
+    expert_parameters: Floats
+    """Of one rank, after ep and expert_tp."""
+    root_parameters: Floats
+    """Those outside the blocks, after tp."""
+    kept_layers: Floats
+    """Of `layers`, those that stay in bf16 beside blocks in fp8."""
+    exists: Floats
+    """How many ranks of this sort a pipeline has: 1, pp - 2, 1; with pp = 1 the first is the only one."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """A cut of one's own."""
+
+
+def cut_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[int, ...] | None = None) -> Stages:
+    """The stages of every layout of `table`. `layers_per_stage`: a cut of one's own, for a table of one layout."""
+    kept_blocks = table.kept_blocks
+    rows, which = _distinct_cuts(table, kept_blocks)
+    kinds, kind_of_layer = layer_kinds(workload)
+    sizes = 2 * tuple(sum(block_parameters(workload.model, layer, 1)) for layer in kinds)
+    sorts = []
+    for row in rows:
+        pp, name = int(table.pp[row]), SCHEDULES[table.schedule[row]]
+        chunks = chunk_layers_of(workload, pp * int(table.virtual_stages[row]), layers_per_stage)
+        own_kinds = kinds_with_kept(workload.model, kind_of_layer, len(kinds), int(kept_blocks[row]))
+        sorts.append(_sorts_of_ranks(tuple(chunks), pp, name, own_kinds, sizes))
+    every = np.array(sorts)[which].transpose(1, 2, 0)  # [3, 2 kinds + 3, layouts]
+    in_fp8, kept = every[:, : len(kinds)], every[:, len(kinds) : -3]
+    layers = in_fp8 + kept
+    embedding, head, chunk_layers = every[:, -3], every[:, -2], every[:, -1]
+    per_layer, expert = parameters_by_kind(workload, table)
+    outside_embedding, outside_head, tied = _outside(workload, table)
+    of_embedding = embedding * outside_embedding
+    of_head = head * (np.where(table.pp == 1, 0.0, outside_head) if tied else outside_head)  # two stages have two copies
+    expert_parameters = np.zeros((3, len(table)))
+    if expert.any():
+        expert_parameters = (layers * (expert[:, None] / (table.ep * table.expert_tp))).sum(axis=1)
+    exists = np.ones((3, len(table)))
+    exists[MIDDLE], exists[LAST] = np.maximum(table.pp - 2, 0), table.pp > 1
+    return Stages(
+        layers=layers,
+        chunk_layers=chunk_layers,
+        has_embedding=embedding,
+        has_head=head,
+        dense_parameters=(layers * per_layer).sum(axis=1) + of_embedding + of_head,
+        expert_parameters=expert_parameters,
+        root_parameters=of_embedding + of_head,
+        kept_layers=kept,
+        exists=exists,
+        layers_per_stage=layers_per_stage,
+    )
+
+
+def _distinct_cuts(table: LayoutTable, kept_blocks: Column) -> tuple[Sequence[int] | Column, Sequence[int] | Column]:
+    """A row of each way to cut the model, and for each layout which it is."""
+    if len(table) == 1:
+        return [0], [0]
+    key = (table.pp * 4096 + table.virtual_stages) * len(SCHEDULES) + table.schedule * FOLDED[table.schedule]
+    key = key * (int(kept_blocks.max(initial=0)) + 1) + kept_blocks
+    _, rows, which = np.unique(key, return_index=True, return_inverse=True)
+    return rows, which
+
+
+@lru_cache(maxsize=1024)
+def kinds_with_kept(model: Model, kind_of_layer: tuple[int, ...], num_kinds: int, kept: int) -> tuple[int, ...]:
+    """The kind of every layer, the `kept` first and last ones, which stay in bf16, told apart by `num_kinds` more."""
+    last = model.num_hidden_layers - kept
+    return tuple(
+        kind if kept <= layer < last or layer >= model.num_hidden_layers else kind + num_kinds
+        for layer, kind in enumerate(kind_of_layer)
+    )
+
+
+def chunk_layers_of(workload: Workload, num_chunks: int, layers_per_stage: Sequence[int] | None) -> list[int]:
+    """Blocks of each chunk: as given, prediction blocks with the last, or as the stack cuts."""
+    if layers_per_stage is None:
+        return split_layers(workload, num_chunks)
+    return [*layers_per_stage[:-1], layers_per_stage[-1] + workload.model.num_nextn_predict_layers]
+
+
+def split_layers(workload: Workload, num_chunks: int) -> list[int]:
+    """Blocks of each chunk of the pipeline, prediction blocks included, by `Stack.stage_cut`.
+
+    balanced: as our trainer cuts. even: what is left over to the chunks after the first. by-share: as nanotron does.
+    """
+    model, way = workload.model, workload.stack.stage_cut
+    total = model.num_hidden_layers + model.num_nextn_predict_layers
+    if num_chunks == 1:
+        return [total]
+    if way == "balanced":
+        return chunk_layers_of(workload, num_chunks, balanced_layers(model, num_chunks, workload.sequence_length))
+    if way == "even":
+        base, extra = divmod(total, num_chunks)
+        first = max(0, extra - (num_chunks - 2))
+        return [base + first, *(base + (i < extra - first) for i in range(num_chunks - 2)), base]
+    return layers_by_share(model, num_chunks)
+
+
+@lru_cache(maxsize=4096)
+def _sorts_of_ranks(
+    chunks: tuple[int, ...], pp: int, schedule: str, kind_of_layer: tuple[int, ...], sizes: tuple[int, ...]
+) -> list[list[float]]:
+    """[3, kinds + 3]: of the first rank, the fullest between (by `sizes`, parameters of each kind), and the last: its blocks by
+    kind, whether it holds the embedding and the head, and the blocks of its largest chunk."""
+    ends, num_kinds = np.cumsum(chunks), len(sizes)
+    rows = []
+    for stages in stages_of_ranks(len(chunks), pp, schedule):
+        by_kind = [0.0] * num_kinds
+        for stage in stages:
+            for kind in kind_of_layer[ends[stage] - chunks[stage] : ends[stage]]:
+                by_kind[kind] += 1
+        row = [*by_kind, float(stages.count(0)), float(stages.count(len(chunks) - 1)), float(max(chunks[s] for s in stages))]
+        if schedule == "dualpipe" and pp > 1:  # either stage for half of the micro-batches
+            row[:-1] = [value / 2 for value in row[:-1]]
+        rows.append(row)
+    between = max(rows[1:-1], key=lambda row: sum(map(mul, row, sizes)), default=rows[0] if pp == 1 else [0.0] * len(rows[0]))
+    return [rows[0], between, rows[-1]]
+
+
+def stages_of_ranks(num_stages: int, pp: int, schedule: str) -> list[list[int]]:
+    """The stages each rank holds: one after another around the ranks; there and back; or from both ends at once."""
+    if schedule in ("zb-v", "dualpipe-v") and num_stages == 2 * pp:
+        return [[rank, 2 * pp - 1 - rank] for rank in range(pp)]
+    if schedule == "dualpipe" and pp > 1:
+        return [[rank, pp - 1 - rank] for rank in range(pp)]
+    return [list(range(rank, num_stages, pp)) for rank in range(pp)]
+
+
+def parameters_by_kind(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
+    """Parameters of one block of each kind: dense ones on one rank of tp, [kinds, layouts]; all routed experts, [kinds]."""
+    kinds = layer_kinds(workload)[0]
+    ways, which = (table.tp, [0]) if len(table) == 1 else np.unique(table.tp, return_inverse=True)
+    both = _parameters(workload.model, kinds, tuple(ways.tolist()))
+    return both[:, which, 0], both[:, 0, 1]
+
+
+@lru_cache(maxsize=1024)
+def _parameters(model: Model, layers: tuple[int, ...], ways: tuple[int, ...]) -> Floats:
+    """[layers, ways of tp, 2]"""
+    return np.array([[block_parameters(model, layer, tp) for tp in ways] for layer in layers], dtype=float)
+
+
+@lru_cache(maxsize=4096)
+def block_parameters(model: Model, layer: int, tp: int) -> tuple[int, int]:
+    """Of one block: dense ones on one rank of tp, and all routed experts'."""
+    weights = list(layer_weights(model, layer))
+    return sum(w.local_numel(tp=tp) for w in weights if not w.is_expert), sum(w.numel for w in weights if w.is_expert)
+
+
+def _outside(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats, bool]:
+    """Parameters of the embedding side and of the head side on one rank, the vocabulary padded and cut over tp."""
+    model = workload.model
+    multiple = workload.stack.pads_vocab_to * table.tp
+    rows = -(-model.vocab_size // multiple) * multiple / table.tp
+    positions = _without_vocabulary(model) - model.hidden_size
+    table_size = rows * model.hidden_size
+    return table_size + max(positions, 0), table_size + model.hidden_size, model.tie_word_embeddings
+
+
+@lru_cache(maxsize=256)
+def _without_vocabulary(model: Model) -> int:
+    """Parameters outside the blocks that no vocabulary is a side of: the last norm, and learned positions."""
+    return sum(w.numel for w in weights_outside_layers(model) if model.vocab_size not in w.shape)

@@ -1,0 +1,98 @@
+"""The predicted step in the parts that a profiler can measure (`measure.waterfall`): computing by kind, axes, the rest.
+
+`plan.time.price` knows computing as a sum. Its kinds are the same table of work priced by the same functions, each operation
+stripped to one kind at a time: prices add up over what an operation does, so the kinds add up to the sum.
+
+A device whose speed only a run can tell (a CPU) has no prices: `parts_at` gives what its products and attention would take at
+a rate that was measured, which is a bound, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.plan.flops import hardware_flops
+from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.time.blocks import Blocks, compute_seconds, price_blocks
+from ultrascale.plan.time.passes import pass_seconds, product_derate
+from ultrascale.plan.time.price import Prediction
+from ultrascale.plan.time.stages import Stages, cut_stages
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.op_builders import without_fp8
+from ultrascale.spec.ops import Op
+from ultrascale.spec.work import block_work, embedding_work, head_work, prediction_work
+
+_KINDS: dict[str, Callable[[Op], Op]] = {
+    "matrix products": lambda op: replace(op, scores=None, moved_bytes=0, backward_moved_bytes=0),
+    "attention": lambda op: replace(op, product=None, moved_bytes=0, backward_moved_bytes=0),
+    "element-wise": lambda op: replace(op, product=None, scores=None),
+}
+_PARTS = {
+    "recomputation": ("recompute",), "optimizer": ("optimizer", "offload"), "dp": ("data_parallel",),
+    "tp": ("tensor_parallel",), "cp": ("context_parallel",), "pp": ("pipeline_sends", "bubble"), "ep": ("expert_parallel",),
+    "all ranks": ("rest",), "data wait": ("data",),
+}  # fmt: skip
+"""By the parts of `plan.time.price`; time for checkpoints is no part of a step that is profiled."""
+
+
+def step_parts(prediction: Prediction) -> dict[str, float]:
+    """Seconds of a step of `prediction` by category of `measure.categories`; they sum to its step without checkpoints.
+
+    `launch gaps` is what a device waits for Python, beyond what it computes. What traffic slows computing by is spread over the
+    kinds.
+    """
+    workload, layout = prediction.workload, prediction.layout
+    table = LayoutTable.of([layout])
+    stages, blocks = cut_stages(workload, table, layout.layers_per_stage), price_blocks(workload, table)
+    passes = pass_seconds(
+        workload, table, blocks, CONSTANTS, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head,
+        kept=stages.kept_layers,
+    )  # fmt: skip
+    row = int(np.where(stages.exists > 0, passes.total, 0.0)[:, 0].argmax())  # the slowest rank, whose step it is
+    kinds = kind_seconds(workload, blocks, stages, row, CONSTANTS)
+    alone = float(passes.compute[row, 0])
+    compute = prediction.waterfall["compute"]
+    gaps = max(0.0, alone - sum(kinds.values())) * compute / alone
+    scale = (compute - gaps) / sum(kinds.values())
+    parts = {name: seconds * scale for name, seconds in kinds.items()} | {"launch gaps": gaps}
+    return parts | {name: sum(prediction.waterfall[part] for part in found) for name, found in _PARTS.items()}
+
+
+def kind_seconds(workload: Workload, blocks: Blocks, stages: Stages, row: int, constants: Constants) -> dict[str, float]:
+    """Seconds of a micro-batch by kind of computing, forward and backward, on a rank of sort `row`, of one layout's table."""
+    shape, more = blocks.shapes[0], workload.model.num_nextn_predict_layers
+    head = stages.has_head[row, 0]
+    kept = stages.kept_layers[row, :, 0]
+    counts = [*(stages.layers[row, :, 0] - kept), *kept, stages.has_embedding[row, 0], head * (1 + more), head * more]
+    derate = product_derate(workload, constants)
+    found = {}
+    for name, only in _KINDS.items():
+        found[name] = 0.0
+        for count, (ops, is_head) in zip(counts, _works(workload, blocks), strict=True):
+            product, attention, elementwise, inputs, weights, *_ = compute_seconds(workload, shape, map(only, ops), is_head)
+            found[name] += float(count) * (attention + elementwise + derate * (product + inputs + weights))
+    return found
+
+
+def parts_at(
+    model: Model, layout: Layout, *, sequence_length: int, tokens_per_rank: float, flops_per_second: float, documents: bool
+) -> dict[str, float]:
+    """Seconds of what is computed, at `flops_per_second`: the bound of a device that nobody has published rates of."""
+    found = hardware_flops(model, layout, sequence_length, documents=documents)
+    share = 1 / (layout.tp * layout.cp * layout.pp)
+    return {name: flops * tokens_per_rank * share / flops_per_second for name, flops in found.items()}
+
+
+def _works(workload: Workload, blocks: Blocks) -> list[tuple[tuple[Op, ...], bool]]:
+    """The operations of each kind of block, in fp8 and beside it, and of the ends, in the order of `plan.time.passes`, and
+    whether it is the head."""
+    model, shape = workload.model, blocks.shapes[0]
+    predicts = prediction_work(model, shape) if model.num_nextn_predict_layers else ()
+    works = [(block_work(model, layer, one), False) for one in (shape, without_fp8(shape)) for layer in blocks.kinds]
+    return [*works, (embedding_work(model, shape), False), (head_work(model, shape), True), (predicts, False)]

@@ -1,0 +1,270 @@
+"""A search on a terminal: the ranking, and why. Draws what `plan.search.search`, `plan.search.explain` and
+`plan.search.scaling` say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ultrascale.plan.columns.footprint import MARGIN
+from ultrascale.plan.report import step_interval
+from ultrascale.plan.search.explain import Change, Marginal, Rung, binding, changes, marginals, rungs
+from ultrascale.plan.search.scaling import PAYS, Scaled, most_that_pay
+from ultrascale.plan.search.search import TIE, SearchResult, distinct, needed_bytes
+from ultrascale.plan.time.price import Prediction
+from ultrascale.spec.cluster import Cluster
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.trainable import untrainable_layout, untrainable_model
+from ultrascale.spec.units import count_of, format_bytes, format_count, format_seconds
+
+INDENT = (0, 0, 0, 3)
+MAX_FRONT = 8
+"""Layouts of the front of time and memory that are told."""
+MAX_REFUSED = 12
+"""Families left out that are told one by one; the rest is counted."""
+
+
+def show_ranking(result: SearchResult, console: Console, *, top: int) -> None:
+    """Print the fastest layouts, of those that differ only in details the fastest; and what was searched."""
+    ours = result.workload.stack.name == "ultrascale"
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for column in ("", "step", "MFU", "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("runs" if ours else "", no_wrap=True)
+    table.add_column("layout", overflow="fold")
+    for number, one in enumerate(distinct(result.ranked)[:top], start=1):
+        tied = one.step_seconds <= result.ranked[0].step_seconds * (1 + TIE)
+        mark = Text(f"{'=' if tied and number > 1 else ''}{number}", style="bold green" if number == 1 else "")
+        table.add_row(
+            mark, format_seconds(one.step_seconds), f"{one.mfu():.1%}", format_bytes(float(needed_bytes(one.memory))),
+            _runs(one) if ours else "", layout_words(one.layout, one.num_micro_batches),
+            style="bold" if number == 1 else "" if tied else "dim",
+        )  # fmt: skip
+    console.print(table)
+    console.print(Text(_summary(result), style="dim"))
+
+
+def _summary(result: SearchResult) -> str:
+    """What the columns mean, and what was searched: lines of at most 80 columns."""
+    priced, tied = result.priced, result.num_tied
+    cluster = result.workload.cluster
+    gpus = f"{cluster.num_accelerators}x{cluster.accelerator.name}"
+    capacity = format_bytes(cluster.accelerator.memory_bytes.value)
+    dropped = int(priced.too_large.sum() + priced.too_slow.sum())
+    lines = [
+        f"  = within {TIE:.0%} of the first, {tied} with those that differ only in details: only a" if tied > 1 else "",
+        "    measurement can tell them apart." if tied > 1 else "",
+        f"  step: four runs in five take {_interval_words(result)} of it.",
+        f"  memory: of a GPU's {capacity}, allocator and NCCL included; {MARGIN:.0%} must stay free.",
+        "  runs: `ultrascale train` runs it today; --runnable searches only that."
+        if result.workload.stack.name == "ultrascale"
+        else "",
+        "  2 x 8: micro-batch size x number of them.",
+        f"  {cluster.num_nodes} machines, {cluster.places_words}; {gpus}/N takes N of each." if cluster.places_words else "",
+        f"  {len(priced.fits):,} legal layouts: {int(priced.fits.sum()):,} fit, {dropped:,} dropped by bounds.",
+        _batch_note(result),
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _interval_words(result: SearchResult) -> str:
+    best = result.ranked[0]
+    low, high = (end / best.step_seconds for end in step_interval(best))
+    return f"{low:.2f} to {high:.2f}"
+
+
+def _batch_note(result: SearchResult) -> str:
+    """A batch that few ranks can share, with the nearest that all can; empty if it is none."""
+    gpus, batch = result.workload.cluster.num_accelerators, result.workload.sequences_per_batch
+    shared = gcd(gpus, batch)
+    if batch < gpus or shared * 2 > gpus:
+        return ""
+    near = round(batch / gpus) * gpus
+    return f"  At most {shared} of {count_of(gpus, 'GPU')} can share {count_of(batch, 'sequence')}; all could share {near}."
+
+
+def _runs(one: Prediction) -> str:
+    wanting = untrainable_layout(one.layout) or untrainable_model(one.workload.model)
+    return "" if wanting else "yes"
+
+
+def layout_words(layout: Layout, num_micro_batches: int) -> str:
+    """A layout in a line: `dp16 tp2 pp2 interleaved x4, ZeRO 1, 2 x 8, recompute full`; 2 x 8: micro-batch size, number."""
+    axes = [f"{name}{size}" for name, size in _axes(layout) if size > 1] or ["one GPU"]
+    if layout.pp > 1:
+        axes.append(f"{layout.schedule} x{layout.virtual_stages}" if layout.virtual_stages > 1 else layout.schedule)
+    if layout.cp > 1:
+        swap = layout.cp_grid[1]
+        axes.append(f"{layout.cp_method} {swap}" if 1 < swap < layout.cp else layout.cp_method)
+    partly = f"/{layout.shard_size}" if layout.zero_stage and layout.dp_replicate > 1 else ""
+    words = [" ".join(axes), f"ZeRO {layout.zero_stage}{partly}", f"{layout.micro_batch_size} x {num_micro_batches}"]
+    if layout.recompute != "none":
+        every = f"every {layout.recompute_every}" if layout.recompute == "every-k" else layout.recompute
+        words.append(" + ".join(layout.recompute_blocks) or every)
+    return ", ".join(words)
+
+
+def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
+    names = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "expert_tp": "etp"}
+    return tuple((short, getattr(layout, name)) for name, short in names.items())
+
+
+def show_explanation(
+    result: SearchResult, scan: Sequence[Scaled], others: Sequence[tuple[Cluster, Prediction]], console: Console
+) -> None:
+    """Print the three steps, the marginal prices, better clusters, and what was left out."""
+    console.print(Text("1  What makes it fit, and what that costs", style="bold"))
+    console.print(_rungs_table(rungs(result), result))
+    best = result.best
+    if best is not None:
+        console.print(Text("\n2  How the batch is reached", style="bold"))
+        console.print(Padding(Text(batch_words(best)), INDENT))
+        console.print(Text("\n3  What makes it fast: one choice changed, the rest kept", style="bold"))
+        console.print(_changes_table(changes(result), best))
+        found = marginals(result)
+        console.print(Text("\nWhat binds", style="bold"))
+        console.print(Padding(Text(binding(best, found)), INDENT))
+        console.print(_marginals_table(found))
+    console.print(Text("\nMore GPUs, fewer GPUs, the same batch", style="bold"))
+    console.print(_scaling_table(scan, result.workload.cluster.num_accelerators))
+    if said := paying_words(scan):
+        console.print(Padding(Text(said), INDENT))
+    if len(result.front) > 1:
+        console.print(Text("\nTime against memory: no layout is better in both", style="bold"))
+        console.print(_front_table(result.front))
+    console.print(Text("\nThe nearest better cluster: as many other GPUs", style="bold"))
+    console.print(_others_table(others, best) if others else Padding(Text("None of the catalogue is faster."), INDENT))
+    console.print(Text("\nLeft out", style="bold"))
+    console.print(_refused_table(result))
+
+
+def batch_words(one: Prediction) -> str:
+    """The global batch as a product: `512 sequences = dp 16 x micro-batch 2 x accumulation 16`."""
+    layout, workload = one.layout, one.workload
+    product = f"dp {layout.dp} x micro-batch {layout.micro_batch_size} x {count_of(one.num_micro_batches, 'micro-batch')}"
+    why = ""
+    if layout.pp > 1:
+        why = f"; {one.num_micro_batches} of them keep {layout.pp} stages busy"
+    elif one.num_micro_batches > 1:
+        why = ", gradients summed over them"
+    tokens = format_count(workload.tokens_per_step)
+    return f"{count_of(workload.sequences_per_batch, 'sequence')} ({tokens} tokens) = {product}{why}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold dim", padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0, overflow="fold")
+    return table
+
+
+def _rungs_table(found: Sequence[Rung], result: SearchResult) -> Table:
+    table = _table("", "layouts", "needs at least", "fastest step")
+    for rung in found:
+        fastest = "does not fit" if rung.fastest_seconds is None else format_seconds(rung.fastest_seconds)
+        style = "" if rung.fits else "red dim"
+        table.add_row(rung.name, f"{rung.num_layouts:,}", format_bytes(rung.least_bytes), fastest, style=style)
+    capacity = result.workload.cluster.accelerator.memory_bytes.value
+    table.add_row(f"a GPU, {MARGIN:.0%} of it free", "", format_bytes(capacity * (1 - MARGIN)), "", style="dim")
+    return table
+
+
+def _changes_table(found: Sequence[Change], best: Prediction) -> Table:
+    table = _table("change", "to", "step", "", "memory")
+    for change in found:
+        slower = change.seconds / best.step_seconds - 1
+        memory = format_bytes(change.peak_bytes) + ("" if change.fits else ", too much")
+        own = str(getattr(best.layout, change.name) or best.layout.shard_size)
+        table.add_row(
+            f"{change.name} = {own}", change.value, format_seconds(change.seconds), f"{slower:+.1%}", memory,
+            style="" if change.fits else "red dim",
+        )  # fmt: skip
+    return table
+
+
+def _marginals_table(found: Sequence[Marginal]) -> Table:
+    table = _table("worth of", "tokens/s")
+    for one in found:
+        table.add_row(one.name, f"{one.gain:+.1%}" if abs(one.gain) >= 0.0005 else "nothing")
+    return table
+
+
+def _scaling_table(scan: Sequence[Scaled], own: int) -> Table:
+    table = _table("GPUs", "step", "tokens/s", "MFU", "each added GPU brings")
+    for one in scan:
+        style = "bold" if one.num_gpus == own else ""
+        if one.best is None:
+            table.add_row(f"{one.num_gpus:,}", "nothing fits or divides", "", "", "", style="red dim")
+            continue
+        brings = "" if one.brings is None else f"{one.brings:.0%} of a GPU"
+        table.add_row(
+            f"{one.num_gpus:,}", format_seconds(one.best.step_seconds), f"{one.best.tokens_per_second:,.0f}",
+            f"{one.best.mfu():.1%}", brings, style=style,
+        )  # fmt: skip
+    return table
+
+
+def paying_words(scan: Sequence[Scaled]) -> str:
+    """Up to how many GPUs an added one pays, or that the scan ended before; empty if nothing fits."""
+    most = most_that_pay(scan)
+    if most is None:
+        return ""
+    enough = f"an added GPU brings at least {PAYS:.0%} of what one brings at best"
+    if most is scan[-1]:
+        return f"Up to {most.num_gpus:,}, where this scan ends, {enough}: more may still pay."
+    return f"Up to {most.num_gpus:,} {enough}; beyond, less, or nothing."
+
+
+def _front_table(front: Sequence[Prediction]) -> Table:
+    """Its ends and as many between them as there is room for."""
+    table = _table("step", "against the fastest", "memory", "layout")
+    rows = min(len(front), MAX_FRONT)
+    for one in (front[number * (len(front) - 1) // (rows - 1)] for number in range(rows)):
+        slower = one.step_seconds / front[0].step_seconds - 1
+        memory, words = format_bytes(float(needed_bytes(one.memory))), layout_words(one.layout, one.num_micro_batches)
+        table.add_row(format_seconds(one.step_seconds), f"{slower:+.0%}" if slower else "", memory, words)
+    if rows < len(front):
+        table.add_row("", "", "", f"{len(front) - rows} more between them (--json lists them)")
+    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+    return table
+
+
+def _others_table(others: Sequence[tuple[Cluster, Prediction]], best: Prediction | None) -> Table:
+    table = _table("cluster", "step", "against this", "memory", "layout")
+    for cluster, one in others:
+        against = "" if best is None else f"{best.step_seconds / one.step_seconds:.2f} x"
+        memory = format_bytes(float(needed_bytes(one.memory)))
+        words = layout_words(one.layout, one.num_micro_batches)
+        table.add_row(cluster.name, format_seconds(one.step_seconds), against, memory, words)
+    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+    return table
+
+
+def _refused_table(result: SearchResult) -> Table:
+    table = _table("", "", "cuts")
+    table.columns[1].justify, table.columns[1].no_wrap = "left", False
+    refused = result.refused
+    for one in refused[:MAX_REFUSED]:
+        table.add_row(one.family, one.reason, f"{one.count:,}")
+    if len(refused) > MAX_REFUSED:
+        rest = refused[MAX_REFUSED:]
+        table.add_row("others", f"{len(rest)} more families (--json lists them)", f"{sum(one.count for one in rest):,}")
+    too_large, unfit = int(result.priced.too_large.sum()), int((result.priced.was_priced & ~result.priced.fits).sum())
+    table.add_row("too large", "weights, gradients and optimizer state alone are more than a GPU", f"{too_large:,} layouts")
+    table.add_row("does not fit", "with activations and buffers", f"{unfit:,} layouts")
+    return table
+
+
+def no_layout_fits(result: SearchResult) -> str:
+    """One sentence on what is missing, and what would fit."""
+    smallest = result.smallest
+    assert smallest is not None
+    need, have = float(needed_bytes(smallest.memory)), result.workload.cluster.accelerator.memory_bytes.value
+    words = layout_words(smallest.layout, smallest.num_micro_batches)
+    free = f"{format_bytes(have)} a GPU, of which {MARGIN:.0%} must stay free"
+    return f"Nothing fits: the smallest layout ({words}) needs {format_bytes(need)} of {free}."

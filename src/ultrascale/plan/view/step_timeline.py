@@ -1,0 +1,63 @@
+"""The predicted step as a picture and as a trace: its pipeline played with the prices of the plan, and what comes after it.
+
+Traffic and loads that passes do not hide, the optimizer and the rest are drawn behind the pipeline, on all ranks, so that all
+of it is as long as the step. Where in the step some of it really falls, the prices do not say.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ultrascale.plan.pipeline.pipelined import stage_seconds
+from ultrascale.plan.pipeline.play import Timeline, simulate
+from ultrascale.plan.report import RunPlan
+from ultrascale.plan.time.price import Prediction
+from ultrascale.plan.view.draw_schedule import draw_svg
+from ultrascale.plan.view.trace_events import trace_events
+from ultrascale.schedules.build import build_schedule
+from ultrascale.spec.problems import Problem, SpecError
+
+DRAWN_PER_RANK = 4
+"""Micro-batches in a picture for each rank of the pipeline: enough to see the pipeline fill, run and drain."""
+AFTER = {
+    "data_parallel": "dp traffic", "offload": "offload to host", "optimizer": "optimizer", "data": "reading data",
+    "checkpoints": "checkpoints", "rest": "rest",
+}  # fmt: skip
+"""Parts of the waterfall that are no part of a pass, in the order in which they are drawn."""
+SLOWED = "passes slowed by traffic"
+
+
+def write_step(plan: RunPlan, *, svg: str | None, perfetto: str | None) -> None:
+    """Write the picture and the trace that are asked for. Raises SpecError if nothing is known of time."""
+    prediction = plan.prediction
+    if prediction is None:
+        rule = f"needs the speed of {plan.cluster.accelerator.title}, which is measured at run time"
+        raise SpecError([Problem("svg" if svg else "perfetto", rule, "Plan for a catalogued accelerator.")])
+    count = prediction.num_micro_batches
+    title = f"{plan.run.model.name or plan.run.model.model_type}, {prediction.layout.schedule}"
+    whole = step_timeline(prediction)
+    after = seconds_after(prediction, whole)
+    if svg is not None:
+        drawn = min(count, DRAWN_PER_RANK * prediction.layout.pp)
+        part = "" if drawn == count else f", {drawn} of {count} micro-batches"
+        unit = "" if drawn == count else "s for those that are drawn"
+        timeline = whole if drawn == count else step_timeline(prediction, num_micro_batches=drawn)
+        Path(svg).write_text(draw_svg(timeline, title=title + part, unit=unit, after=after))
+    if perfetto is not None:
+        Path(perfetto).write_text(json.dumps(trace_events(whole, title=title, after=after)))
+
+
+def step_timeline(prediction: Prediction, *, num_micro_batches: int | None = None) -> Timeline:
+    """The pipeline of a step, `num_micro_batches` of it or all, played action by action. Seconds."""
+    layout = prediction.layout
+    count = num_micro_batches or prediction.num_micro_batches
+    schedule = build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages)
+    return simulate(schedule, stage_seconds(prediction.workload, layout))
+
+
+def seconds_after(prediction: Prediction, whole: Timeline) -> dict[str, float]:
+    """What is not in the step's pipeline `whole`, by name; with it, the step. Seconds."""
+    parts = {name: prediction.waterfall[part] for part, name in AFTER.items() if prediction.waterfall[part] > 0}
+    slowed = prediction.step_seconds - whole.step_seconds - sum(parts.values())
+    return {SLOWED: slowed, **parts} if slowed > 1e-6 * prediction.step_seconds else parts

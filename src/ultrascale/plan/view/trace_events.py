@@ -1,0 +1,82 @@
+"""A step of a pipeline for ui.perfetto.dev and chrome://tracing, in the Trace Event Format: a track a rank, an arrow a message.
+
+Format: "Trace Event Format", Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ultrascale.plan.pipeline.play import Timeline
+from ultrascale.plan.view.draw_schedule import NAMES
+from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.executable import wire
+
+MICROSECONDS = 1e6
+COLOURS = {Kind.FORWARD: "rail_response", Kind.BACKWARD: "good", Kind.INPUT_GRADIENT: "rail_idle", Kind.WEIGHT_GRADIENT: "bad"}
+"""Names of colours that chrome://tracing knows; Perfetto chooses its own by name."""
+
+
+def trace_events(
+    timeline: Timeline, *, title: str = "pipeline", after: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The JSON object to write to a file: names, passes, activations held as counters, messages as arrows. `after`: names and
+    seconds of what all ranks do after the pipeline."""
+    events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
+    for rank in range(len(timeline.schedule)):
+        events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+        events += _passes(timeline, rank)
+        events += _held(timeline, rank)
+        events += _after(timeline, rank, after)
+    events += _messages(timeline)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _passes(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
+    """A pair's two passes lie one in the other: they have the same times."""
+    for action, start, end in zip(timeline.schedule[rank], timeline.start[rank], timeline.end[rank], strict=True):
+        for part in action.parts:
+            yield {
+                "ph": "X", "pid": 0, "tid": rank, "ts": start * MICROSECONDS, "dur": (end - start) * MICROSECONDS,
+                "name": f"{part.kind.value}{part.micro_batch}", "cat": NAMES[part.kind], "cname": COLOURS[part.kind],
+                "args": {"stage": part.stage, "micro_batch": part.micro_batch},
+            }  # fmt: skip
+
+
+def _after(timeline: Timeline, rank: int, after: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    done = timeline.step_seconds
+    for name, seconds in after.items():
+        times = {"ts": done * MICROSECONDS, "dur": seconds * MICROSECONDS}
+        yield {"ph": "X", "pid": 0, "tid": rank, **times, "name": name, "cat": "after the pipeline"}
+        done += seconds
+
+
+def _held(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
+    """Activations on the rank, in micro-batches of one stage, whenever they change."""
+    changes = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT_GRADIENT: (-1, 1), Kind.WEIGHT_GRADIENT: (0, -1)}
+    whole = waiting = 0
+    for action, start, end in zip(timeline.schedule[rank], timeline.start[rank], timeline.end[rank], strict=True):
+        for part in action.parts:
+            more, late = changes[part.kind]
+            whole, waiting = whole + more, waiting + late
+            when = start if part.kind is Kind.FORWARD else end
+            counts = {"whole": whole, "for weight gradients": waiting}
+            yield {"ph": "C", "pid": 0, "name": f"activations, rank {rank}", "ts": when * MICROSECONDS, "args": counts}
+
+
+def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """From the end of what made a result to the start of what waits for it, between ranks."""
+    wiring = wire(timeline.schedule)
+    places = [(rank, at) for rank, row in enumerate(timeline.schedule) for at in range(len(row))]
+    message = 0
+    for number, (rank, at) in enumerate(places):
+        for source in {wiring.sources[number], wiring.other_sources[number]} - {len(places)}:
+            sender, sent = places[source]
+            if sender == rank:
+                continue
+            message += 1
+            both = {"pid": 0, "cat": "message", "name": "message", "id": message}
+            yield both | {"ph": "s", "tid": sender, "ts": timeline.end[sender][sent] * MICROSECONDS}
+            yield both | {"ph": "f", "bp": "e", "tid": rank, "ts": timeline.start[rank][at] * MICROSECONDS}
