@@ -86,13 +86,12 @@ def _as_kind(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
 
 
 def _as_dataclass(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
-    if not isinstance(value, Mapping):
-        return (
-            value
-            if isinstance(value, kind)
-            else problems.append(Problem(key, f"must be a mapping, is {value!r}", "Such as {}."))
-        )
     hints = get_type_hints(kind)
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        problems.append(Problem(key, f"must be a mapping, is {value!r}", f"Its keys are {', '.join(hints)}."))
+        return None
     for name in value.keys() - hints.keys():
         problems.append(Problem(f"{key}.{name}", "is not a key here", f"Known: {', '.join(hints)}."))
     known = {name: one for name, one in value.items() if name in hints}

@@ -135,12 +135,12 @@ def _one(request: PlanRequest, stack: Stack) -> Plan:
 
 def _compared(request: PlanRequest) -> Plan:
     """Compare ZeRO stages and ways to recompute on devices whose speed nobody has listed."""
-    options = request.options
-    assert options.gpus is not None
+    options, gpus = request.options, request.options.gpus
+    assert gpus is not None
     if options.dp_shard is not None and options.zero_stage is None:
         options = replace(options, zero_stage="1")  # the others are compared below; stage 0 cuts nothing
-    defaults = run_defaults(options, dp=parse_cluster(options.gpus).num_accelerators)
-    run = resolve(None, [*overrides(options, {"cluster": options.gpus}), *request.settings], defaults=defaults).run
+    defaults = run_defaults(options, dp=parse_cluster(gpus).num_accelerators)
+    run = resolve(None, [*overrides(options, {"cluster": gpus}), *request.settings], defaults=defaults).run
     any_stage, any_way = not says(request.words, "zero-stage"), not says(request.words, "recompute")
     plans = alternatives(run, cluster_of(run), any_stage=any_stage, any_way=any_way)
     chosen = first_that_fits(plans) or min(plans, key=lambda candidate: candidate.peak_bytes)

@@ -74,6 +74,8 @@ def refuse_precision(asked: PlanOptions, cluster: Cluster) -> None:
     """Raises SpecError if the accelerator has no such dtype."""
     accelerator, precision = cluster.accelerator, asked.precision
     known = getattr(leaves()["layout.precision"].kind, "__args__", ())
+    if precision is None:
+        return
     if precision in known and not accelerator.measured_at_run_time and precision not in ("fp16", *accelerator.peak_flops):
         raise SpecError([lacks(accelerator, precision, "--precision")])
 

@@ -222,10 +222,10 @@ class Comparison:
         from ultrascale.spec.schema import leaves
 
         runs = [one.run for one in (self.a, self.b)]
-        named: list[tuple[str, Any, Any]] = [(key, *(_at(run, key) for run in runs)) for key in leaves()]
+        named = {key: [_at(run, key) for run in runs] for key in leaves() if key not in ("name", "folder")}
         chosen = (self.a.chosen, self.b.chosen)
-        named += [("machines", *(one.cluster.name for one in chosen)), ("stack", *(one.stack.name for one in chosen))]
-        return [{"name": name, "a": a, "b": b} for name, a, b in named if a != b and name not in ("name", "folder")]
+        named |= {"machines": [one.cluster.name for one in chosen], "stack": [one.stack.name for one in chosen]}
+        return [{"name": name, "a": a, "b": b} for name, (a, b) in named.items() if a != b]
 
     def rows(self) -> list[Facts]:
         """Quantities of both, with b over a: bytes, seconds, shares; those that differ most first."""
@@ -236,7 +236,8 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Settings that differ, quantities, and both plans as `Plan.to_dict` has them."""
         return {
-            "schema": "ultrascale/compare/1", "settings": [{**one, "a": _plain(one["a"]), "b": _plain(one["b"])} for one in self.settings()],
+            "schema": "ultrascale/compare/1",
+            "settings": [{**one, "a": _plain(one["a"]), "b": _plain(one["b"])} for one in self.settings()],
             "quantities": self.rows(), "a": self.a.to_dict(), "b": self.b.to_dict(),
         }  # fmt: skip
 
@@ -276,7 +277,8 @@ def _distance(row: Facts) -> float:
 
 def _quantities(one: Plan) -> dict[tuple[str, str], float]:
     whole: dict[tuple[str, str], float | None] = {
-        ("step", "seconds"): one.step_seconds, ("tokens per second", "tokens/s"): one.tokens_per_second, ("MFU", "share"): one.mfu,
+        ("step", "seconds"): one.step_seconds, ("tokens per second", "tokens/s"): one.tokens_per_second,
+        ("MFU", "share"): one.mfu,
         ("memory needed", "bytes"): one.needed_bytes,
     }  # fmt: skip
     known = {key: value for key, value in whole.items() if value is not None}

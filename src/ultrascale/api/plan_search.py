@@ -1,4 +1,4 @@
-"""The search behind `ultrascale plan --model ... --gpus ...`: from what was asked to the best layout of the machines, and why."""
+"""The search behind `ultrascale plan --model ... --gpus ...`: from what was asked to the best layout of the machines."""
 
 from __future__ import annotations
 
@@ -80,17 +80,14 @@ class Searched:
             "fit": [asdict(one) for one in rungs(result)],
             "changes": [asdict(one) for one in changes(result)],
             "worth": [asdict(one) for one in marginals(result)],
-            "scaling": [
-                {
-                    "num_gpus": one.num_gpus,
-                    "brings": one.brings,
-                    "pays": one.pays,
-                    "best": one.best and prediction_json(one.best),
-                }
-                for one in self.scan
-            ],
+            "scaling": [_scaled_json(one) for one in self.scan],
             "elsewhere": {cluster.name: prediction_json(one) for cluster, one in self.others},
         }
+
+
+def _scaled_json(one: Scaled) -> dict[str, Any]:
+    best = one.best and prediction_json(one.best)
+    return {"num_gpus": one.num_gpus, "brings": one.brings, "pays": one.pays, "best": best}
 
 
 def searched(request: PlanRequest, cluster: Cluster, stack: Stack) -> tuple[Searched, RunPlan]:

@@ -15,13 +15,11 @@ from ultrascale.spec.rank_environment import told_rank
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_bytes, format_share
+from ultrascale.sweep.cells import TIMED, WARM
 from ultrascale.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from ultrascale.train.speed import Speed
-
-WARM, TIMED = 4, 8
-"""Memory is counted in two of the warm ones; one brings the allocator to rest, one is to spare."""
 
 
 def speed(
