@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.api.asked import Asked, read_keywords
 from ultrascale.api.shown import Facts, frame, html
+from ultrascale.api.stamp import stamped
 from ultrascale.spec.huggingface import to_hf
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem, SpecError
@@ -100,7 +101,7 @@ class Check:
     def to_dict(self) -> list[dict[str, Any]]:
         """What `ultrascale check --json` prints: an object for each verdict."""
         blind = {"not_seen": NOT_SEEN[self.against]} if self.of_a_run else {}
-        return [{"schema": "ultrascale/check/1"} | verdict.to_json() | blind for verdict in self.verdicts]
+        return [stamped("check", verdict.to_json() | blind) for verdict in self.verdicts]
 
     def rows(self) -> list[Facts]:
         """A row for each case: the largest error of each quantity, relative, and whether the case holds."""
@@ -150,10 +151,9 @@ class CheckMatrix:
 
     def to_dict(self) -> list[dict[str, Any]]:
         """What `ultrascale check --matrix --json` prints: an object for each combination."""
-        schema = {"schema": "ultrascale/check-matrix/1"}
         return [
-            schema | {"name": one.cell.name, "state": one.state, "reason": one.cell.refused,
-             "verdict": one.verdict and one.verdict.to_json()} for one in self.outcomes
+            stamped("check-matrix", {"name": one.cell.name, "state": one.state, "reason": one.cell.refused,
+                                     "verdict": one.verdict and one.verdict.to_json()}) for one in self.outcomes
         ]  # fmt: skip
 
     def rows(self) -> list[Facts]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.plan_request import PlanRequest
 from ultrascale.api.shown import Facts, bars, frame, html, shares
+from ultrascale.api.stamp import stamped
 from ultrascale.plan.report import RunPlan, step_interval
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.resolve import to_toml
@@ -104,7 +105,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """What `ultrascale plan --json` prints: bytes, seconds, FLOPs, tokens."""
-        document = {"schema": "ultrascale/plan/1"} | self.chosen.to_json()
+        document = stamped("plan", self.chosen.to_json())
         if self.searched is not None:
             options = self.request.options
             document["search"] = self.searched.to_json(top=options.top, explained=options.explain)
@@ -235,11 +236,10 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Settings that differ, quantities, and both plans as `Plan.to_dict` has them."""
-        return {
-            "schema": "ultrascale/compare/1",
+        return stamped("compare", {
             "settings": [{**one, "a": _plain(one["a"]), "b": _plain(one["b"])} for one in self.settings()],
             "quantities": self.rows(), "a": self.a.to_dict(), "b": self.b.to_dict(),
-        }  # fmt: skip
+        })  # fmt: skip
 
     def to_frame(self) -> Any:
         """`rows` as a pandas DataFrame."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.shown import Facts, frame, html
+from ultrascale.api.stamp import stamped
 from ultrascale.spec.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """What `ultrascale report --json` prints."""
         numbers = asdict(self.summary) | {"memory_percent": self.summary.memory_percent}
-        return {"schema": "ultrascale/report/1"} | numbers | {"pictures": list(map(str, self.pictures))}
+        return stamped("report", numbers | {"pictures": list(map(str, self.pictures))})
 
     def metrics(self) -> list[Facts]:
         """The rows of metrics.jsonl, one a logged step."""

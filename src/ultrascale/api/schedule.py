@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.shown import Facts, bars, figure, frame, html
+from ultrascale.api.stamp import stamped
 from ultrascale.spec.layout import PipelineRuntime
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.units import count_of
@@ -112,7 +113,7 @@ class Schedule:
     def to_dict(self) -> dict[str, Any]:
         """What `ultrascale show schedule --json` prints: every action with its start and end."""
         about = {"schedule": self.name, "pp": self.num_ranks, "micro_batches": self.num_micro_batches}
-        return {"schema": "ultrascale/schedule/1"} | about | self.timeline.to_json()
+        return stamped("schedule", about | self.timeline.to_json())
 
     def rows(self) -> list[Facts]:
         """A row for each rank: what it computes and waits, and how many micro-batches' activations it keeps."""
@@ -160,7 +161,7 @@ class Schedules:
 
     def to_dict(self) -> dict[str, Any]:
         """What `ultrascale show schedules --json` prints: each by its name."""
-        return {one.name: {"schema": "ultrascale/schedules/1"} | one.timeline.to_json(actions=False) for one in self.found}
+        return {one.name: stamped("schedules", one.timeline.to_json(actions=False)) for one in self.found}
 
     def rows(self) -> list[Facts]:
         """A row for each schedule. Activations: the most at once on the rank that keeps most, in micro-batches of all its
@@ -196,7 +197,7 @@ class ExecutedSchedule:
     def to_dict(self) -> dict[str, Any]:
         """What `ultrascale show schedule --executed --json` prints."""
         timelines = {key: timeline.to_json() for key, timeline in self.both._asdict().items()}
-        return {"schema": "ultrascale/schedule-executed/1", "schedule": self.name} | timelines
+        return stamped("schedule-executed", {"schedule": self.name} | timelines)
 
     def rows(self) -> list[Facts]:
         """A row for each rank: the share of the step that it waits, as planned and as executed."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from ultrascale.api.asked import read_keywords
 from ultrascale.api.shown import Facts, figure, frame, html
+from ultrascale.api.stamp import stamped
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import told_world
 from ultrascale.spec.units import format_bytes, format_seconds, format_share
@@ -90,8 +91,7 @@ class Sweep:
         """What `ultrascale sweep --json` prints."""
         places = self.begun.places
         failed = [(place, place.failure) for place in places if place.result is None and place.failure is not None]
-        return {
-            "schema": "ultrascale/sweep/1",
+        document = {
             "measured": [_named(one.place) | one.told for one in self.measured],
             "failed": [_named(place) | asdict(failure) for place, failure in failed if failure],
             "refused": [
@@ -102,6 +102,7 @@ class Sweep:
             "held": asdict(self.held),
             "pictures": [str(picture) for picture in self.pictures],
         }
+        return stamped("sweep", document)
 
     def rows(self) -> list[Facts]:
         """A row for each measured cell: its values, and time and memory, measured and planned."""

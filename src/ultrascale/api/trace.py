@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ultrascale.api.asked import Asked, read_keywords
 from ultrascale.api.run_of import cluster_of
 from ultrascale.api.shown import Facts, bars, figure, frame, html
+from ultrascale.api.stamp import stamped
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.plan.report import device_of
 from ultrascale.plan.search.recompute_choice import with_recomputation
@@ -116,8 +117,7 @@ class Trace:
         from ultrascale.trace.files import points
 
         found, step, tier = self.found, self.step, self.tiers
-        return {
-            "schema": "ultrascale/trace/1",
+        return stamped("trace", {
             "model": found.model.name, "rank": found.rank, "world": found.layout.world_size, "device": found.device,
             "step": step,
             "micro_batches_traced": found.micro_batches[0], "micro_batches": found.micro_batches[1],
@@ -131,7 +131,7 @@ class Trace:
             ],
             "actions": found.actions(step), "timeline": points(found),
             "alive_at_peak": [part._asdict() for part in self.parts], "edits": [edit._asdict() for edit in self.edits],
-        }  # fmt: skip
+        })  # fmt: skip
 
     def rows(self) -> list[Facts]:
         """Memory by category and FLOPs by operation, traced and planned, and how far they are apart in percent."""
@@ -185,7 +185,7 @@ class StageTraces:
 
     def to_dict(self) -> list[dict[str, Any]]:
         """What `ultrascale trace --all-stages --json` prints: an object for each stage."""
-        return [{"schema": "ultrascale/trace-stages/1"} | row for row in self.rows()]
+        return [stamped("trace-stages", row) for row in self.rows()]
 
     def rows(self) -> list[Facts]:
         """A row for each stage."""

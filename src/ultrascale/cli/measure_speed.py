@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import told_rank
@@ -65,7 +66,7 @@ def command(arguments: list[str]) -> int:
     if code == 0 and told_rank(os.environ) == 0:
         text = file.read_text()
         if as_json:
-            print(text, end="")
+            print(jsonlib.dumps(stamped("measure-speed", jsonlib.loads(text)), indent=1))
         else:
             _show(jsonlib.loads(text), file)
     return code
