@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import subprocess
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
+from ultrascale.plan.flags.trainers import cannot_express, not_searched, trainer_flags
 from ultrascale.plan.search.space import legal_layouts
-from ultrascale.plan.view.flags import cannot_express, not_searched, trainer_flags
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import Layout
@@ -27,8 +30,16 @@ def workload(stack: str, model: str = "llama-3-8b") -> Workload:
 
 
 def megatron_words(text: str) -> dict[str, str]:
-    words = (line.removesuffix(" \\").removeprefix("--").partition(" ") for line in text.splitlines())
-    return {name: value for name, _, value in words}
+    """What the printed script hands to torchrun: run by bash, with a torchrun that prints its arguments."""
+    script = f"""torchrun() {{ printf '%s\\n' "$@"; }}\n{text}\n"""
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env={}).stdout.splitlines()
+    words: dict[str, str] = {}
+    for word in said[said.index("pretrain_gpt.py") + 1 :]:
+        if word.startswith("--"):
+            words[name := word[2:]] = ""
+        else:
+            words[name] = f"{words[name]} {word}".strip()
+    return words
 
 
 PIPED = Layout(
@@ -73,7 +84,7 @@ def test_megatron_gets_experts_and_latent_attention() -> None:
     layout = Layout(dp=64, ep=8, zero_stage=1, precision="bf16")
     words = megatron_words(trainer_flags(workload("megatron", "mixtral-8x7b"), layout))
     assert (words["num-experts"], words["moe-router-topk"], words["expert-model-parallel-size"]) == ("8", "2", "8")
-    assert words["moe-layer-freq"] == "'([0]*0+[1]*32)'"
+    assert words["moe-layer-freq"] == "([0]*0+[1]*32)"
     latent = megatron_words(trainer_flags(workload("megatron", "deepseek-v3"), layout))
     assert "multi-latent-attention" in latent and latent["kv-lora-rank"] == "512" and "num-query-groups" not in latent
 
@@ -136,6 +147,100 @@ def test_all_that_a_search_for_a_trainer_finds_can_be_written_for_it(stack: str,
             assert readers.get(stack_file(stack).writes, str)(trainer_flags(own, layout))
 
 
+NAMES = tomllib.loads((Path(__file__).parent / "release_names.toml").read_text())
+"""What releases have: fields of their configurations."""
+
+
+def unknown(values: dict, names: dict[str, list[str]], at: str = "") -> list[str]:
+    """Keys of nested settings that a release does not have. `names`: by the dotted place, where they are known."""
+    found = [f"{at}.{key}" for key in values if at in names and key not in names[at]]
+    for key, value in values.items():
+        below = f"{at}.{key}".strip(".")
+        for item in value if isinstance(value, list) else [value]:
+            found += unknown(item, names, below) if isinstance(item, dict) else []
+    return found
+
+
+def drawn(stack: str) -> list[tuple[Workload, Layout]]:
+    """Some 30 layouts that a search for a stack looks at, of a dense model and of experts, and in fp8 where it has that."""
+    found = []
+    for model in ("llama-3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
+        own = workload(stack, model)
+        table = legal_layouts(own).table
+        rows = range(0, len(table), max(1, len(table) // 8))
+        found += [(own, table.layout(row)) for row in rows]
+    fp8 = [(own, replace(layout, precision="fp8")) for own, layout in found[:4]]
+    return found + [(own, layout) for own, layout in fp8 if not cannot_express(own, layout) + not_searched(own.stack, layout)]
+
+
+def test_every_key_for_torchtitan_is_one_of_its_release() -> None:
+    names = NAMES["torchtitan 0.2.2"]
+    for own, layout in drawn("torchtitan"):
+        text = trainer_flags(own, layout)
+        assert "torchtitan 0.2.2" in text.splitlines()[0] and unknown(tomllib.loads(text), names) == []
+    assert unknown({"training": {"learning_rate": 1}}, names) == ["training.learning_rate"]  # the check can fail
+
+
+def test_torchtitan_of_2026_gets_a_function_whose_calls_are_of_its_release() -> None:
+    names, checked = NAMES["torchtitan 0.3.0"], set()
+    for own, layout in drawn("torchtitan-2026"):
+        for call in [node for node in ast.walk(ast.parse(trainer_flags(own, layout))) if isinstance(node, ast.Call)]:
+            called = ast.unparse(call.func)
+            checked.add(called)
+            assert {keyword.arg for keyword in call.keywords} <= set(names[called]), called
+    assert {"Trainer.Config", "ParallelismConfig", "TrainingConfig", "Float8LinearConverter.Config"} <= checked
+
+
+def test_torchtitan_of_2026_is_not_offered_what_is_gone_there() -> None:
+    gone = [Layout(dp=32, cp=2, cp_method="ring", zero_stage=3), Layout(dp=64, zero_stage=3, recompute="every-k")]
+    for layout in gone:
+        assert not cannot_express(workload("torchtitan"), layout) and cannot_express(workload("torchtitan-2026"), layout)
+
+
+def test_a_model_that_torchtitan_has_no_size_of_is_told() -> None:
+    own = replace(workload("torchtitan"), model=replace(preset("llama-3-8b"), num_hidden_layers=31))
+    text = trainer_flags(own, Layout(dp=64, zero_stage=3, precision="bf16"))
+    assert tomllib.loads(text)["model"]["flavor"] == "SIZE_TO_REGISTER" and "31 layers: register one" in text
+    read = tomllib.loads(trainer_flags(workload("torchtitan", "deepseek-v3"), Layout(dp=64, zero_stage=3, precision="bf16")))
+    assert (read["model"]["name"], read["model"]["flavor"]) == ("deepseek_v3", "671B")
+
+
+def test_every_key_for_nanotron_and_llm_foundry_is_one_of_theirs() -> None:
+    foundry = NAMES["llm-foundry 0.22.0"]
+    places = {"": foundry["TrainConfig"], "model": [*foundry["MPTConfig"], "name"]}
+    for own, layout in drawn("nanotron"):
+        assert unknown(yaml.safe_load(trainer_flags(own, layout)), NAMES["nanotron 2025"]) == []
+    for own, layout in drawn("llm-foundry"):
+        assert unknown(yaml.safe_load(trainer_flags(own, layout)), places) == []
+
+
+def test_every_argument_for_megatron_is_one_of_its_release() -> None:
+    release = NAMES["megatron core_r0.16.0"]
+    for own, layout in drawn("megatron")[::4]:
+        words = megatron_words(trainer_flags(own, layout))
+        assert set(words) <= set(release[""])
+        for name in ("cp-comm-type", "recompute-modules", "moe-flex-dispatcher-backend"):
+            assert set(words.get(name, "").split()) <= set(release[name])
+
+
+def test_numbers_of_yaml_are_numbers() -> None:
+    """YAML 1.1 takes 1e-05 for text."""
+    read = yaml.safe_load(trainer_flags(workload("nanotron"), Layout(dp=64, zero_stage=1, precision="bf16")))
+    assert read["model"]["model_config"]["rms_norm_eps"] == 1e-5
+    assert read["optimizer"]["learning_rate_scheduler"]["min_decay_lr"] == 3e-5
+
+
+def test_every_key_for_deepspeed_is_one_of_its_release() -> None:
+    release = NAMES["deepspeed 0.18.2"]
+    inner = {
+        "zero_optimization": release["zero_optimization"],
+        "zero_optimization.offload_optimizer": release["offload_optimizer"],
+    }
+    for own, layout in drawn("deepspeed"):
+        config = json.loads(trainer_flags(own, layout).partition("\n\n")[0])
+        assert unknown(config, {"": release["top"], **inner}) == []
+
+
 @pytest.mark.parametrize(
     ("stack", "layout", "key"),
     [
@@ -154,7 +259,7 @@ def test_what_a_trainer_has_no_setting_for_is_refused(stack: str, layout: Layout
 def test_megatron_gets_stages_that_are_not_even_one_by_one() -> None:
     layout = Layout(dp=4, pp=16, ep=4, zero_stage=1, precision="bf16", schedule="1f1b")
     words = megatron_words(trainer_flags(workload("megatron", "deepseek-v3"), layout))
-    stages = words["pipeline-model-parallel-layout"].strip("'").split("|")
+    stages = words["pipeline-model-parallel-layout"].split("|")
     assert len(stages) == 16 and stages[0].startswith("E") and stages[-1].endswith("mL")
     assert sum(stage.count("t") for stage in stages) == 61 and words["mtp-num-layers"] == "1"
     assert "pipeline-model-parallel-layout" not in megatron_words(trainer_flags(workload("megatron"), PIPED))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ultrascale.cli.main import main
+from ultrascale.plan.flags.trainers import trainer_flags
 from ultrascale.plan.laws.compute import matmul_seconds
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.report import workload_of
 from ultrascale.plan.time.price import Prediction, predict
-from ultrascale.plan.view.flags import trainer_flags
 from ultrascale.spec.cluster import parse_cluster
 from ultrascale.spec.layout import NARROW, Layout, Precision
 from ultrascale.spec.machines import ACCELERATORS

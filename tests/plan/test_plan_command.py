@@ -239,7 +239,8 @@ def test_a_plan_fits_the_width_of_the_terminal(monkeypatch, capsys) -> None:
 def test_a_plan_is_printed_as_the_flags_of_its_trainer(capsys) -> None:
     assert main([*ISSUE, "--stack", "megatron", "--print-flags"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("--num-layers 32") and "--global-batch-size 512" in out
+    assert out.startswith("#!/usr/bin/env bash\n# For Megatron-LM") and "  --global-batch-size 512\n" in out
+    assert subprocess.run(["bash", "-n"], input=out, text=True).returncode == 0
     assert main([*ISSUE, "--stack", "megatorn"]) == 2
     assert "megatron" in capsys.readouterr().err
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ultrascale.cli.main import main
+from ultrascale.plan.flags.trainers import WRITERS
 from ultrascale.plan.layouts import SCHEDULES
-from ultrascale.plan.view.flags import _WRITERS
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.stack import Stack
 from ultrascale.spec.stack_files import (
@@ -30,7 +30,7 @@ def test_every_value_that_is_not_the_usual_one_says_where_it_was_read(name: str)
     told = {key for key, value in settings_of(file.stack).items() if value != plain[key]}
     assert told <= {*file.sources} and all(len(text) > 4 for text in file.sources.values())
     assert file.title and file.release and file.stack.name == name
-    assert set(file.can.schedules) <= {*SCHEDULES} and file.writes in {"", *_WRITERS}
+    assert set(file.can.schedules) <= {*SCHEDULES} and file.writes in {"", *WRITERS}
 
 
 def test_a_number_that_several_stacks_share_is_one_number() -> None:

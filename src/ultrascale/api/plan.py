@@ -150,8 +150,8 @@ def _compared(request: PlanRequest) -> Plan:
 
 def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
     """Raises SpecError if the run's layout is none that its trainer can be asked for."""
+    from ultrascale.plan.flags.trainers import cannot_express
     from ultrascale.plan.report import workload_of
-    from ultrascale.plan.view.flags import cannot_express
 
     if chosen.stack.name == "ultrascale":
         return

@@ -94,8 +94,8 @@ class Plan:
 
     def flags(self) -> str:
         """The plan as settings of its trainer: what `--print-flags` prints."""
+        from ultrascale.plan.flags.trainers import trainer_flags
         from ultrascale.plan.report import workload_of
-        from ultrascale.plan.view.flags import trainer_flags
 
         return trainer_flags(workload_of(self.run, self.chosen.cluster, self.chosen.stack), self.layout)
 

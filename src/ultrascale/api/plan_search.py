@@ -9,13 +9,13 @@ from typing import Any
 from ultrascale.api.plan_conflicts import refuse_imbalance
 from ultrascale.api.plan_request import SHORT, PlanOptions, PlanRequest
 from ultrascale.api.run_of import as_flags, conditions, run_defaults, source_of
+from ultrascale.plan.flags.trainers import not_searched
 from ultrascale.plan.report import RunPlan, plan_run, prediction_json, workload_of
 from ultrascale.plan.search.explain import changes, marginals, rungs
 from ultrascale.plan.search.scaling import Scaled, elsewhere, scaling, smallest_that_fits
 from ultrascale.plan.search.search import TIE, SearchResult, distinct, search
 from ultrascale.plan.search.space import Asked
 from ultrascale.plan.time.price import Prediction
-from ultrascale.plan.view.flags import not_searched
 from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.layers import read_flags
 from ultrascale.spec.layout import Layout

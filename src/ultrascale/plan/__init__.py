@@ -10,6 +10,7 @@ columns     memory of many layouts at once, for the search
 pipeline    a schedule played with prices
 laws        seconds of products, attention and messages
 view        all of it drawn
+flags       a plan as the settings of another trainer
 workload    what is asked, with `layouts`: tables of them
 constants, intervals, flops, storage, cut_backward  what several rooms need
 """

@@ -1,0 +1,138 @@
+"""A plan as a script that starts Megatron-LM: the model's arguments and the layout's, and those that are the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ultrascale.plan.flags.written import LEARNING_RATE, LEAST_RATE, STEPS, YOURS, Plan, shell_array
+from ultrascale.plan.time.stages import chunk_layers_of
+from ultrascale.spec.fp8_slots import is_delayed
+from ultrascale.spec.layout import NARROW, Layout
+from ultrascale.spec.recomputed import is_modules, megatron_modules
+
+RELEASE = "Megatron-LM, core_r0.16.0 (pretrain_gpt.py)"
+MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a", "ring+all-to-all": "a2a+p2p"}
+
+
+def write(plan: Plan) -> str:
+    """A bash script. With tensor or context parallelism CUDA takes one queue, so that sends start beside computation."""
+    own = {
+        "train-iters": STEPS, "lr": LEARNING_RATE, "min-lr": LEAST_RATE, "lr-decay-style": "cosine",
+        "lr-warmup-iters": STEPS // 10, "weight-decay": 0.1, "adam-beta2": 0.95, "clip-grad": 1.0, "data-path": "DATA_PREFIX",
+        "split": "99,1,0", "tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": "TOKENIZER",
+        "save": "checkpoints", "save-interval": 500, "log-interval": 10, "eval-interval": 500, "eval-iters": 10,
+    }  # fmt: skip
+    layout = plan.layout
+    lines = ["#!/usr/bin/env bash", *plan.head(RELEASE, "this script on every node, with NODE_RANK and MASTER_ADDR set")]
+    if layout.tp > 1 or layout.cp > 1:
+        lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1  # collectives of tp and cp start in the order they are launched")
+    lines += ["", *shell_array("PLAN", _model(plan) | _layout(plan)), "", f"# {YOURS}", *shell_array("YOURS", own), ""]
+    torchrun = f"torchrun --nnodes {plan.nodes} --nproc-per-node {plan.ranks_per_node}"
+    where = '--node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}"'
+    return "\n".join([*lines, f"{torchrun} {where} \\", '  pretrain_gpt.py "${PLAN[@]}" "${YOURS[@]}"'])
+
+
+def _model(plan: Plan) -> dict[str, Any]:
+    model = plan.workload.model
+    words: dict[str, Any] = {
+        "num-layers": model.num_hidden_layers,
+        "hidden-size": model.hidden_size,
+        "ffn-hidden-size": model.intermediate_size,
+        "num-attention-heads": model.num_attention_heads,
+        "group-query-attention": model.num_key_value_heads != model.num_attention_heads and not model.latent_attention,
+        "num-query-groups": "" if model.latent_attention else model.num_key_value_heads,
+        "kv-channels": model.head_dim,
+        "seq-length": plan.workload.sequence_length,
+        "max-position-embeddings": model.max_position_embeddings,
+        "swiglu": model.gated_mlp,
+        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "position-embedding-type": "rope" if model.position_embedding == "rotary" else "learned_absolute",
+        "rotary-base": round(model.rope_theta) if model.position_embedding == "rotary" else "",
+        "untie-embeddings-and-output-weights": not model.tie_word_embeddings,
+        "disable-bias-linear": not model.mlp_bias,
+        "add-qkv-bias": model.qkv_bias and not model.mlp_bias,
+        "qk-layernorm": model.qk_norm,
+    }
+    if model.num_experts:
+        dispatcher = plan.workload.stack.dispatcher
+        dense, sparse = model.first_k_dense_replace, model.num_hidden_layers - model.first_k_dense_replace
+        words |= {
+            "num-experts": model.num_experts,
+            "moe-router-topk": model.num_experts_per_tok,
+            "moe-ffn-hidden-size": model.moe_intermediate_size,
+            "moe-shared-expert-intermediate-size": model.shared_expert_intermediate_size,
+            "moe-layer-freq": f"'([0]*{dense}+[1]*{sparse})'",
+            "moe-grouped-gemm": True,
+            "moe-token-dispatcher-type": "alltoall" if dispatcher == "alltoall" else "flex",
+            "moe-flex-dispatcher-backend": "" if dispatcher == "alltoall" else dispatcher,
+        }
+    if model.latent_attention:
+        words |= {
+            "multi-latent-attention": True, "q-lora-rank": model.q_lora_rank, "kv-lora-rank": model.kv_lora_rank,
+            "qk-head-dim": model.qk_nope_head_dim, "qk-pos-emb-head-dim": model.qk_rope_head_dim,
+            "v-head-dim": model.v_head_dim,
+        }  # fmt: skip
+    return words
+
+
+def _layout(plan: Plan) -> dict[str, Any]:
+    layout = plan.layout
+    places, swap = layout.cp_grid
+    words: dict[str, Any] = {
+        "micro-batch-size": layout.micro_batch_size,
+        "global-batch-size": plan.workload.sequences_per_batch,
+        "tensor-model-parallel-size": layout.tp,
+        "sequence-parallel": layout.tp > 1 and layout.sequence_parallel,
+        "pipeline-model-parallel-size": layout.pp,
+        "context-parallel-size": layout.cp,
+        "cp-comm-type": MEGATRON_CP[layout.cp_method] if layout.cp > 1 else "",
+        "hierarchical-context-parallel-sizes": f"{swap} {places}" if swap > 1 and places > 1 else "",
+        "expert-model-parallel-size": layout.ep if plan.workload.model.num_experts else "",
+        "expert-tensor-parallel-size": layout.expert_tp if plan.workload.model.num_experts else "",
+        "use-distributed-optimizer": layout.zero_stage == 1,
+        "num-distributed-optimizer-instances": layout.dp_replicate if layout.zero_stage and layout.dp_replicate > 1 else "",
+        "overlap-grad-reduce": layout.dp > 1,
+        "overlap-param-gather": layout.zero_stage == 1,
+        "cross-entropy-loss-fusion": plan.workload.stack.kernels.cross_entropy == "fused",
+        "tp-comm-overlap": layout.tp > 1 and plan.workload.stack.overlaps_tensor_parallel,
+        **_stages(plan),
+        "bf16": layout.precision in ("bf16", *NARROW),
+        "fp16": layout.precision == "fp16",
+        "fp8-format": {"fp8": "hybrid", "mxfp8": "e4m3"}.get(layout.precision, ""),
+        "fp8-recipe": "mxfp8" if layout.precision == "mxfp8" else "",
+        "fp4-format": "e2m1" if layout.precision == "nvfp4" else "",
+        "fp4-recipe": "nvfp4" if layout.precision == "nvfp4" else "",
+        **_delayed(layout),
+        "optimizer-cpu-offload": layout.offload_optimizer,
+    }
+    if plan.workload.stack.optimizer == "adamw-bf16":
+        words |= {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "bf16"}
+    if layout.recompute == "full":
+        words |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    if layout.recompute == "selective":
+        words |= {"recompute-granularity": "selective"}
+    elif is_modules(layout.recompute):
+        words |= {"recompute-granularity": "selective", "recompute-modules": " ".join(megatron_modules(layout.recompute))}
+    return words
+
+
+def _stages(plan: Plan) -> dict[str, Any]:
+    """Virtual stages where blocks are cut evenly; else each stage: E embedding, t block, m prediction block, L loss."""
+    layout, predicted = plan.layout, plan.workload.model.num_nextn_predict_layers
+    words: dict[str, Any] = {"mtp-num-layers": predicted or ""}
+    if layout.pp == 1:
+        return words
+    chunks = chunk_layers_of(plan.workload, layout.num_stages, layout.layers_per_stage)
+    if len(set(chunks)) == 1 and not predicted:
+        return words | {"num-virtual-stages-per-pipeline-rank": layout.virtual_stages if layout.virtual_stages > 1 else ""}
+    chunks[-1] -= predicted
+    stages = ["t" * count for count in chunks]
+    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}{'m' * predicted}L"
+    return words | {"pipeline-model-parallel-layout": f"'{'|'.join(stages)}'"}
+
+
+def _delayed(layout: Layout) -> dict[str, Any]:
+    if not is_delayed(layout):
+        return {}
+    kept = {"fp8-amax-history-len": layout.fp8_amax_history_len, "fp8-amax-compute-algo": layout.fp8_amax_compute_algo}
+    return {"fp8-recipe": "delayed", **kept}

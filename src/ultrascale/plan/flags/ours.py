@@ -1,0 +1,17 @@
+"""A plan as a part of a run's TOML."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from ultrascale.plan.flags.written import Plan, toml
+from ultrascale.spec.layout import Layout
+
+
+def write(plan: Plan) -> str:
+    """[layout] and [batch], without what is usual."""
+    usual = Layout()
+    chosen = {f.name: getattr(plan.layout, f.name) for f in fields(Layout)}
+    said = {name: value for name, value in chosen.items() if name == "dp" or value != getattr(usual, name)}
+    batch = {"sequence_length": plan.workload.sequence_length, "sequences_per_batch": plan.workload.sequences_per_batch}
+    return toml({"layout": said, "batch": batch})

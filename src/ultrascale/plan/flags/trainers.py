@@ -1,0 +1,91 @@
+"""Which trainer a plan is written for, and what that trainer has no setting for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ultrascale.plan.flags import deepspeed, llm_foundry, megatron, nanotron, ours, torchtitan
+from ultrascale.plan.flags.written import Plan
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.recomputed import is_modules, modules_named
+from ultrascale.spec.stack import Stack
+from ultrascale.spec.stack_files import abilities, stack_file, stack_names
+
+WRITERS: dict[str, Callable[[Plan], str]] = {
+    "ultrascale": ours.write, "megatron": megatron.write, "torchtitan": torchtitan.write,
+    "torchtitan-python": torchtitan.write_python, "nanotron": nanotron.write, "llm-foundry": llm_foundry.write,
+    "deepspeed": deepspeed.write,
+}  # fmt: skip
+"""By a stack file's `writes`."""
+
+
+def trainer_flags(workload: Workload, layout: Layout) -> str:
+    """`layout` as the settings of the workload's stack. Raises SpecError if that trainer has no setting for a part of it."""
+    name = workload.stack.name
+    if stack_file(name).writes not in WRITERS:
+        known = ", ".join(stack for stack in stack_names() if stack_file(stack).writes in WRITERS)
+        raise SpecError([Problem("stack", f"{name} has no settings that could be printed", f"There are those of {known}.")])
+    problems = cannot_express(workload, layout)
+    if problems:
+        raise SpecError(problems)
+    return WRITERS[stack_file(workload.stack.name).writes](Plan(workload, layout))
+
+
+def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
+    """What of `layout` the workload's trainer has no setting for."""
+    can, name = abilities(workload.stack), workload.stack.name
+    stages = can.zero_stages_with_pipeline if layout.pp > 1 else can.zero_stages
+    checks = [
+        ("zero_stage", layout.zero_stage in stages, f"ZeRO stages {', '.join(map(str, stages))}"),
+        ("tp", layout.tp == 1 or can.tensor, "no tensor parallelism"),
+        (
+            "cp_method",
+            layout.cp == 1 or layout.cp_method in can.cp_methods,
+            f"{', '.join(can.cp_methods) or 'no context parallelism'}",
+        ),
+        ("schedule", layout.pp == 1 or layout.schedule in can.schedules, f"{', '.join(can.schedules) or 'no pipeline'}"),
+        ("ep", layout.ep == 1 or can.experts, "no expert parallelism"),
+        ("expert_tp", layout.expert_tp == 1 or can.expert_tensor, "no tensor parallelism of experts"),
+        (
+            "recompute",
+            layout.recompute in can.recompute
+            or (is_modules(layout.recompute) and modules_named(layout.recompute) <= {*can.modules}),
+            f"recompute {', '.join([*can.recompute, *sorted(can.modules)])}",
+        ),
+        ("dp_shard", layout.dp_replicate in (1, layout.dp) or can.hybrid, "no hybrid sharding"),
+    ]
+    found = [
+        Problem(f"layout.{key}", f"{name} has {has}, the plan wants {getattr(layout, key)}", f"Search for it: --stack {name}.")
+        for key, holds, has in checks
+        if not holds
+    ]
+    return found + not_searched(workload.stack, layout) + _uneven_stages(workload, layout)
+
+
+def not_searched(stack: Stack, layout: Layout) -> list[Problem]:
+    """What `stack` has no setting for, of what a search takes as it is given: dtype, optimizer, offload."""
+    can, name, found = abilities(stack), stack.name, []
+    if layout.precision not in can.precisions:
+        rule = f"{name} trains in {', '.join(can.precisions)}, the plan wants {layout.precision}"
+        found.append(Problem("layout.precision", rule, f"Use --precision {can.precisions[-1]}, or another --stack."))
+    if stack.optimizer not in can.optimizers:
+        rule = f"{name} has {', '.join(can.optimizers)}, the plan wants {stack.optimizer}"
+        found.append(Problem("--optimizer", rule, "Leave it out, or use another --stack."))
+    for key, able in (("offload_optimizer", can.offloads_optimizer), ("offload_activations", can.offloads_activations)):
+        if getattr(layout, key) and not able:
+            what = key.removeprefix("offload_")
+            found.append(Problem(f"layout.{key}", f"{name} has no offload of {what} that is planned", "Leave it out."))
+    return found
+
+
+def _uneven_stages(workload: Workload, layout: Layout) -> list[Problem]:
+    """Stages that a number of layers a stage does not make."""
+    layers, stages = workload.model.num_hidden_layers, layout.num_stages
+    if layout.pp == 1 or abilities(workload.stack).cuts(layers, stages):
+        return []
+    per_stage = -(-layers // stages)
+    made = f"{layers} layers, {per_stage} a stage, into {-(-layers // per_stage)} stages"
+    rule = f"{workload.stack.name} cuts {made}, the plan wants {stages}"
+    return [Problem("layout.pp", rule, "Choose pp x virtual stages that divide the layers.")]

@@ -1,0 +1,97 @@
+"""What a plan writes for a trainer, and the TOML, YAML and shell that it is written in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ultrascale.plan.memory.replay import num_micro_batches
+from ultrascale.plan.workload import Workload
+from ultrascale.spec.layout import Layout
+
+TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+YOURS = "yours: not the plan's"
+"""Beside each value that a plan does not decide."""
+STEPS = 1000
+LEARNING_RATE, LEAST_RATE = 3e-4, 3e-5
+
+
+class Yours(NamedTuple):
+    """A value that a plan does not decide, and the trainer wants."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is written out."""
+
+    workload: Workload
+    layout: Layout
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step on one rank."""
+        return num_micro_batches(self.layout, self.workload.sequences_per_batch)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(self.workload.cluster.node.num_accelerators, self.layout.world_size)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.layout.world_size // self.ranks_per_node)
+
+    def head(self, release: str, start: str) -> list[str]:
+        """Comment lines that open a file: which release reads it, what was planned, how it is started."""
+        workload = self.workload
+        batch = f"{workload.sequences_per_batch:,} sequences of {workload.sequence_length:,} tokens a step"
+        return [
+            f"# For {release}. {workload.model.name or 'the model'} on {workload.cluster.name}, {batch}.",
+            f"# Start: {start}",
+        ]
+
+
+def toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """Sections of keys; numbers, strings, booleans and lists of them as values."""
+    lines = []
+    for section, values in sections.items():
+        lines += [f"[{section}]", *(f"{name} = {json.dumps(plain(value))}{_mark(value)}" for name, value in values.items()), ""]
+    return "\n".join(lines).rstrip()
+
+
+def yaml(values: Mapping[str, Any], indent: str = "") -> str:
+    """Nested keys; numbers, strings, booleans, None, lists of mappings."""
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            lines += [f"{indent}{name}:", yaml(value, indent + "  ")]
+        elif isinstance(value, list):
+            lines += [f"{indent}{name}:"]
+            for item in value:
+                first, *others = yaml(item, indent + "    ").splitlines()
+                lines += [f"{indent}  - {first.strip()}", *others]
+        else:
+            own = plain(value)
+            told = json.dumps(own) if own is None or isinstance(own, bool) else own
+            told = re.sub(r"^(-?\d+)e", r"\1.0e", str(told))  # YAML takes 1e-05 for text
+            lines.append(f"{indent}{name}: {told}{_mark(value)}")
+    return "\n".join(lines)
+
+
+def shell_array(name: str, words: Mapping[str, Any]) -> list[str]:
+    """Lines of a bash array of arguments. True is an argument without a value; what is empty or false is left out."""
+    said = [f"  --{key}" if value is True else f"  --{key} {value}" for key, value in words.items() if value]
+    return [f"{name}=(", *said, ")"]
+
+
+def plain(value: Any) -> Any:
+    """The value, whoever decides it."""
+    return value.value if isinstance(value, Yours) else value
+
+
+def _mark(value: Any) -> str:
+    return f"  # {YOURS}" if isinstance(value, Yours) else ""
