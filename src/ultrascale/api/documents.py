@@ -205,6 +205,12 @@ class Plan(TypedDict):
     compared: NotRequired[list[Compared]]
 
 
+class StampedPlan(Plan):
+    """A plan as its own document has it."""
+
+    schema: str
+
+
 class Setting(TypedDict):
     """A setting that differs between two plans."""
 
@@ -229,8 +235,8 @@ class Compare(TypedDict):
     settings: list[Setting]
     quantities: list[Quantity]
     """Those that differ most first."""
-    a: Plan
-    b: Plan
+    a: StampedPlan
+    b: StampedPlan
 
 
 class PlanFar(TypedDict):

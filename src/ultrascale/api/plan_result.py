@@ -105,7 +105,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """What `ultrascale plan --json` prints: bytes, seconds, FLOPs, tokens."""
-        document = stamped("plan", self.chosen.to_json())
+        document = self.chosen.to_json()
         if self.searched is not None:
             options = self.request.options
             document["search"] = self.searched.to_json(top=options.top, explained=options.explain)
@@ -120,7 +120,7 @@ class Plan:
                 }
                 for one in self.compared
             ]
-        return document
+        return stamped("plan", document)
 
     def rows(self) -> list[Facts]:
         """Memory at the peak by category, and the step by what takes it."""

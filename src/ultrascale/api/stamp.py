@@ -19,5 +19,11 @@ VERSIONS = {
 
 
 def stamped(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """`document` with the schema that it follows before its keys."""
-    return {"schema": f"ultrascale/{name}/{VERSIONS[name]}", **document}
+    """`document` with the schema that it follows before its keys, of what JSON has: lists and no tuples."""
+    return {"schema": f"ultrascale/{name}/{VERSIONS[name]}", **_plain(document)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
