@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import ultrascale as us
+from ultrascale.api.plan_request import PlanOptions
+from ultrascale.api.stub import FILE, text
 
 PACKAGE = Path(us.__file__).parent
 LARGE = ("torch", "numpy", "rich", "tyro", "matplotlib", "pandas")
@@ -55,10 +57,22 @@ print(json.dumps({"called": len(set(called)), "module": us.plan.report is report
 
 def test_every_public_name_is_there_and_in_the_stub():
     stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
-    typed = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert typed | {"__version__"} == set(us.__all__)
-    assert all(callable(getattr(us, name)) for name in typed) and set(us.__all__) <= set(dir(us))
+    typed = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)} | {"SpecError", "__version__"}
+    assert typed == set(us.__all__) and set(us.__all__) <= set(dir(us))
+    assert all(callable(getattr(us, name)) for name in typed - {"__version__"})
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_the_stub_is_what_the_options_of_the_verbs_make():
+    assert FILE.read_text() == text(), "write it anew: python -m ultrascale.api.stub"
+
+
+def test_a_default_in_the_stub_is_the_command_line_s():
+    plan = next(node for node in ast.parse(FILE.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == "plan")
+    defaults = zip([one.arg for one in plan.args.kwonlyargs], plan.args.kw_defaults, strict=True)
+    told = {name: ast.literal_eval(default) for name, default in defaults if default is not None}
+    own = {name: value for name, value in vars(PlanOptions()).items() if name not in ("run", "model", "gpus", "json")}
+    assert told == own
 
 
 def test_signatures_and_words_are_those_of_the_functions():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
 import pytest
 from api.asked import CHECKS, PLANS, RUN, SCHEDULES, TRACES, Question, printed, without_clock
@@ -12,7 +13,7 @@ import ultrascale as us
 from ultrascale.api.plan_result import Search
 from ultrascale.cli.main import main, problem_list
 
-TINY = {"model": "tiny-llama", "gpus": "8xh100"}
+TINY: dict[str, Any] = {"model": "tiny-llama", "gpus": "8xh100"}
 MODEL = ["plan", "--model", "tiny-llama", "--gpus", "8xh100"]
 STUPID = {
     "no model": (lambda: us.plan(), ["plan"]),

@@ -1,8 +1,8 @@
 """Keywords of Python as the command line reads its flags: the same names, values and sentences about mistakes.
 
 zero_stage=3, tp=[4, 8]                         the verb's own flags, `--zero-stage 3 --tp 4,8`
-layout={"attention": "flash"}                   settings of a run, `--layout.attention flash`
-**{"layout.attention": "flash"}                 the same
+layout={"attention": "sdpa"}                   settings of a run, `--layout.attention sdpa`
+**{"layout.attention": "sdpa"}                 the same
 """
 
 from __future__ import annotations

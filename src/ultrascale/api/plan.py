@@ -41,7 +41,7 @@ def plan(
     """The best layout of a model on machines, `plan("llama-3-8b", "64xh100")`; or the plan of a run, `plan("run.toml")`.
 
     `settings` are the flags of `ultrascale plan` by their names, `zero_stage=3`, `tp=[4, 8]`, `stack="megatron"`, and settings
-    of a run, `layout={"attention": "flash"}`. Raises SpecError with everything that is wrong with them.
+    of a run, `layout={"attention": "sdpa"}`. Raises SpecError with everything that is wrong with them.
     """
     given = {"seq_len": seq_len, "tokens_per_batch": tokens_per_batch, **settings}
     return answer(plan_request(model, gpus, given))

@@ -27,6 +27,8 @@ MOST_PASSES = 100_000
 """Forward passes of a step over all stages: what is played and drawn in seconds."""
 MOST_EXECUTED_RANKS, MOST_EXECUTED_PASSES = 16, 2_000
 """Processes that a machine is asked to start, and forward passes of a step, of which four are run: a minute on two cores."""
+COLOURS = {"F": "#3b6fb6", "W": "#4f9d69"}
+"""Of forward passes, and of gradients of weights alone; all others are backward passes."""
 COPIES = {"dualpipe": 2}
 """Copies of the weights that a schedule needs, where it is not one."""
 
@@ -131,13 +133,13 @@ class Schedule:
         return draw_svg(self.timeline, title=self.title, unit="units of time")
 
     def plot(self) -> Any:
-        """The step as a matplotlib figure: a line for each rank, its actions as bars, forward and backward in two colours."""
+        """The step as a matplotlib figure, a line for each rank: forward blue, backward orange, gradients of weights green."""
         found = figure(repr(self), height=1.5 + 0.4 * self.num_ranks)
         axes = found.add_subplot()
         for rank, row in enumerate(self.timeline.schedule):
             for action, start, end in zip(row, self.timeline.start[rank], self.timeline.end[rank], strict=True):
-                forward = "F" in action.cell
-                axes.barh(rank, end - start, left=start, color="#3b6fb6" if forward else "#e0a83c", edgecolor="white")
+                colour = next((colour for kind, colour in COLOURS.items() if kind in action.cell), "#e0a83c")
+                axes.barh(rank, end - start, left=start, color=colour, edgecolor="white")
         axes.set_yticks(range(self.num_ranks), [f"rank {rank}" for rank in range(self.num_ranks)])
         axes.invert_yaxis()
         axes.set_xlabel("units of time")

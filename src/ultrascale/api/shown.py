@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from io import BytesIO
 from typing import Any
 
 Facts = dict[str, Any]
@@ -47,7 +48,16 @@ def figure(title: str, *, width: float = 8.0, height: float = 4.2) -> Any:
     except ModuleNotFoundError:
         sentence = "plot() needs matplotlib, which is not installed: pip install 'ultrascale[plot]'"
         raise NotInstalledError(sentence) from None
-    found = Figure(figsize=(width, height), dpi=110, layout="constrained")
+
+    class Drawn(Figure):
+        """Shown by a notebook as it is, without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            picture = BytesIO()
+            self.savefig(picture, format="png")
+            return picture.getvalue()
+
+    found = Drawn(figsize=(width, height), dpi=110, layout="constrained")
     found.suptitle(title, x=0.01, ha="left", fontsize=9, color=INK, wrap=True)
     return found
 
