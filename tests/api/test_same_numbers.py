@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,9 +92,38 @@ def test_a_misspelt_keyword_is_named_with_the_nearest():
         us.plan(**TINY, zero_stge=3)
 
 
+LOOSE: Any = us
+"""The package, for calls that a type checker refuses."""
+OF_ANOTHER_KIND: dict[str, Callable[[], Any]] = {
+    "model": lambda: LOOSE.plan(3, "8xh100"), "gpus": lambda: LOOSE.plan("tiny-llama", 8),
+    "tp, a table": lambda: LOOSE.plan(**TINY, tp={"a": 1}), "tp, nothing": lambda: LOOSE.plan(**TINY, tp=[]),
+    "tp, true": lambda: LOOSE.plan(**TINY, tp=True), "length": lambda: LOOSE.plan(**TINY, seq_len=8192.0),
+    "plans": lambda: LOOSE.compare(1, 2), "run": lambda: LOOSE.check(["a"]), "costs": lambda: LOOSE.schedule("1f1b", cost=3),
+    "folder": lambda: LOOSE.report(3), "a run's search": lambda: us.search(RUN),
+    "a CPU's search": lambda: us.search("tiny-llama", "2xcpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_KIND)
+def test_a_value_of_another_kind_is_a_mistake_and_no_traceback_of_ours(name):
+    with pytest.raises(us.SpecError):
+        OF_ANOTHER_KIND[name]()
+
+
+def test_a_package_that_is_missing_gets_the_sentence_of_the_command_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in [name for name in sys.modules if name.startswith("ultrascale.trace.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError) as error:
+        us.trace(RUN)
+    assert main(["trace", RUN]) == 1
+    assert capsys.readouterr().err == f"ultrascale: error: {error.value}\n"
+    assert "`ultrascale trace` needs torch, which is not installed: pip install 'ultrascale[train]'" in str(error.value)
+
+
 def test_all_wrong_keywords_are_told_at_once():
     with pytest.raises(us.SpecError) as error:
-        us.plan(**TINY, top="x", explain="perhaps", nonsense=1)
+        LOOSE.plan(**TINY, top="x", explain="perhaps", nonsense=1)
     assert [problem.key for problem in error.value.problems] == ["--top", "--explain", "--nonsense"]
 
 

@@ -58,6 +58,14 @@ def test_a_comparison_follows_its_schema():
     assert wrong(found.to_dict()) == []
 
 
+def test_what_was_swept_reported_and_executed_follows_its_schema(tmp_path):
+    pytest.importorskip("torch")
+    assert wrong(us.sweep("runs/tiny-llama-cpu.toml", layout={"dp": [2, 3]}, list=True, out=tmp_path).to_dict()) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 3.5, "perf/tokens_per_s": 10.0}\n')
+    assert wrong(us.report(tmp_path).to_dict()) == []
+    assert wrong(us.schedule("1f1b", pp=2, micro_batches=2, executed=True).to_dict()) == []
+
+
 def test_a_document_with_a_key_more_or_less_or_of_another_type_is_refused():
     document = us.plan("runs/tiny-llama-cpu.toml").to_dict()
     assert wrong({**document, "more": 1}) == ["$: more is unknown"]

@@ -47,7 +47,8 @@ def read_keywords(kind: type[T], verb: str, given: Mapping[str, Any], *, positio
     settings: list[str] = []
     stack: list[tuple[str, str]] = []
     for key, value in ((key.replace("-", "_"), value) for key, value in given.items()):
-        if key in own and (not isinstance(value, Mapping) or is_dataclass(hints[key])):
+        is_table = isinstance(value, Mapping) and (key in sections() or key == "stack")
+        if key in own and not is_table:
             if value is not None:
                 values[key] = _as_kind(value, hints[key], key if key in positional else f"--{key.replace('_', '-')}", problems)
         else:

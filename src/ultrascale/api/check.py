@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.api.asked import Asked, read_keywords
+from ultrascale.api.extras import naming_extras
 from ultrascale.api.shown import Facts, frame, html
 from ultrascale.api.stamp import stamped
 from ultrascale.spec.huggingface import to_hf
@@ -176,8 +177,9 @@ def check(run: str | PathLike[str] | None = None, **settings: Any) -> Check | Ch
 
     `settings` are the flags of `ultrascale check`, and settings of the run. Starts processes; needs torch. Raises SpecError.
     """
-    named = {} if run is None else {"run": fspath(run)}
-    return answer(read_keywords(CheckOptions, "check", {**named, **settings}, positional=("run",)))
+    asked = read_keywords(CheckOptions, "check", {"run": run, **settings}, positional=("run",))
+    with naming_extras("check"):
+        return answer(asked)
 
 
 def answer(

@@ -71,10 +71,8 @@ def compare(a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]) -> Com
 
 def plan_request(model: str | PathLike[str] | None, gpus: str | None, given: dict[str, Any]) -> PlanRequest:
     """The question that these keywords ask. A first argument that ends in .toml, or a folder with run.toml, is a run's."""
-    if model is not None and _is_run(fspath(model)):
-        given = {"run": fspath(model), "gpus": gpus, **given}
-    else:
-        given = {"model": model, "gpus": gpus, **given}
+    first = "run" if isinstance(model, str | PathLike) and _is_run(fspath(model)) else "model"
+    given = {first: model, "gpus": gpus, **given}
     return read_keywords(PlanOptions, "plan", given, positional=("run",))
 
 

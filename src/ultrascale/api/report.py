@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.asked import read_keywords
+from ultrascale.api.extras import naming_extras
 from ultrascale.api.shown import Facts, frame, html
 from ultrascale.api.stamp import stamped
 from ultrascale.spec.units import format_bytes, format_count
@@ -89,7 +90,9 @@ def report(folder: str | PathLike[str], **settings: Any) -> Report:
 
     Needs matplotlib. Raises SpecError.
     """
-    return answer(read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",)).options)
+    asked = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",))
+    with naming_extras("report"):
+        return answer(asked.options)
 
 
 def answer(options: ReportOptions) -> Report:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json as jsonlib
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.asked import read_keywords
+from ultrascale.api.extras import naming_extras
 from ultrascale.api.shown import Facts, bars, figure, frame, html
 from ultrascale.api.stamp import stamped
 from ultrascale.spec.layout import PipelineRuntime
@@ -234,9 +235,9 @@ def schedule(name: str | PathLike[str] | None = None, **settings: Any) -> Schedu
 
     Raises SpecError for an unknown schedule, or numbers that do not suit it.
     """
-    named = {} if name is None else {"name": fspath(name)}
-    options = read_keywords(ScheduleOptions, "show schedule", {**named, **settings}, positional=("name",)).options
-    return play_all(options) if not options.name else answer(options)
+    asked = read_keywords(ScheduleOptions, "show schedule", {"name": name, **settings}, positional=("name",))
+    with naming_extras("show schedule"):
+        return answer(asked.options) if asked.options.name else play_all(asked.options)
 
 
 def answer(options: ScheduleOptions) -> Schedule | ExecutedSchedule:

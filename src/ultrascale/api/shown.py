@@ -8,15 +8,13 @@ from html import escape
 from io import BytesIO
 from typing import Any
 
+from ultrascale.api.extras import NotInstalledError
+
 Facts = dict[str, Any]
 """A row of a table: columns and values."""
 MOST_ROWS = 40
 """Of a table in a notebook; `to_frame` and `to_dict` have all."""
 INK, FIRST, SECOND = "#22272e", "#3b6fb6", "#d1603d"
-
-
-class NotInstalledError(ImportError):
-    """A package that only this needs is not installed; the text says which, and how to get it."""
 
 
 def frame(rows: Sequence[Facts]) -> Any:

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from ultrascale.api.asked import read_keywords
+from ultrascale.api.extras import naming_extras
 from ultrascale.api.shown import Facts, figure, frame, html
 from ultrascale.api.stamp import stamped
 from ultrascale.spec.problems import Problem, SpecError
@@ -151,9 +152,10 @@ def sweep(run: str | PathLike[str], **settings: Any) -> Sweep:
 
     `settings` are the flags of `ultrascale sweep`, and settings of the run. Needs torch, and the run's data. Raises SpecError.
     """
-    asked = read_keywords(SweepOptions, "sweep", {"run": fspath(run), **settings}, positional=("run",))
+    asked = read_keywords(SweepOptions, "sweep", {"run": run, **settings}, positional=("run",))
     axes, rest = split_axes(asked.settings)
-    return answer(asked.options, axes, rest)
+    with naming_extras("sweep"):
+        return answer(asked.options, axes, rest)
 
 
 def answer(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ultrascale.api.asked import Asked, read_keywords
+from ultrascale.api.extras import naming_extras
 from ultrascale.api.run_of import cluster_of
 from ultrascale.api.shown import Facts, bars, figure, frame, html
 from ultrascale.api.stamp import stamped
@@ -211,7 +212,9 @@ def trace(run: str | PathLike[str], **settings: Any) -> Trace | StageTraces:
 
     `settings` are the flags of `ultrascale trace`, and settings of the run, `layout={"tp": 8}`. Needs torch. Raises SpecError.
     """
-    return answer(read_keywords(TraceOptions, "trace", {"run": fspath(run), **settings}, positional=("run",)))
+    asked = read_keywords(TraceOptions, "trace", {"run": run, **settings}, positional=("run",))
+    with naming_extras("trace"):
+        return answer(asked)
 
 
 def answer(asked: Asked[TraceOptions], *, tell: Callable[[str], None] = lambda note: None) -> Trace | StageTraces:
