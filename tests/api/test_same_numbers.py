@@ -127,6 +127,13 @@ def test_all_wrong_keywords_are_told_at_once():
     assert [problem.key for problem in error.value.problems] == ["--top", "--explain", "--nonsense"]
 
 
+def test_settings_of_every_shape_reach_the_run():
+    sources = [{"path": "a", "weight": 2.0}, {"path": "b"}]
+    found = us.plan(RUN, data={"sources": sources}, **{"compile": True, "log.sinks": ["wandb"], "layout.dp_shard": None}).run
+    assert [(one.path, one.weight) for one in found.data.sources] == [("a", 2.0), ("b", 1.0)]
+    assert (found.compile, found.log.sinks, found.layout.dp_shard) == (True, ("wandb",), None)
+
+
 def test_files_are_written_as_by_the_flags(tmp_path):
     found = us.plan(**TINY, pp=1, tp=1, save=tmp_path / "run.toml")
     assert us.plan(tmp_path / "run.toml").layout == found.layout

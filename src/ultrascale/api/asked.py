@@ -1,15 +1,18 @@
 """Keywords of Python as the command line reads its flags: the same names, values and sentences about mistakes.
 
-zero_stage=3, tp=[4, 8]                         the verb's own flags, `--zero-stage 3 --tp 4,8`
-layout={"attention": "sdpa"}                   settings of a run, `--layout.attention sdpa`
-**{"layout.attention": "sdpa"}                 the same
+    zero_stage=3, tp=[4, 8]            the verb's own flags, `--zero-stage 3 --tp 4,8`
+    layout={"attention": "sdpa"}       settings of a run, `--layout.attention sdpa`
+    **{"layout.attention": "sdpa"}     the same
+
+Several values are a list; a path may be a Path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from json import dumps
 from os import PathLike, fspath
 from pathlib import Path
 from types import NoneType
@@ -42,30 +45,23 @@ def read_keywords(kind: type[T], verb: str, given: Mapping[str, Any], *, positio
     Raises SpecError with everything that is wrong.
     """
     problems: list[Problem] = []
-    hints, own = get_type_hints(kind), [field.name for field in fields(kind) if field.name not in OF_THE_COMMAND_LINE]  # type: ignore[arg-type]
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in OF_THE_COMMAND_LINE}
     values: dict[str, Any] = {}
-    settings: list[str] = []
-    stack: list[tuple[str, str]] = []
+    settings: list[tuple[str, str]] = []
     for key, value in ((key.replace("-", "_"), value) for key, value in given.items()):
         is_table = isinstance(value, Mapping) and (key in sections() or key == "stack")
-        if key in own and not is_table:
-            if value is not None:
-                values[key] = _as_kind(value, hints[key], key if key in positional else f"--{key.replace('_', '-')}", problems)
-        else:
-            for name, text in _settings(key, value):
-                if name.startswith("stack."):
-                    stack.append((name.removeprefix("stack."), text))
-                elif "." in name or name in leaves():
-                    settings += [f"--{name}", text]
-                else:
-                    problems.append(_unknown(name, own, verb))
+        if key not in hints or is_table:
+            settings += _settings(key, value)
+        elif value is not None:
+            values[key] = _as_kind(value, hints[key], key if key in positional else f"--{key.replace('_', '-')}", problems)
+    problems += [_unknown(key, hints, verb) for key, _ in settings if "." not in key and key not in leaves()]
     if problems:
         raise SpecError(problems)
     options = kind(**values)
-    words = [*_words(options, values, positional), *settings]
-    return Asked(
-        options, tuple(settings), tuple(stack), (*words, *(w for key, text in stack for w in (f"--stack.{key}", text)))
-    )
+    stack = tuple((key.removeprefix("stack."), text) for key, text in settings if key.startswith("stack."))
+    rest = [word for key, text in settings if not key.startswith("stack.") for word in (f"--{key}", text)]
+    changed = [word for key, text in stack for word in (f"--stack.{key}", text)]
+    return Asked(options, tuple(rest), stack, (*_words(options, values, positional), *rest, *changed))
 
 
 def _as_kind(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
@@ -113,11 +109,19 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return ",".join(map(_text, value))
+        tables = any(isinstance(one, Mapping) for one in value)
+        return f"[{', '.join(map(_toml, value))}]" if tables else ",".join(map(_text, value))
     return "none" if value is None else fspath(value) if isinstance(value, PathLike) else str(value)
 
 
-def _unknown(name: str, own: list[str], verb: str) -> Problem:
+def _toml(value: Any) -> str:
+    """An item of a list of tables, such as a source of data, as TOML writes it in one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + "}"
+    return dumps(fspath(value) if isinstance(value, PathLike) else value)
+
+
+def _unknown(name: str, own: Collection[str], verb: str) -> Problem:
     near = get_close_matches(name, own, n=1)
     remedy = f"Did you mean --{near[0].replace('_', '-')}?" if near else f"See `ultrascale {verb} --help`."
     return Problem(f"--{name.replace('_', '-')}", f"is no flag of {verb}", remedy)
