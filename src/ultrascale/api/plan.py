@@ -9,6 +9,7 @@ Three ways, by what is asked:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 from os import PathLike, fspath
@@ -80,8 +81,11 @@ def _is_run(path: str) -> bool:
     return path.endswith(".toml") or Path(path, "run.toml").is_file()
 
 
-def answer(request: PlanRequest) -> Plan:
-    """The plan that is asked for, with the files that were asked for written. Raises SpecError with what makes no sense."""
+def answer(request: PlanRequest, *, told: Callable[[float], None] = lambda share: None) -> Plan:
+    """The plan that is asked for, with the files that were asked for written. `told`: of a search, the share done so far.
+
+    Raises SpecError with what makes no sense.
+    """
     options = request.options
     if len(options.run) > 1:
         files = f"names {len(options.run)} files: {', '.join(options.run)}"
@@ -102,7 +106,7 @@ def answer(request: PlanRequest) -> Plan:
         return _compared(request)
     from ultrascale.api.plan_search import explained, searched
 
-    found, chosen = searched(request, cluster, stack)
+    found, chosen = searched(request, cluster, stack, told)
     if found.result.best is not None:
         write_files(chosen, options)
     return Plan(chosen, request, searched=explained(found) if _wants_why(options) else found)

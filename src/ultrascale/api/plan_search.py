@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
@@ -90,8 +91,11 @@ def _scaled_json(one: Scaled) -> dict[str, Any]:
     return {"num_gpus": one.num_gpus, "brings": one.brings, "pays": one.pays, "best": best}
 
 
-def searched(request: PlanRequest, cluster: Cluster, stack: Stack) -> tuple[Searched, RunPlan]:
-    """All layouts of the machines, and a plan of the best; of the smallest if none fits. Raises SpecError."""
+def searched(request: PlanRequest, cluster: Cluster, stack: Stack, told: Callable[[float], None]) -> tuple[Searched, RunPlan]:
+    """All layouts of the machines, and a plan of the best; of the smallest if none fits. `told`: the share searched so far.
+
+    Raises SpecError.
+    """
     options = request.options
     settings, others = _split(request)
     asked, base = _choices(settings)
@@ -102,7 +106,7 @@ def searched(request: PlanRequest, cluster: Cluster, stack: Stack) -> tuple[Sear
     workload = workload_of(replace(run, layout=base), cluster, stack, **conditions(options))
     if options.runnable:
         _expect_runnable(run.model, base)
-    result = search(workload, base=base, asked=asked)
+    result = search(workload, base=base, asked=asked, told=told)
     best = result.best or result.smallest
     assert best is not None
     layout = replace(best.layout, **{name: getattr(base, name) for name in NOT_IN_TABLES})

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json as jsonlib
 import shlex
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ultrascale.api.plan import answer
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+PROGRESS_SECONDS = 1.0
+"""After which a search says how far it is."""
+
+
 def command(arguments: list[str]) -> int:
     """Run the verb: 0 if the run fits, 1 if it does not."""
     if arguments[:1] == ["far"]:
@@ -28,7 +35,8 @@ def command(arguments: list[str]) -> int:
         return plan_far.command(arguments[1:])
     stack, words = take_settings(arguments, "stack")
     options, rest = parse_with_overrides(PlanOptions, "plan", words, positional={"run": "[RUN.TOML]"})
-    found = answer(PlanRequest(options, tuple(rest), tuple(stack.items()), tuple(arguments)))
+    with _progress() as told:
+        found = answer(PlanRequest(options, tuple(rest), tuple(stack.items()), tuple(arguments)), told=told)
     if found.unwritten:
         print(f"ultrascale: no layout fits; not written: {', '.join(found.unwritten)}.", file=sys.stderr)
     if options.print_flags:
@@ -42,6 +50,24 @@ def command(arguments: list[str]) -> int:
     else:
         _show(found)
     return 0 if found.fits else 1
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[float], None]]:
+    """On a terminal, of a search that takes longer than a second, a line that says how far it is, and goes when it ends."""
+    started, shown = time.monotonic(), False
+
+    def told(share: float) -> None:
+        nonlocal shown
+        if sys.stderr.isatty() and time.monotonic() - started > PROGRESS_SECONDS:
+            shown = True
+            print(f"\rultrascale: {share:.0%} of the layouts searched", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield told
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _show(found: Plan) -> None:

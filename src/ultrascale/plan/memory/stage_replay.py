@@ -85,7 +85,7 @@ class StageReplay:
         self._readers: dict[tuple[int, int], tuple[Any, dict[str, int]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
 
-    def state(self) -> Hashable:
+    def state(self) -> tuple[Hashable, ...]:
         """Of which the bytes of the next pass depend: buckets as they are, and gradients under way to them."""
         return self.shards.state(), self.gradients.state(), len(self._shares), len(self._together)
 
@@ -436,7 +436,7 @@ class StageReplay:
             of_input, of_gradient = gathered_input_bytes(op, self.shape), waiting_bytes(op, self.shape, arriving)
             gathered_bytes, source = (of_input, given) if share is None else (of_gradient, grad)
             item = Waits(names[0], (grad, given), source, gathered_bytes, waiting_room(op, self.shape))
-            alike = [number for number, other in enumerate(waits) if gathered_bytes and other.source is source]
+            alike = [number for number, other in enumerate(waits) if other.source is source] if gathered_bytes else []
             waits.insert(alike[0] if alike else len(waits), item)  # products of one input wait in their order
             names, share, scratch = names[1:], None, 0  # of its bias
         new = [(names[0], saved[1].hold())] if op.hands_on_saved else [(name, self.gradients.make(name)) for name in names]
