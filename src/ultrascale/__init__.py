@@ -1,3 +1,67 @@
-"""Plan, prove, train and measure the pretraining of large language models."""
+"""Plan, prove, train and measure the pretraining of large language models.
+
+    import ultrascale as us
+
+    us.plan("llama-3-8b", "64xh100", seq_len=8192, tokens_per_batch="4M")
+
+The verbs of the command line as functions, with the same names, words and defaults: `plan`, `search`, `compare`, `trace`,
+`check`, `schedule`, `sweep`, `report` (docs/api.md). Nothing is imported before it is used, so that this costs milliseconds.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
+__all__ = ["SpecError", "__version__", "check", "compare", "plan", "report", "schedule", "search", "sweep", "trace"]
+
+_HOMES = {
+    "plan": "api.plan", "search": "api.plan", "compare": "api.plan", "trace": "api.trace", "check": "api.check",
+    "schedule": "api.schedule", "sweep": "api.sweep", "report": "api.report", "SpecError": "spec.problems",
+}  # fmt: skip
+"""Where each public name is."""
+_PACKAGES = ("check", "plan", "sweep", "trace")
+"""Names of verbs that are packages too."""
+
+
+class _CallablePackage(ModuleType):
+    """A package with the name of a verb, `ultrascale.plan`: its modules are imported as ever, and calling it calls the verb."""
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        return _at_home(self.__name__.rpartition(".")[2])(*args, **settings)
+
+    @property
+    def __signature__(self) -> Any:
+        """What `help` and editors show."""
+        from inspect import signature
+
+        return signature(_at_home(self.__name__.rpartition(".")[2]))
+
+
+class _Front(ModuleType):
+    """This package. The import system sets a package's name here when it is first imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _PACKAGES and isinstance(value, ModuleType):
+            value.__class__ = _CallablePackage
+        super().__setattr__(name, value)
+
+
+def _at_home(name: str) -> Any:
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
+    return _at_home(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Front

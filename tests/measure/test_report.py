@@ -34,6 +34,7 @@ def test_a_report_sums_up_a_run_and_draws_what_there_is(tmp_path: Path, capsys) 
     told = json.loads(capsys.readouterr().out)
     pictures = [Path(picture) for picture in told.pop("pictures")]
     assert told == {
+        "schema": "ultrascale/report/1",
         "steps": 5, "tokens": 2560, "first_loss": 8.0, "last_loss": 4.0, "validation_loss": {"val/loss": 5.5},
         "tokens_per_second": 200.0, "mfu": 0.2, "hfu": 0.4, "timed_since": 0, "planned_peak_bytes": 102 * 2**20,
         "measured_peak_bytes": 100 * 2**20, "memory_percent": 2.0, "noise_scale_tokens": 1224.0, "tokens_per_batch": 512,

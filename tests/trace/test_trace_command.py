@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.cli import trace as verb
+from ultrascale.api import trace as verb
 from ultrascale.cli.main import main
 
 RUN = """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse
 from ultrascale.spec.units import count_of
 
@@ -56,7 +57,8 @@ def command(arguments: list[str]) -> int:
     damaged = [one for one in found if one.problem is not None]
     if options.json:
         checkpoints = [asdict(one) | {"folder": str(one.folder)} for one in found]
-        print(json.dumps({"whole": not damaged, "read_all": isinstance(options, Verify), "checkpoints": checkpoints}, indent=2))
+        document = {"whole": not damaged, "read_all": isinstance(options, Verify), "checkpoints": checkpoints}
+        print(json.dumps(stamped("checkpoints", document), indent=2))
     else:
         print_table(found, verified=isinstance(options, Verify))
     return 1 if damaged else 0

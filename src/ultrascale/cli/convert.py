@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse
 from ultrascale.spec.units import count_of
 
@@ -39,7 +40,7 @@ def convert(
 
     done = converted(source, out, overwrite=overwrite, unconfined=unconfined)
     if json:
-        print(jsonlib.dumps(asdict(done) | {"folder": str(done.folder)}))
+        print(jsonlib.dumps(stamped("convert", asdict(done) | {"folder": str(done.folder)})))
         return 0
     print(f"{source} -> {done.folder}: {count_of(done.tensors, 'tensor')} of {count_of(done.files, 'pickle')}")
     print(f"read in a process confined by: {', '.join(done.confined_by)}")

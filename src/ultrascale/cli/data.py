@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse
 from ultrascale.spec.units import count_of
 
@@ -140,7 +141,7 @@ def inspect(
     if sequence is not None:
         facts["sequence"] = inspection.sequence_sample(folder, sequence, sequence_length)
     if json:
-        _print_json(facts)
+        _print_json(stamped("data-inspect", facts))
     else:
         _print_facts(facts)
     return 0
@@ -175,7 +176,7 @@ def _print_prepared(made: Prepared, output: Path, *, wanted_ids: int | None, as_
     manifest = made.manifest
     if as_json:
         validation = made.validation.summary() if made.validation else None
-        _print_json({"output": str(output), **manifest.summary(), "validation": validation})
+        _print_json(stamped("data-prepare", {"output": str(output), **manifest.summary(), "validation": validation}))
         return
     documents, shards = count_of(manifest.documents, "document"), count_of(len(manifest.shards), "shard")
     print(f"{output}: {manifest.tokens:,} tokens in {documents}, {shards}")

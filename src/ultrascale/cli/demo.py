@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse
 
 
@@ -44,7 +45,8 @@ def command(arguments: list[str]) -> int:
     with _leaving_like_ctrl_c():
         told = tell(folder, Screen.on(stderr=as_json))
     if as_json:
-        print(jsonlib.dumps({"folder": str(folder), "claims": [claim.to_json() for claim in told.claims]}))
+        document = {"folder": str(folder), "claims": [claim.to_json() for claim in told.claims]}
+        print(jsonlib.dumps(stamped("demo", document)))
     return 1 if any(claim.verdict == "fails" for claim in told.claims) else 0
 
 

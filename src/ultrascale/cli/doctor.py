@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def command(arguments: list[str]) -> int:
     findings = examine(options.folder)
     stops = [found for found in findings if found.state == "stop"]
     if options.json:
-        print(json.dumps({"can_train": not stops, "findings": [asdict(found) for found in findings]}, indent=2))
+        document = {"can_train": not stops, "findings": [asdict(found) for found in findings]}
+        print(json.dumps(stamped("doctor", document), indent=2))
     else:
         print_report(findings)
     return 1 if stops else 0

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.opening import expect_folder, open_and_tell
 from ultrascale.cli.parse import parse
 
@@ -58,8 +59,10 @@ def export(
     written = str(dtype or next(iter(trained.weights.values())).dtype).removeprefix("torch.")
     parameters, has_tokenizer = num_parameters(trained.model), (tokenizer or trained.tokenizer) is not None
     if json:
-        print(jsonlib.dumps({"source": str(trained.source), "folder": str(folder), "num_parameters": parameters,
-                             "dtype": written, "tokenizer": has_tokenizer}))  # fmt: skip
+        print(jsonlib.dumps(stamped("export", {
+            "source": str(trained.source), "folder": str(folder), "num_parameters": parameters, "dtype": written,
+            "tokenizer": has_tokenizer,
+        })))  # fmt: skip
     else:
         print(f"{trained.source} -> {folder}: {parameters:,} parameters, {trained.model.model_type}, {written}")
         if precision == "as-is" and trained.dtype is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.opening import expect_folder, open_and_tell
 from ultrascale.cli.parse import parse
 from ultrascale.spec.problems import Problem, SpecError
@@ -80,7 +81,7 @@ def generate(
     _write("\n", silent=json)
     if json:
         result = {"source": str(trained.source), "prompt": prompt, "text": "".join(pieces), "tokens": new_ids}
-        print(jsonlib.dumps(result))
+        print(jsonlib.dumps(stamped("generate", result)))
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse_with_overrides
 
 
@@ -42,7 +43,7 @@ def command(arguments: list[str]) -> int:
     run = resolve(path, overrides, require_data=True).run
     checkpoint = import_as_first_checkpoint(folder, run)
     if as_json:
-        print(jsonlib.dumps({"source": str(folder), "checkpoint": str(checkpoint)}))
+        print(jsonlib.dumps(stamped("import", {"source": str(folder), "checkpoint": str(checkpoint)})))
     else:
         print(f"{folder} -> {checkpoint}\nnow: ultrascale train {shlex.join([path, *overrides])}")
     return 0

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from ultrascale import __version__, console
+from ultrascale.api.extras import sentence_of
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.rank_environment import told_rank, told_world
 
@@ -57,11 +58,6 @@ EXAMPLES = (
     "ultrascale check run.toml --layout.dp 2 --layout.zero-stage 3",
     "ultrascale train run.toml --processes 2",
 )
-
-EXTRA_OF = {
-    "torch": "train", "numpy": "train", "safetensors": "train", "tokenizers": "train",
-    "pyarrow": "data", "zstandard": "data", "matplotlib": "plot",
-}  # fmt: skip
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Of a write. Where a file of ours is concerned, the error names it."""
@@ -108,8 +104,8 @@ def explain(error: Exception, word: str) -> int:
     if isinstance(error, SpecError):
         say(problem_list(error))
         return 2
-    if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").split(".")[0]) in EXTRA_OF:
-        say(f"`ultrascale {word}` needs {package}, which is not installed: pip install 'ultrascale[{EXTRA_OF[package]}]'")
+    if isinstance(error, ModuleNotFoundError) and (lacking := sentence_of(error, word)):
+        say(lacking)
         return 1
     if isinstance(error, OSError) and error.filename is not None:
         say(f"{error.filename}: {error.strerror}.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import told_rank
@@ -142,7 +143,7 @@ def _show(folder: Path, *, top: int, as_json: bool) -> None:
 
     report = StepReport.from_json(jsonlib.loads((folder / REPORT).read_text()))
     if as_json:
-        print(jsonlib.dumps(report.to_json()))
+        print(jsonlib.dumps(stamped("measure-step", report.to_json())))
     else:
         _print(report, folder, top)
 

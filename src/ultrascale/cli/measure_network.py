@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse
 from ultrascale.launch.scratch import scratch_folder
 from ultrascale.plan.laws.nccl import KINDS
@@ -74,8 +75,11 @@ def command(arguments: list[str]) -> int:
         asked["out"] = str((out or folder / "network.json").absolute())
         code = _measured(asked, processes)
         if code == 0 and told_rank(os.environ) == 0:
-            text = Path(asked["out"]).read_text()
-            print(text, end="") if as_json else _show(jsonlib.loads(text))
+            found = jsonlib.loads(Path(asked["out"]).read_text())
+            if as_json:
+                print(jsonlib.dumps(stamped("measure-network", found), indent=1))
+            else:
+                _show(found)
     return code
 
 

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.rank_environment import told_rank
 from ultrascale.spec.resolve import resolve, to_toml
 from ultrascale.spec.run import Run
 from ultrascale.spec.units import format_bytes, format_share
+from ultrascale.sweep.cells import TIMED, WARM
 from ultrascale.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from ultrascale.train.speed import Speed
-
-WARM, TIMED = 4, 8
-"""Memory is counted in two of the warm ones; one brings the allocator to rest, one is to spare."""
 
 
 def speed(
@@ -67,7 +66,7 @@ def command(arguments: list[str]) -> int:
     if code == 0 and told_rank(os.environ) == 0:
         text = file.read_text()
         if as_json:
-            print(text, end="")
+            print(jsonlib.dumps(stamped("measure-speed", jsonlib.loads(text)), indent=1))
         else:
             _show(jsonlib.loads(text), file)
     return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from inspect import getdoc, signature
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -18,21 +18,27 @@ SWITCHED = ("true", "false", "yes", "no", "on", "off", "1", "0")
 """What may be meant for a setting that is on or off; which of them it takes is checked where it is read."""
 
 
-def parse(verb: Callable[..., T] | Any, name: str, arguments: list[str], *, about: str | None = None) -> T:
+def parse(
+    verb: Callable[..., T] | Any, name: str, arguments: list[str], *, about: str | None = None,
+    positional: Mapping[str, str | None] | None = None,
+) -> T:  # fmt: skip
     """Call `verb` (a function, a dataclass, or a choice of them) with `arguments` and return what it returns.
 
-    `about`: the help's first sentence, of a choice. Wrong arguments end the process with exit code 2.
+    `about`: the help's first sentence, of a choice. `positional`: names that have no flag, with what the help calls them (None:
+    their own name). Wrong arguments end the process with exit code 2.
     """
-    _say_what_to_give(verb)
+    _prepare(verb, positional or {})
     return tyro.cli(verb, prog=f"ultrascale {name}", description=about or what_it_does(verb), args=arguments, config=_CONFIG)
 
 
-def parse_with_overrides(verb: Callable[..., T], name: str, arguments: list[str]) -> tuple[T, list[str]]:
+def parse_with_overrides(
+    verb: Callable[..., T], name: str, arguments: list[str], *, positional: Mapping[str, str | None] | None = None
+) -> tuple[T, list[str]]:
     """The same, and the words it did not know: settings of a run, which `spec.resolve` reads and checks.
 
     Settings may stand before the words of the verb too: `ultrascale train --layout.tp 2 run.toml`.
     """
-    _say_what_to_give(verb)
+    _prepare(verb, positional or {})
     settings, words = set_aside(arguments, own=signature(verb).parameters.keys())
     result, unknown = tyro.cli(
         verb, prog=f"ultrascale {name}", description=what_it_does(verb), args=words, return_unknown_args=True, config=_CONFIG
@@ -87,6 +93,14 @@ def set_aside(arguments: list[str], *, own: Collection[str]) -> tuple[list[str],
         if words and not equals and not words[0].startswith("--") and (not is_switch or words[0].lower() in SWITCHED):
             settings.append(words.popleft())
     return settings, others
+
+
+def _prepare(verb: Any, positional: Mapping[str, str | None]) -> None:
+    """Mark what has no flag, in a verb that knows nothing of command lines; and see `_say_what_to_give`."""
+    hints = get_type_hints(verb) if positional else {}
+    for name, metavar in positional.items():
+        verb.__annotations__[name] = Annotated[hints[name], tyro.conf.Positional, tyro.conf.arg(metavar=metavar)]
+    _say_what_to_give(verb)
 
 
 def _say_what_to_give(verb: Any) -> None:

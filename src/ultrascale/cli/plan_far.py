@@ -6,6 +6,7 @@ import json as jsonlib
 from dataclasses import replace
 from typing import Any
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse
 from ultrascale.plan.view.far_apart import FarPlan, far_apart
 from ultrascale.spec.problems import Problem, SpecError
@@ -50,7 +51,7 @@ def command(arguments: list[str]) -> int:
     parsed = parse(far, "plan far", arguments)
     plan = _plan(parsed)
     if parsed["json"]:
-        print(jsonlib.dumps(plan.to_json(), indent=2))
+        print(jsonlib.dumps(stamped("plan-far", plan.to_json()), indent=2))
         return 0
     from rich.console import Console
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse
 
 Lesson = Literal["access", "tiles", "coarsening", "divergence", "softmax", "attention"]
@@ -32,4 +34,4 @@ def command(arguments: list[str]) -> int:
     only, as_json = parse(primer, "primer", arguments)
     from ultrascale.primer.tell import tell
 
-    return tell(only, as_json=as_json)
+    return tell(only, as_json=as_json, stamp=partial(stamped, "primer"))

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.spec.resolve import Resolved, resolve
 from ultrascale.spec.rules import run_notes
@@ -35,6 +36,12 @@ def show(
 
         ultrascale show stacks megatron
 
+    All keys that a run can have, and the JSON Schemas of run.toml and of what verbs print:
+
+        ultrascale show keys recompute
+
+        ultrascale show schema run.toml
+
     Pipeline schedules, drawn and compared (`show schedule --help` says more):
 
         ultrascale show schedule 1f1b --pp 4 --micro-batches 8
@@ -55,6 +62,14 @@ def command(arguments: list[str]) -> int:
         from ultrascale.cli import show_schedule
 
         return show_schedule.command(arguments)
+    if arguments[:1] == ["keys"]:
+        from ultrascale.cli import show_keys
+
+        return show_keys.command(arguments[1:])
+    if arguments[:1] == ["schema"]:
+        from ultrascale.cli import show_schema
+
+        return show_schema.command(arguments[1:])
     if arguments[:1] == ["stacks"]:
         from ultrascale.cli import show_stacks
 
@@ -86,8 +101,8 @@ def _expect_schedule(run: Run) -> None:
 def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:
     """Print the values of a run with their origins; without `every`, only those that are not defaults."""
     if as_json:
-        notes = run_notes(resolved.run)
-        print(jsonlib.dumps({"run": asdict(resolved.run), "provenance": resolved.provenance, "notes": notes}, indent=2))
+        document = {"run": asdict(resolved.run), "provenance": resolved.provenance, "notes": run_notes(resolved.run)}
+        print(jsonlib.dumps(stamped("run", document), indent=2))
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("key", "value", "from"):
@@ -128,7 +143,7 @@ def models_catalogue(*, as_json: bool) -> None:
     from ultrascale.spec.weights import num_active_parameters, num_parameters
 
     if as_json:
-        print(jsonlib.dumps({name: asdict(m) | _counts(m) for name, m in PRESETS.items()}, indent=2))
+        print(jsonlib.dumps({name: stamped("model", asdict(m) | _counts(m)) for name, m in PRESETS.items()}, indent=2))
         return
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("model", "size", "active", "layers", "hidden", "ffn", "heads/kv", "experts", "positions"):
@@ -167,7 +182,8 @@ def clusters_catalogue(*, as_json: bool, sources: bool) -> None:
     if as_json:
         accelerators = {name: asdict(item) for name, item in (ACCELERATORS | {"cpu": cpu.accelerator}).items()}
         nodes = {name: asdict(item) | {"accelerator": item.accelerator.name} for name, item in (NODES | {"cpu": cpu}).items()}
-        print(jsonlib.dumps({"accelerators": accelerators, "nodes": nodes, "usual_node": USUAL_NODE}, indent=2))
+        catalogue = {"accelerators": accelerators, "nodes": nodes, "usual_node": USUAL_NODE}
+        print(jsonlib.dumps(stamped("clusters", catalogue), indent=2))
         return
     console = Console(highlight=False)
     console.print(_accelerators_table([*ACCELERATORS.values(), cpu.accelerator]))

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.stack_files import StackFile, settings_of, stack_file, stack_names
@@ -39,7 +40,7 @@ def command(arguments: list[str]) -> int:
     if len(names) > 1:
         raise SpecError([Problem("stacks", f"names {len(names)}: {', '.join(names)}", "Name one at a time.")])
     if as_json:
-        found = {name: _as_json(stack_file(name)) for name in names or stack_names()}
+        found = {name: stamped("stack", _as_json(stack_file(name))) for name in names or stack_names()}
         print(jsonlib.dumps(found[names[0]] if names else found, indent=2))
         return 0
     console = Console(highlight=False)

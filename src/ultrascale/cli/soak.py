@@ -9,6 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse
 from ultrascale.launch.restarts import told_goodput
 from ultrascale.spec.problems import Problem, SpecError
@@ -68,7 +69,7 @@ def command(arguments: list[str]) -> int:
         num_faults=count, torchrun=torchrun, say=(lambda line: None) if as_json else lambda line: print(line, flush=True),
     )  # fmt: skip
     if as_json:
-        print(jsonlib.dumps(to_json(outcome) | {"processes": processes, "seed": seed}))
+        print(jsonlib.dumps(stamped("soak", to_json(outcome) | {"processes": processes, "seed": seed})))
     else:
         print("\n".join(table(outcome)))
     return 0 if outcome.holds else 1

@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from ultrascale import console
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse_with_overrides
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.for_layout import schedule_of
@@ -60,7 +61,7 @@ def command(arguments: list[str]) -> int:
     with console.stdout_on_stderr() if parsed[-1] else nullcontext():
         run, code = _trained(*parsed[:-1], rest)
     if parsed[-1] and told_rank(os.environ) == 0:
-        console.put(json_module.dumps(_summary(run, code)))
+        console.put(json_module.dumps(stamped("train", _summary(run, code))))
     return code
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.parse import parse
 from ultrascale.spec.problems import Problem, SpecError
 
@@ -69,7 +70,7 @@ def command(arguments: list[str]) -> int:
         write_predictions(out, rows, predictions)
     report = score(rows, predictions)
     if as_json:
-        print(jsonlib.dumps(asdict(report), indent=2))
+        print(jsonlib.dumps(stamped("validate", asdict(report)), indent=2))
     else:
         _show(report, out)
     return 0

@@ -50,32 +50,47 @@ class Model:
     """A decoder-only transformer. Defaults are Llama's choices."""
 
     vocab_size: int
+    """Tokens of the vocabulary, V."""
     hidden_size: int
+    """Width of the residual stream, D."""
     intermediate_size: int
+    """Width of the feed-forward layer, F."""
     num_hidden_layers: int
+    """Blocks, L."""
     num_attention_heads: int
+    """Heads of queries, H."""
     num_key_value_heads: int
+    """Heads of keys and values, K: fewer than H in grouped-query attention. A file that gives no number has H of them."""
     head_dim: int
+    """Width of a head, E. A file that gives none has `hidden_size` / `num_attention_heads`."""
     max_position_embeddings: int
+    """Tokens of the longest sequence the model is made for."""
     model_type: ModelType = "llama"
     """The Hugging Face family it is exported as."""
     name: str = ""
     """The preset's name, or the folder it was read from; for printing only."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """What normalises the input of each half of a block."""
     norm_eps: float = 1e-5
+    """Added to the mean square, or variance, before its root."""
     gated_mlp: bool = True
     """down(act(gate(x)) * up(x)); otherwise down(act(up(x)))."""
     hidden_act: Literal["silu", "gelu_pytorch_tanh", "relu2", "swigluoai"] | None = None
     """`act`. None: silu if `gated_mlp`, else gelu_pytorch_tanh. relu2: squared ReLU (Nemotron); swigluoai: GPT-OSS's clamped
     SwiGLU, (up + 1) * gate * sigmoid(1.702 gate)."""
     position_embedding: Literal["rotary", "learned"] = "rotary"
+    """Positions turn queries and keys (RoPE), or have vectors of their own (GPT-2)."""
     rope_theta: float = 10000.0
+    """Base of RoPE's wavelengths."""
     rope_scaling: RopeScaling | None = None
     no_rope_layer_interval: int | None = None
     """SmolLM 3: every n-th layer (n, 2n, ... counted from one) has no rotary positions."""
     qkv_bias: bool = False
+    """The projections to queries, keys and values add a bias."""
     attention_output_bias: bool = False
+    """The output projection of attention adds a bias."""
     mlp_bias: bool = False
+    """The projections of the feed-forward layer add biases."""
     qk_norm: bool = False
     """RMSNorm over each head of queries and keys, before rotary (Qwen 3)."""
     qk_norm_whole: bool = False
@@ -91,7 +106,9 @@ class Model:
     sliding_window_interval: int = 1
     """Every n-th layer (0, n, 2n, ... counted from zero) is windowed, the others see everything (GPT-OSS: 2)."""
     tie_word_embeddings: bool = False
+    """The head is the transposed embedding."""
     initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
     num_experts: int = 0
     """Experts a layer, X. 0: a dense model, and none of the fields down to `expert_capacity_factor` may be set."""
     num_experts_per_tok: int = 0

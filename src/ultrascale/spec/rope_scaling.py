@@ -13,9 +13,11 @@ class RopeScaling:
     """How rotary frequencies are stretched past the length they were trained for."""
 
     rope_type: Literal["llama3", "yarn"]
+    """The rule by which they are stretched: Llama 3.1's, or YaRN (Peng et al. 2023)."""
     factor: float
     """Context is stretched by this factor."""
     original_max_position_embeddings: int
+    """Tokens of the sequences it was trained for before."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths longer than original / low_freq_factor are divided by `factor`."""
     high_freq_factor: float = 4.0

@@ -48,6 +48,7 @@ class Data:
     """What is trained on. The order is a pure function of (seed, step)."""
 
     sources: tuple[Source, ...] = ()
+    """Corpora to train on, each with its share of the sequences."""
     validation: tuple[Source, ...] = ()
     """Held-out corpora for `evaluation`; measured separately, weights unused."""
     document_mask: bool = True
@@ -70,6 +71,7 @@ class Optimizer:
     """After warm-up: cosine or linear down to `min_learning_rate_ratio`; wsd stays at the peak and goes down linearly over the
     last `decay_steps`; constant stays."""
     warmup_steps: int = 0
+    """The learning rate rises from 0 to its peak over so many steps."""
     decay_steps: int | None = None
     """wsd: steps of the final decay. None: a tenth of the run."""
     min_learning_rate_ratio: float = 0.1
@@ -77,8 +79,11 @@ class Optimizer:
     momentum: float = 0.95
     """Of muon's matrices. Read only if name = "muon"."""
     beta1: float = 0.9
+    """Of AdamW's mean of gradients: what a step keeps of it."""
     beta2: float = 0.95
+    """Of AdamW's mean of squared gradients: what a step keeps of it."""
     eps: float = 1e-8
+    """Added to the root of AdamW's mean of squares."""
     weight_decay: float = 0.1
     """Applied to matrices, not to norms and biases."""
     clip_grad_norm: float | None = 1.0
@@ -94,6 +99,7 @@ class LossScale:
     growth_steps: int = 2000
     """Updates without an overflow after which the scale grows."""
     growth_factor: float = 2.0
+    """What the scale is multiplied by when it grows."""
     backoff_factor: float = 0.5
     """On the scale after an overflow, whose step updates nothing."""
     lowest: float = 1.0
@@ -176,7 +182,9 @@ class Run:
     folder: str = "out"
     """Where run folders are made."""
     steps: int = 100
+    """Optimizer steps of the run."""
     seed: int = 0
+    """Of initial values, the order of the data, and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA when there is one."""
     cluster: str = "auto"

@@ -26,6 +26,8 @@ from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.run import Run
 from ultrascale.sweep.grid import Axis, Cell
 
+WARM, TIMED = 4, 8
+"""Steps of a measurement. Memory is counted in two of the warm ones; one brings the allocator to rest, one is to spare."""
 LONGEST_NAME = 80
 OUTCOMES = ("out of memory", "too slow", "killed", "failed")
 COUNTED = ("tokens_per_step", "ranks", "mfu", "planned_peak_bytes")

@@ -1,0 +1,321 @@
+"""`ultrascale check` as a function: proof that a layout computes what one process computes, and faults that it must see."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ultrascale.api.asked import Asked, read_keywords
+from ultrascale.api.extras import naming_extras
+from ultrascale.api.shown import Facts, frame, html
+from ultrascale.api.stamp import stamped
+from ultrascale.spec.huggingface import to_hf
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.resolve import resolve
+from ultrascale.spec.run import Run
+from ultrascale.spec.trainable import expect_trainable
+from ultrascale.spec.units import count_of
+
+if TYPE_CHECKING:  # imports torch
+    from ultrascale.check.case import Case
+    from ultrascale.check.compare import Verdict
+    from ultrascale.check.matrix import Outcome
+
+Progress = Callable[[int, int], "Callable[[Verdict], None] | None"]
+"""Of the number of cases and the most processes of any: who is told each verdict, in the process of rank 0."""
+
+LARGEST_PROCESSES = 64
+"""More on one machine is a slip of the finger."""
+NOT_SEEN: dict[str | None, list[str]] = {
+    None: [
+        "what the reference shares with the trainer: the decoder's formulas, the table of weight decay, the learning rate "
+        "(for these three: --against transformers) and the initial values",
+        "anything below float64 (bf16, fp8)", "the reading of data",
+    ],
+    "transformers": ["the initial values", "the names and shapes of export and import", "anything below float64 (bf16, fp8)",
+                     "the reading of data", "dropout and losses that balance experts"],
+}  # fmt: skip
+"""By the reference (None: the program's own) what a proof is blind to by construction."""
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Prove that N processes compute what one does: loss, gradient norm, every gradient, weights and moments, in float64.
+
+    For example:
+
+        ultrascale check run.toml --processes 2
+        ultrascale check --matrix --processes 4
+
+    The run's own axes (data, tensor, context, pipeline, experts) are proven at two ranks each, as many as fit into 8 processes;
+    its schedule, stages, context method and recomputation are kept. Every ZeRO stage is proven, with and without accumulation,
+    the embedding tied and untied. The run's own data is not needed: sequences are made up, of documents of very uneven length.
+    A model too large for a laptop is made small first, keeping its kind. Exit code 0: proven; 1: not.
+    """
+
+    run: str | None = None
+    """The run's TOML file, or the folder of a run."""
+    processes: int | None = None
+    """Number of processes. Default: the run's own up to 8, else the least that has its axes. With --matrix: the most of any
+    combination; default 8."""
+    own_layout: bool = False
+    """Prove only the run's own ZeRO stage and embedding."""
+    plant: str | None = None
+    """Plant a fault that the proof must see, or `all` that the run can have; `list` names them. Exit code 0 then means that
+    each was seen. Without a run each is planted where it can be seen best."""
+    matrix: bool = False
+    """Prove the combinations of axes, schedules, methods, families and experts that `docs/support.md` lists."""
+    markdown: str | None = None
+    """With --matrix: write the tables into this file."""
+    against: Literal["transformers"] | None = None
+    """Compare with a plain training loop around transformers' model instead: loss, gradient norm and weights. It shares only
+    the initial weights, so it sees what the program's own reference cannot: a wrong formula, decay or learning rate."""
+    steps: int = 3
+    """Optimizer steps that are compared."""
+    json: bool = False
+    """Print the verdicts as JSON."""
+
+
+@dataclass(frozen=True, repr=False)
+class Check:
+    """The verdicts of a proof, or of one that had to see planted faults."""
+
+    verdicts: tuple[Verdict, ...]
+    planted: bool
+    """Whether faults were planted: good is then what differs."""
+    against: Literal["transformers"] | None
+    of_a_run: bool
+    """None of the faults was planted in a run of its own."""
+    notes: tuple[str, ...] = ()
+    """What was done otherwise than the run says."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything is proven, or every planted fault was seen."""
+        return all(verdict.holds != self.planted for verdict in self.verdicts)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """What `ultrascale check --json` prints: an object for each verdict."""
+        blind = {"not_seen": NOT_SEEN[self.against]} if self.of_a_run else {}
+        return [stamped("check", verdict.to_json() | blind) for verdict in self.verdicts]
+
+    def rows(self) -> list[Facts]:
+        """A row for each case: the largest error of each quantity, relative, and whether the case holds."""
+        return [
+            {"case": one.case, "holds": one.holds, **{name: worst.error for name, worst in one.worst.items()}}
+            for one in self.verdicts
+        ]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame."""
+        return frame(self.rows())
+
+    def __repr__(self) -> str:
+        held, count = sum(one.holds for one in self.verdicts), len(self.verdicts)
+        seen, equal = f"{count - held} of {count} planted faults seen", f"{held} of {count_of(count, 'case')} equal"
+        return f"Check({seen if self.planted else equal})"
+
+    def _repr_html_(self) -> str:
+        rows = self.rows()
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        words = [{name: _error(row.get(name, "")) for name in columns} for row in rows]
+        return html(repr(self), words)
+
+
+@dataclass(frozen=True, repr=False)
+class CheckMatrix:
+    """What became of every combination of axes, schedules, methods, families and experts."""
+
+    outcomes: tuple[Outcome, ...]
+    steps: int
+    processes: int
+
+    @property
+    def wrong(self) -> tuple[Outcome, ...]:
+        """Combinations that compute something else."""
+        return tuple(outcome for outcome in self.outcomes if outcome.state == "DIFFERS")
+
+    @property
+    def holds(self) -> bool:
+        """Whether none differs."""
+        return not self.wrong
+
+    @property
+    def states(self) -> list[tuple[str, int]]:
+        """How many are proven, refused, untried, or differ."""
+        return Counter(outcome.state for outcome in self.outcomes).most_common()
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """What `ultrascale check --matrix --json` prints: an object for each combination."""
+        return [
+            stamped("check-matrix", {"name": one.cell.name, "state": one.state, "reason": one.cell.refused,
+                                     "verdict": one.verdict and one.verdict.to_json()}) for one in self.outcomes
+        ]  # fmt: skip
+
+    def rows(self) -> list[Facts]:
+        """A row for each combination."""
+        return [{"name": one.cell.name, "state": one.state, "reason": one.cell.refused} for one in self.outcomes]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame."""
+        return frame(self.rows())
+
+    def __repr__(self) -> str:
+        return f"CheckMatrix({', '.join(f'{number} {state}' for state, number in self.states)})"
+
+    def _repr_html_(self) -> str:
+        return html(repr(self), self.rows())
+
+
+def check(run: str | PathLike[str] | None = None, **settings: Any) -> Check | CheckMatrix:
+    """Proof that a run's processes compute what one does: `check("run.toml", processes=2)`; `check(matrix=True)` for all.
+
+    `settings` are the flags of `ultrascale check`, and settings of the run. Starts processes; needs torch. Raises SpecError.
+    """
+    asked = read_keywords(CheckOptions, "check", {"run": run, **settings}, positional=("run",))
+    with naming_extras("check"):
+        return answer(asked)
+
+
+def answer(
+    asked: Asked[CheckOptions],
+    *,
+    tell: Callable[[str], None] = lambda note: None,
+    progress: Progress = lambda count, most: None,
+) -> Check | CheckMatrix:
+    """The proof that is asked for. `tell` is told beforehand what is done otherwise than the run says."""
+    options, rest = asked.options, list(asked.settings)
+    expect_numbers(options, rest)
+    if options.matrix:
+        return _matrix(options, progress)
+    if options.run is None or options.plant == "list":
+        return _at_home(options, progress)
+    described = resolve(options.run, rest).run
+    expect_trainable(described.model, described.layout)
+    from ultrascale.check.faults import with_faults
+    from ultrascale.check.prove import cases, prove_all
+
+    changes, proven, tolerance = [], described, None
+    if options.against is not None:
+        from ultrascale.check.transformers_loop import comparable, tolerance_of
+
+        proven, changes = comparable(described, options.steps)
+        tolerance = tolerance_of(proven)
+    todo = list(cases(proven, own_layout=options.own_layout, processes=options.processes))
+    if options.against is not None:
+        for model in {case.run.model for case in todo}:
+            to_hf(model)  # raises SpecError here, where it is told, and not on a rank
+    steps = options.steps
+    if options.plant is not None:
+        todo, steps = with_faults(todo, options.plant), max(2, options.steps)  # some show only in what the first step left
+    notes = _notes(described, [case.run.layout for case in todo], options.processes)
+    notes = [*notes, *changes, *_changed_model(todo[0].run, described)]
+    for note in notes:
+        tell(note)
+    against: dict[str, Any] = {} if options.against is None else {"against": options.against, "tolerance": tolerance}
+    planted = options.plant is not None
+    verdicts = prove_all(todo, steps=steps, go_on=planted, on_verdict=progress(len(todo), _most_processes(todo)), **against)
+    return Check(tuple(verdicts), planted, options.against, of_a_run=True, notes=tuple(notes))
+
+
+def _most_processes(todo: list[Case]) -> int:
+    return max(case.run.layout.world_size for case in todo)
+
+
+def _matrix(options: CheckOptions, progress: Progress) -> CheckMatrix:
+    """Every combination of at most so many processes, with the tables that were asked for written."""
+    from ultrascale.check.matrix import cells, prove_cells
+    from ultrascale.check.small import MOST_PROCESSES
+    from ultrascale.check.support import to_markdown
+
+    most, todo = options.processes or MOST_PROCESSES, cells()
+    count = sum(not cell.refused and cell.run.layout.world_size <= most for cell in todo)
+    outcomes = prove_cells(todo, processes=most, steps=options.steps, on_verdict=progress(count, 0))
+    if options.markdown is not None:
+        Path(options.markdown).write_text(to_markdown(outcomes, options.steps, most))
+    return CheckMatrix(tuple(outcomes), options.steps, most)
+
+
+def _at_home(options: CheckOptions, progress: Progress) -> Check:
+    """A planted fault, or `all`, each in the least run in which it can be seen."""
+    from ultrascale.check.faults import FAULTS, expect_known, home_of
+    from ultrascale.check.prove import Case, prove_all
+
+    name = options.plant
+    assert name is not None
+    expect_known(name)
+    names = list(FAULTS) if name == "all" else [name]
+    todo = [Case(one, home_of(one), one) for one in names]
+    verdicts = prove_all(todo, steps=max(2, options.steps), go_on=True, on_verdict=progress(len(todo), 0))
+    return Check(tuple(verdicts), True, None, of_a_run=False)
+
+
+def expect_numbers(options: CheckOptions, rest: list[str]) -> None:
+    """Raises SpecError with every mistake of the command."""
+    processes, problems = options.processes, []
+    if processes is not None and not 1 <= processes <= LARGEST_PROCESSES:
+        rule = f"must be from 1 to {LARGEST_PROCESSES}, is {processes}"
+        problems.append(Problem("--processes", rule, "2 prove communication, 4 also groups of ranks."))
+    if processes is not None and "--layout.dp" in [word.partition("=")[0] for word in rest]:
+        rule = "is given beside --layout.dp: they say the same thing twice"
+        problems.append(Problem("--processes", rule, "Keep one of the two."))
+    if options.steps < 1:
+        problems.append(Problem("--steps", f"must be at least 1, is {options.steps}", "3 is enough to see moments at work."))
+    if options.run is None and not options.matrix and options.plant is None:
+        problems.append(Problem("RUN.TOML", "is missing", "Name a run, or prove all combinations: --matrix."))
+    if options.matrix and (options.run is not None or options.plant is not None or rest):
+        odd = options.run or ("--plant" if options.plant else rest[0])
+        problems.append(Problem("--matrix", f"proves runs of its own, but {odd} is given", "Keep one of the two."))
+    elif options.run is None and rest:
+        problems.append(Problem(rest[0], "is a setting of a run, but no run is named", "Name one."))
+    if options.against is not None and (options.run is None or options.plant is not None):
+        odd = ", which is not named" if options.run is None else " without planted faults, but --plant is given"
+        remedy = "Name one." if options.run is None else "Keep one of the two."
+        problems.append(Problem("--against", f"compares a run{odd}", remedy))
+    if options.markdown is not None and not options.matrix:
+        problems.append(Problem("--markdown", "writes the tables of --matrix, which is not given", "Add --matrix."))
+    if problems:
+        raise SpecError(problems)
+
+
+def _notes(described: Run, layouts: list[Layout], processes: int | None) -> list[str]:
+    """What the proof does otherwise than the run, in a line each."""
+    from ultrascale.check.small import left_out
+
+    own, proven = described.layout, sorted({layout.world_size for layout in layouts})
+    notes = []
+    if proven == [1]:
+        notes.append("One process communicates with nobody: this proves accumulation alone. --processes 2 proves both.")
+    elif own.world_size == 1:
+        notes.append(f"The run has one process, which communicates with nobody; it is proven with {proven[0]}.")
+    elif proven != [own.world_size]:
+        notes.append(f"The run's {own.world_size} processes are proven with {' and '.join(map(str, proven))}.")
+    shards = {one.dp_shard for one in layouts if one.zero_stage == own.zero_stage and one.dp_shard is not None}
+    if own.dp_shard not in (None, own.dp, *shards) and shards:
+        notes.append(f"Its groups of {own.dp_shard} ranks with one copy of the state become groups of {max(shards)}.")
+    if missing := left_out(own, layouts):
+        told = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
+        notes.append(f"With so few processes {told} not proven" + (": leave --processes out." if processes else "."))
+    return notes
+
+
+def _changed_model(proven: Run, asked: Run) -> list[str]:
+    """What stands for the run's model, if that is too large or would leave something out."""
+    name, length = asked.model.name or "the model", proven.batch.sequence_length
+    notes = []
+    if proven.model.hidden_size != asked.model.hidden_size or proven.model.vocab_size != asked.model.vocab_size:
+        small = f"{proven.model.num_hidden_layers} layers, hidden {proven.model.hidden_size}"
+        notes.append(f"{name} is proven on the same kind of model made small: {small}.")
+    if proven.model.sliding_window != asked.model.sliding_window:
+        windows = f"{asked.model.sliding_window} tokens are proven as windows of {proven.model.sliding_window}"
+        notes.append(f"Its windows of {windows}, which act in sequences of {length}.")
+    return notes
+
+
+def _error(value: Any) -> Any:
+    return f"{value:.0e}" if isinstance(value, float) else value

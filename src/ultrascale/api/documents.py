@@ -1,0 +1,679 @@
+"""What every JSON holds that a verb prints, key by key: the one description, of which the JSON Schemas in the package are made.
+
+Bytes, seconds, FLOPs and tokens unless a key says otherwise. The key `schema` is added to each document (`api.stamp`).
+"""
+
+# No `from __future__ import annotations`: what is NotRequired would not be seen in strings.
+from typing import Any, Literal, NotRequired, TypedDict
+
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.model import Model
+from ultrascale.spec.problems import Problem
+from ultrascale.spec.run import Run
+
+
+class Memory(TypedDict):
+    """Memory of the fullest device at the moment of a step when it holds most."""
+
+    peak_bytes: NotRequired[int]
+    """Live at the peak."""
+    peak_phase: NotRequired[str]
+    """What is being done at the peak."""
+    peak_bytes_by_category: dict[str, int]
+    """Weights, gradients, optimizer state, activations, ..."""
+    peak_bytes_by_part: NotRequired[dict[str, int]]
+    """The same, finer: `category/part`; where the trainer's own step is replayed."""
+    between_steps_bytes: NotRequired[int]
+    """What stays from one step to the next; where the step is replayed."""
+    saved_bytes_by_layer: NotRequired[list[dict[str, int]]]
+    """What a micro-batch keeps of each block for the backward pass; where the step is replayed."""
+    peak_allocated_bytes: NotRequired[int]
+    """Live at the peak, by formula."""
+    peak_reserved_bytes: NotRequired[int]
+    """With what the allocator keeps."""
+    outside_torch_bytes: NotRequired[int]
+    """Of CUDA's context and NCCL."""
+    needed_bytes: NotRequired[int]
+    """Of the device, in all."""
+    capacity_bytes: int
+    """Of the device."""
+    headroom_bytes: NotRequired[int]
+    """That must stay free."""
+
+
+class Time(TypedDict):
+    """A step's time."""
+
+    seconds_per_step: float
+    seconds_per_step_interval: list[float]
+    """80% prediction interval: its ends."""
+    waterfall_seconds: dict[str, float]
+    """The step by what takes it; the parts add up to it."""
+    tokens_per_step: int
+    tokens_per_second: float
+    """Of all devices together."""
+    tokens_per_second_per_gpu: float
+    mfu: float
+    """Model FLOPs utilisation, attention counted as causal."""
+    mfu_full: float
+    """The same with attention counted over the whole square."""
+    hfu: float
+    """Hardware FLOPs utilisation: with what is computed again."""
+    model_flops_per_token: float
+    hardware_flops_per_token: float
+    peak_flops_per_second: float
+    """Of one device, dense, in 16 bits."""
+
+
+class Prediction(TypedDict):
+    """One layout of a search."""
+
+    layout: Layout
+    num_micro_batches: int
+    """Forward passes of a rank in a step."""
+    fits: bool
+    memory: Memory
+    time: Time
+
+
+class Ranked(Prediction):
+    """A layout of the ranking."""
+
+    out_of_memory_risk: float
+    """Chance that it runs out of memory; the ranking is by the step's time over the chance that it does not."""
+
+
+class Refused(TypedDict):
+    """A family of layouts that is not in the search."""
+
+    family: str
+    reason: str
+    count: int
+    """How often, among the ways to cut the model."""
+    remedy: str
+    """The nearest that works; empty where no rule names it."""
+
+
+class Rung(TypedDict):
+    """One kind of sharding more than the rung before."""
+
+    name: str
+    num_layouts: int
+    least_bytes: float
+    fits: bool
+    fastest_seconds: float | None
+
+
+class Change(TypedDict):
+    """One choice of the best layout made another way."""
+
+    name: str
+    value: str
+    seconds: float
+    peak_bytes: float
+    fits: bool
+
+
+class Worth(TypedDict):
+    """What another machine would be worth."""
+
+    name: str
+    seconds: float
+    gain: float
+    """Tokens per second more, as a share."""
+
+
+class Scaled(TypedDict):
+    """The best layout on another number of devices."""
+
+    num_gpus: int
+    brings: float | None
+    """Of each added device, over what one brings where each brings most."""
+    pays: bool
+    best: Prediction | None
+
+
+class Explanation(TypedDict):
+    """Why the best layout is the best; with `--explain`."""
+
+    fit: list[Rung]
+    changes: list[Change]
+    worth: list[Worth]
+    scaling: list[Scaled]
+    elsewhere: dict[str, Prediction]
+    """On as many other devices."""
+
+
+class Search(TypedDict):
+    """The search that a layout was chosen from."""
+
+    num_legal: int
+    num_fitting: int
+    num_priced: int
+    seconds: float
+    """What the search took."""
+    tie_fraction: float
+    """Difference of step times below which the model cannot tell two layouts apart."""
+    num_tied: int
+    ranked: list[Ranked]
+    """The fastest of each way to cut the model, the fastest first; as many as `--top`."""
+    front: list[Prediction]
+    """Layouts that no other beats in both time and memory."""
+    smallest: Prediction | None
+    refused: list[Refused]
+    explanation: NotRequired[Explanation]
+
+
+class Compared(TypedDict):
+    """A layout that was compared on a machine whose speed is measured at run time."""
+
+    zero_stage: int
+    recompute: str
+    fits: bool
+    peak_bytes: int
+    seconds_per_step: float | None
+
+
+class Recomputed(TypedDict):
+    """What a way to recompute saves and costs."""
+
+    saved_bytes: float
+    added_fraction: float
+    """Of the step's time."""
+
+
+class Plan(TypedDict):
+    """Memory and time of one run, and the search it was chosen from."""
+
+    model: str
+    num_parameters: int
+    cluster: str
+    nodes: int
+    accelerators_per_node: int
+    stack: str
+    """The trainer that is planned for."""
+    layout: Layout
+    sequence_length: int
+    sequences_per_batch: int
+    num_micro_batches: int
+    document_mask: bool
+    optimizer: str
+    trainable: bool
+    """Whether `ultrascale train` runs it today."""
+    fits: bool
+    memory: Memory
+    time: Time | None
+    """null: the device's speed is measured at run time."""
+    time_convention: str
+    """How FLOPs are counted."""
+    recomputation: NotRequired[dict[str, Recomputed]]
+    """Of a model with experts."""
+    search: NotRequired[Search]
+    compared: NotRequired[list[Compared]]
+
+
+class StampedPlan(Plan):
+    """A plan as its own document has it."""
+
+    schema: str
+
+
+class Setting(TypedDict):
+    """A setting that differs between two plans."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+class Quantity(TypedDict):
+    """A number of two plans."""
+
+    name: str
+    unit: str
+    a: float | None
+    b: float | None
+    b_over_a: float | None
+
+
+class Compare(TypedDict):
+    """Two plans side by side."""
+
+    settings: list[Setting]
+    quantities: list[Quantity]
+    """Those that differ most first."""
+    a: StampedPlan
+    b: StampedPlan
+
+
+class PlanFar(TypedDict):
+    """One training on data centres far apart."""
+
+    num_parameters: int
+    bits_per_parameter: float
+    num_sites: int
+    distance_metres: float
+    line_bytes_per_second: float
+    switching_seconds: float
+    step_seconds: float
+    outer_every: int
+    overlap: bool
+    num_bytes: float
+    bytes_per_line: float
+    flight_seconds: float
+    num_messages: int
+    latency_seconds: float
+    transfer_seconds: float
+    all_reduce_seconds: float
+    exposed_seconds: float
+    seconds_per_step: float
+    utilisation: float
+    bytes_in_flight: float
+
+
+class ScheduleRank(TypedDict):
+    """A rank of a pipeline over a step."""
+
+    rank: int
+    stages: list[int]
+    busy_seconds: float
+    bubble_seconds: float
+    in_flight: int
+    """Activations that live at once, in micro-batches of one stage."""
+    in_flight_for_weights: int
+    """Of them, for gradients of weights alone."""
+    actions: NotRequired[list[list[Any]]]
+    """Name, start and end of each, in order."""
+
+
+class Timeline(TypedDict):
+    """A step of a pipeline, in the unit of the costs."""
+
+    step_seconds: float
+    bubble_fraction: float
+    ranks: list[ScheduleRank]
+
+
+class Schedule(Timeline):
+    """A schedule played."""
+
+    schedule: str
+    pp: int
+    micro_batches: int
+
+
+class ScheduleExecuted(TypedDict):
+    """A schedule run on this machine, and as it was planned."""
+
+    schedule: str
+    planned: Timeline
+    executed: Timeline
+
+
+class TraceRow(TypedDict):
+    """A quantity traced and planned."""
+
+    name: str
+    traced: int
+    planned: int | None
+    percent: float | None
+    """Planned over traced, off by so much."""
+
+
+class Traffic(TypedDict):
+    """Messages counted."""
+
+    count: int
+    num_bytes: int
+
+
+class TraceTraffic(TypedDict):
+    """Messages of one kind along one axis."""
+
+    axis: str
+    kind: str
+    size: int
+    stride: int
+    traced: Traffic
+    planned: Traffic | None
+
+
+class TraceComparison(TypedDict):
+    """A rank's step traced and planned."""
+
+    memory: list[TraceRow]
+    traffic: list[TraceTraffic]
+    flops: list[TraceRow]
+
+
+class TraceMessage(TypedDict):
+    """A collective, or a message of one rank to another."""
+
+    tick: int
+    step: int
+    kind: str
+    axis: str
+    size: int
+    stride: int
+    num_bytes: int
+    line: str
+    during: str
+    is_host: bool
+    times: int
+    tier: str
+    """`node` or `network`."""
+
+
+TraceFlops = TypedDict("TraceFlops", {"operation": str, "pass": str, "flops": int})
+
+
+class TraceMoment(TypedDict):
+    """Live bytes at one moment."""
+
+    tick: int
+    step: int
+    phase: str
+    bytes: dict[str, int]
+
+
+class TracePart(TypedDict):
+    """Storages of one sort that live at the peak."""
+
+    category: str
+    what: str
+    line: str
+    count: int
+    num_bytes: int
+
+
+class TraceEdit(TypedDict):
+    """A change of the layout that would help."""
+
+    setting: str
+    needed_bytes: int
+    saved_bytes: int
+    fits: bool
+    slower: float | None
+    at_once: int
+
+
+class Trace(TypedDict):
+    """A step of one rank, traced without a device."""
+
+    model: str
+    rank: int
+    world: int
+    device: str
+    step: int
+    micro_batches_traced: int
+    micro_batches: int
+    peak_bytes: int
+    reserved_bytes: int
+    comparison: TraceComparison
+    messages: list[TraceMessage]
+    flops: list[TraceFlops]  # type: ignore[valid-type]
+    actions: list[str]
+    timeline: list[TraceMoment]
+    alive_at_peak: list[TracePart]
+    edits: list[TraceEdit]
+
+
+class TraceStage(TypedDict):
+    """The peak of the first rank of a stage."""
+
+    pp: int
+    rank: int
+    traced_bytes: int
+    planned_bytes: int | None
+    reserved_bytes: int
+    percent: float | None
+
+
+class Difference(TypedDict):
+    """How far one quantity is from the reference."""
+
+    step: int
+    quantity: str
+    name: str
+    error: float
+
+
+class Verdict(TypedDict):
+    """The outcome of one case."""
+
+    case: str
+    tolerance: float
+    worst: dict[str, Difference]
+    beyond: list[Difference]
+    failure: str
+    holds: bool
+    not_seen: NotRequired[list[str]]
+    """What such a proof is blind to."""
+
+
+class MatrixCell(TypedDict):
+    """A combination of axes, schedules, methods, families and experts."""
+
+    name: str
+    state: Literal["proven", "refused", "untried", "DIFFERS"]
+    reason: str
+    verdict: Verdict | None
+
+
+class SweepFailure(TypedDict):
+    """A cell without a result."""
+
+    values: dict[str, str]
+    run: str
+    outcome: str
+    text: str
+    exit_code: int | None
+
+
+class SweepRefused(TypedDict):
+    """A cell that cannot run."""
+
+    values: dict[str, str]
+    problems: list[Problem]
+
+
+class Errors(TypedDict):
+    """Relative errors of a group of predictions."""
+
+    group: str
+    count: int
+    median_absolute: float
+    mean_absolute: float
+    bias: float
+    median_error: float
+    p90_absolute: float
+    covered: float | None
+
+
+class SweepHeld(TypedDict):
+    """The plan held to what was measured."""
+
+    time: Errors | None
+    memory: Errors | None
+    reserved: Errors | None
+    tau: float | None
+    regret: float | None
+    machines: list[str]
+
+
+class Sweep(TypedDict):
+    """Layouts of a run, each measured."""
+
+    measured: list[dict[str, Any]]
+    """`values` and `run` of a cell, and what `measure speed` says of it, the fastest first."""
+    failed: list[SweepFailure]
+    refused: list[SweepRefused]
+    held: SweepHeld
+    pictures: list[str]
+
+
+class Report(TypedDict):
+    """A run's folder summed up. null: the folder does not tell."""
+
+    steps: int
+    tokens: int | None
+    first_loss: float | None
+    last_loss: float | None
+    validation_loss: dict[str, float]
+    tokens_per_second: float | None
+    mfu: float | None
+    hfu: float | None
+    timed_since: int
+    planned_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    noise_scale_tokens: float | None
+    tokens_per_batch: int | None
+    memory_percent: float | None
+    """Planned over measured, off by so much."""
+    pictures: list[str]
+
+
+class ShownRun(TypedDict):
+    """A run as it would be trained."""
+
+    run: Run
+    provenance: dict[str, str]
+    """Where each key's value came from."""
+    notes: list[str]
+
+
+class Clusters(TypedDict):
+    """The catalogue of machines."""
+
+    accelerators: dict[str, Any]
+    nodes: dict[str, Any]
+    usual_node: dict[str, str]
+
+
+StackSetting = TypedDict("StackSetting", {"value": Any, "from": str | None})
+
+
+class Stack(TypedDict):
+    """A trainer that can be planned for."""
+
+    title: str
+    release: str
+    settings: dict[str, StackSetting]  # type: ignore[valid-type]
+    usual: dict[str, Any]
+    can: dict[str, Any]
+
+
+class Key(TypedDict):
+    """A key of a description."""
+
+    key: str
+    kind: str
+    unit: str
+    default: str
+    allowed: str
+    about: str
+
+
+class Keys(TypedDict):
+    """Keys of a description."""
+
+    keys: list[Key]
+
+
+class Validate(TypedDict):
+    """Predictions held to measured runs."""
+
+    rows: int
+    time: dict[str, list[Errors]]
+    rate: list[Errors]
+    memory: list[Errors]
+    picks: list[dict[str, Any]]
+    verdicts: list[dict[str, Any]]
+    unrepresentable: list[list[str]]
+    """Rows without a prediction, and why."""
+
+
+class Finding(TypedDict):
+    """Something that a machine has or lacks."""
+
+    part: str
+    name: str
+    value: str
+    state: str
+    remedy: str
+
+
+class Doctor(TypedDict):
+    """What a machine has, and what would stop a run on it."""
+
+    can_train: bool
+    findings: list[Finding]
+
+
+class Checkpoints(TypedDict):
+    """Checkpoints of a folder."""
+
+    whole: bool
+    read_all: bool
+    checkpoints: list[dict[str, Any]]
+
+
+class Generated(TypedDict):
+    """Sampled text."""
+
+    source: str
+    prompt: str
+    text: str
+    tokens: list[int]
+
+
+class Exported(TypedDict):
+    """A checkpoint as a Hugging Face folder."""
+
+    source: str
+    folder: str
+    num_parameters: int
+    dtype: str
+    tokenizer: bool
+
+
+class Imported(TypedDict):
+    """A Hugging Face folder as a first checkpoint."""
+
+    source: str
+    checkpoint: str
+
+
+class Demo(TypedDict):
+    """What the demo claimed, and whether it held."""
+
+    folder: str
+    claims: list[dict[str, Any]]
+
+
+class ShownModel(TypedDict):
+    """What `show models` adds to a model's fields."""
+
+    num_parameters: int
+    num_active_parameters: int
+    """What one token meets."""
+    trainable: bool
+    """Whether `ultrascale train` runs it today."""
+
+
+DOCUMENTS: dict[str, tuple[Any, ...]] = {
+    "plan": (Plan,), "compare": (Compare,), "plan-far": (PlanFar,), "schedule": (Schedule,), "schedules": (Timeline,),
+    "schedule-executed": (ScheduleExecuted,), "trace": (Trace,), "trace-stages": (TraceStage,), "check": (Verdict,),
+    "check-matrix": (MatrixCell,), "sweep": (Sweep,), "report": (Report,), "run": (ShownRun,), "model": (Model, ShownModel),
+    "clusters": (Clusters,), "stack": (Stack,), "keys": (Keys,), "validate": (Validate,), "doctor": (Doctor,),
+    "checkpoints": (Checkpoints,), "generate": (Generated,), "export": (Exported,), "import": (Imported,), "demo": (Demo,),
+}  # fmt: skip
+"""By the name in `schema`: the classes whose keys a document has."""
+OPEN = {
+    "convert": "What `ultrascale convert` wrote.", "primer": "What the primer's lessons measured.",
+    "measure-step": "Where the time of a step went, on every rank (`measure.step_report.StepReport`).",
+    "measure-speed": "How fast a run was (`train.speed.Speed`).", "measure-network": "How fast messages were.",
+    "soak": "What a storm of faults did.", "train": "How a run ended.", "data-prepare": "Token files that were made.",
+    "data-inspect": "What token files hold.",
+}  # fmt: skip
+"""Documents that have a version and no description of their keys yet."""

@@ -1,0 +1,129 @@
+"""`ultrascale report` as a function: a run's folder summed up and drawn."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ultrascale.api.asked import read_keywords
+from ultrascale.api.extras import naming_extras
+from ultrascale.api.shown import Facts, frame, html
+from ultrascale.api.stamp import stamped
+from ultrascale.spec.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from ultrascale.measure.summary import Summary
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Draw a run's loss, speed, memory and noise scale into FOLDER/plots, and sum it up.
+
+    For example:
+
+        ultrascale report out/first
+    """
+
+    folder: Path
+    """A run's folder."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """A run's numbers and pictures."""
+
+    folder: Path
+    summary: Summary
+    pictures: tuple[Path, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `ultrascale report --json` prints."""
+        numbers = asdict(self.summary) | {"memory_percent": self.summary.memory_percent}
+        return stamped("report", numbers | {"pictures": list(map(str, self.pictures))})
+
+    def metrics(self) -> list[Facts]:
+        """The rows of metrics.jsonl, one a logged step."""
+        from ultrascale.measure.plots import read_metrics
+
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    def to_frame(self) -> Any:
+        """`metrics` as a pandas DataFrame."""
+        return frame(self.metrics())
+
+    def plot(self) -> Any:
+        """The training loss by step, as a matplotlib figure."""
+        from ultrascale.api.shown import figure
+
+        found = figure(repr(self))
+        axes = found.add_subplot()
+        rows = [row for row in self.metrics() if row.get("train/loss") is not None]
+        axes.plot([row["step"] + 1 for row in rows], [row["train/loss"] for row in rows], linewidth=1.4)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss, nats per token")
+        return found
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Names and values, in words, of what is known."""
+        return list(_lines(self.summary))
+
+    def __repr__(self) -> str:
+        return f"Report({self.folder}: {'; '.join(f'{name} {text}' for name, text in self.lines()[:3])})"
+
+    def _repr_html_(self) -> str:
+        drawn = "".join(
+            f"<img style='max-width:48%' src='data:image/png;base64,{b64encode(picture.read_bytes()).decode()}'>"
+            for picture in self.pictures
+            if picture.is_file()
+        )
+        return html(str(self.folder), [{"": name, "value": text} for name, text in self.lines()]) + drawn
+
+
+def report(folder: str | PathLike[str], **settings: Any) -> Report:
+    """A run's folder summed up, its pictures drawn into FOLDER/plots: `report("out/first")`.
+
+    Needs matplotlib. Raises SpecError.
+    """
+    asked = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",))
+    with naming_extras("report"):
+        return answer(asked.options)
+
+
+def answer(options: ReportOptions) -> Report:
+    """The report that is asked for."""
+    from ultrascale.measure.plots import plot_run_folder
+    from ultrascale.measure.summary import summarise
+
+    summary = summarise(options.folder)
+    return Report(options.folder, summary, tuple(plot_run_folder(options.folder)))
+
+
+def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Names and values, of what is known."""
+    tokens = "" if summary.tokens is None else f", {format_count(summary.tokens)} tokens"
+    yield "steps", f"{summary.steps:,}{tokens}"
+    if summary.first_loss is not None:
+        yield "loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"
+    for name, loss in summary.validation_loss.items():
+        yield "held out", f"{loss:.4f} {name.removeprefix('val/loss').strip('/')}".rstrip()
+    since = f" since the start at step {summary.timed_since:,}" if summary.timed_since else ""
+    if summary.tokens_per_second is not None:
+        yield "speed", f"{summary.tokens_per_second:,.0f} tokens/s (median{since})"
+    if summary.mfu is not None and summary.hfu is not None:
+        yield "MFU, HFU", f"{summary.mfu:.1%}, {summary.hfu:.1%} (medians{since})"
+    if summary.memory_percent is not None:
+        planned, measured = format_bytes(summary.planned_peak_bytes or 0), format_bytes(summary.measured_peak_bytes or 0)
+        percent = round(summary.memory_percent, 1) + 0.0
+        when = f" in the first steps, before the start at step {summary.timed_since:,}" if summary.timed_since else ""
+        yield "memory", f"{planned} planned, {measured} measured at the peak of rank 0{when}: {percent:.1f} % off"
+    if summary.noise_scale_tokens is not None and summary.tokens_per_batch:
+        ratio = summary.noise_scale_tokens / summary.tokens_per_batch
+        advice = "a larger batch would save steps" if ratio > 1 else "more batch would buy little"
+        scale, batch = format_count(summary.noise_scale_tokens), format_count(summary.tokens_per_batch)
+        yield "batch", f"{batch} tokens, noise scale {scale}: {ratio:.3g} batches, {advice}"

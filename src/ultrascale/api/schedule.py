@@ -1,0 +1,403 @@
+"""`ultrascale show schedule` as a function: a pipeline schedule played with given costs, or executed here; or all of them."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ultrascale.api.asked import read_keywords
+from ultrascale.api.extras import naming_extras
+from ultrascale.api.shown import Facts, bars, figure, frame, html
+from ultrascale.api.stamp import stamped
+from ultrascale.spec.layout import PipelineRuntime
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.units import count_of
+
+if TYPE_CHECKING:
+    from ultrascale.measure.executed import Both
+    from ultrascale.plan.pipeline.play import Program, Timeline
+
+MOST_RANKS = 512
+"""As many as there are in any pipeline that was published, four times over."""
+MOST_COST = 1e12
+"""More, and a step has no end that a number could hold."""
+MOST_PASSES = 100_000
+"""Forward passes of a step over all stages: what is played and drawn in seconds."""
+MOST_EXECUTED_RANKS, MOST_EXECUTED_PASSES = 16, 2_000
+"""Processes that a machine is asked to start, and forward passes of a step, of which four are run: a minute on two cores."""
+COLOURS = {"F": "#3b6fb6", "W": "#4f9d69"}
+"""Of forward passes, and of gradients of weights alone; all others are backward passes."""
+COPIES = {"dualpipe": 2}
+"""Copies of the weights that a schedule needs, where it is not one."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, or any unit of time, of one micro-batch through all the stages of a rank."""
+
+    forward: float = 1.0
+    """Its forward pass."""
+    input_gradient: float = 1.0
+    """The gradients of its activations."""
+    weight_gradient: float = 1.0
+    """The gradients of its weights."""
+    communication: float = 0.0
+    """Of each of forward and input_gradient: what an overlapped pair (dualpipe) can hide."""
+    send: float = 0.0
+    """One message between ranks."""
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Play a pipeline schedule and draw it: when each rank does what, how long it waits, what it keeps.
+
+    For example:
+
+        ultrascale show schedule 1f1b --pp 4 --micro-batches 8
+
+        ultrascale show schedule interleaved --pp 4 --micro-batches 8 --virtual-stages 2 --svg interleaved.svg
+
+    All of them on one table:
+
+        ultrascale show schedules --pp 8 --micro-batches 32
+    """
+
+    name: str = ""
+    """afab, 1f1b, interleaved, breadth-first, zb-h1, zb-v, dualpipe, dualpipe-v, or a CSV or JSON file of actions."""
+    pp: int | None = None
+    """Ranks of the pipeline. Default: 4, or what the file says."""
+    micro_batches: int | None = None
+    """Micro-batches of a step. Default: 8, or what the file says."""
+    virtual_stages: int | None = None
+    """Stages a rank: for interleaved and breadth-first, 2 if not given."""
+    cost: Costs = Costs()
+    svg: Path | None = None
+    """Also write a picture."""
+    perfetto: Path | None = None
+    """Also write a trace for ui.perfetto.dev."""
+    csv: Path | None = None
+    """Also write the actions as the file that `--layout.schedule FILE` reads, to be changed."""
+    executed: bool = False
+    """Also run it on this machine's CPU, with a small model, and show that below what is planned."""
+    pipeline_runtime: PipelineRuntime = "ultrascale"
+    """Whose loop --executed runs it with, as `layout.pipeline_runtime`."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """A step of a pipeline as it was played."""
+
+    name: str
+    program: Program
+    """What was played."""
+    timeline: Timeline
+    """When each action began and ended."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the pipeline."""
+        return len(self.timeline.schedule)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step."""
+        return self.program.num_micro_batches
+
+    @property
+    def title(self) -> str:
+        """`1f1b, 4 ranks, 8 micro-batches`"""
+        return f"{self.name}, {count_of(self.num_ranks, 'rank')}, {count_of(self.num_micro_batches, 'micro-batch')}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `ultrascale show schedule --json` prints: every action with its start and end."""
+        about = {"schedule": self.name, "pp": self.num_ranks, "micro_batches": self.num_micro_batches}
+        return stamped("schedule", about | self.timeline.to_json())
+
+    def rows(self) -> list[Facts]:
+        """A row for each rank: what it computes and waits, and how many micro-batches' activations it keeps."""
+        ranks = self.timeline.to_json(actions=False)["ranks"]
+        return [{**one, "bubble_fraction": one["bubble_seconds"] / self.timeline.step_seconds} for one in ranks]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame."""
+        return frame(self.rows())
+
+    def to_svg(self) -> str:
+        """The step drawn, as `--svg` writes it."""
+        from ultrascale.plan.view.draw_schedule import draw_svg
+
+        return draw_svg(self.timeline, title=self.title, unit="units of time")
+
+    def plot(self) -> Any:
+        """The step as a matplotlib figure, a line for each rank: forward blue, backward orange, gradients of weights green."""
+        found = figure(repr(self), height=1.5 + 0.4 * self.num_ranks)
+        axes = found.add_subplot()
+        for rank, row in enumerate(self.timeline.schedule):
+            for action, start, end in zip(row, self.timeline.start[rank], self.timeline.end[rank], strict=True):
+                colour = next((colour for kind, colour in COLOURS.items() if kind in action.cell), "#e0a83c")
+                axes.barh(rank, end - start, left=start, color=colour, edgecolor="white")
+        axes.set_yticks(range(self.num_ranks), [f"rank {rank}" for rank in range(self.num_ranks)])
+        axes.invert_yaxis()
+        axes.set_xlabel("units of time")
+        return found
+
+    def __repr__(self) -> str:
+        step, waits = self.timeline.step_seconds, self.timeline.bubble_fraction
+        return f"Schedule({self.title}: a step takes {step:.4g}, ranks wait {waits:.1%} of it)"
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{self!r}</b></p>{self.to_svg()}"
+
+
+@dataclass(frozen=True, repr=False)
+class Schedules:
+    """All schedules, played with the same costs."""
+
+    found: tuple[Schedule, ...]
+    num_ranks: int
+    num_micro_batches: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `ultrascale show schedules --json` prints: each by its name."""
+        return {one.name: stamped("schedules", one.timeline.to_json(actions=False)) for one in self.found}
+
+    def rows(self) -> list[Facts]:
+        """A row for each schedule. Activations: the most at once on the rank that keeps most, in micro-batches of all its
+        stages. Messages: sent a micro-batch, the mean of the ranks."""
+        return [_compared(one) for one in self.found]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame."""
+        return frame(self.rows())
+
+    def plot(self) -> Any:
+        """The share of a step that ranks wait, a bar for each schedule, as a matplotlib figure."""
+        return bars(repr(self), [(one.name, 100 * one.timeline.bubble_fraction) for one in self.found], label="waits, %")
+
+    def __iter__(self):
+        return iter(self.found)
+
+    def __repr__(self) -> str:
+        sizes = f"{count_of(self.num_ranks, 'rank')}, {count_of(self.num_micro_batches, 'micro-batch')}"
+        return f"Schedules({sizes}: {', '.join(f'{one.name} {one.timeline.bubble_fraction:.1%}' for one in self.found)})"
+
+    def _repr_html_(self) -> str:
+        return html(repr(self), [{**row, "bubble_fraction": f"{row['bubble_fraction']:.1%}"} for row in self.rows()])
+
+
+@dataclass(frozen=True, repr=False)
+class ExecutedSchedule:
+    """A step of a small model on this machine's processes, below the step as it was planned."""
+
+    name: str
+    both: Both
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `ultrascale show schedule --executed --json` prints."""
+        timelines = {key: timeline.to_json() for key, timeline in self.both._asdict().items()}
+        return stamped("schedule-executed", {"schedule": self.name} | timelines)
+
+    def rows(self) -> list[Facts]:
+        """A row for each rank: the share of the step that it waits, as planned and as executed."""
+        waits = {key: [b / one.step_seconds for b in one.bubble_seconds] for key, one in self.both._asdict().items()}
+        pairs = zip(waits["planned"], waits["executed"], strict=True)
+        return [{"rank": rank, "waits_planned": a, "waits_executed": b} for rank, (a, b) in enumerate(pairs)]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame."""
+        return frame(self.rows())
+
+    def to_svg(self) -> str:
+        """Both drawn, one below the other."""
+        from ultrascale.plan.view.draw_schedule import svg_beside
+
+        return svg_beside({f"{self.name}, {key}": one for key, one in self.both._asdict().items()})
+
+    def __repr__(self) -> str:
+        planned, executed = self.both
+        seconds = f"planned {planned.step_seconds * 1e3:.1f} ms, took {executed.step_seconds * 1e3:.1f} ms"
+        return f"ExecutedSchedule({self.name}, {count_of(len(executed.schedule), 'rank')}: {seconds})"
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{self!r}</b></p>{self.to_svg()}"
+
+
+def schedule(name: str | PathLike[str] | None = None, **settings: Any) -> Schedule | Schedules | ExecutedSchedule:
+    """A pipeline schedule played, `schedule("1f1b", pp=4, micro_batches=8)`; without a name all of them.
+
+    `settings` are the flags of `ultrascale show schedule`; `cost` is a mapping such as {"forward": 2}. With `executed=True` a
+    small model runs it on this machine, which needs torch.
+
+    Raises SpecError for an unknown schedule, or numbers that do not suit it.
+    """
+    asked = read_keywords(ScheduleOptions, "show schedule", {"name": name, **settings}, positional=("name",))
+    with naming_extras("show schedule"):
+        return answer(asked.options) if asked.options.name else play_all(asked.options)
+
+
+def answer(options: ScheduleOptions) -> Schedule | ExecutedSchedule:
+    """One schedule, with the files that were asked for written."""
+    if not options.name:
+        from ultrascale.schedules.build import NAMES
+
+        raise SpecError([Problem("name", "which schedule is missing", f"Take {', '.join(NAMES)}, or a .csv or .json file.")])
+    program = _program(options)
+    if options.pipeline_runtime != "ultrascale" and not options.executed:
+        rule = "is whose loop executes the schedule, and nothing is executed here"
+        raise SpecError([Problem("--pipeline-runtime", rule, "Add --executed, or leave it out.")])
+    found = _executed(options, program) if options.executed else _played(options, options.name, program)
+    _write_files(options, found)
+    return found
+
+
+def play_all(options: ScheduleOptions) -> Schedules:
+    """Every schedule that such a pipeline can have. Raises SpecError for a name, or a file to write."""
+    from ultrascale.plan.pipeline.play import program_of
+    from ultrascale.schedules.build import NAMES
+
+    if options.name:
+        raise SpecError([Problem("name", f"`show schedules` takes no name, got {options.name}", "Say `show schedule`.")])
+    for flag in ("executed", "svg", "perfetto", "csv"):
+        if getattr(options, flag):
+            rule = f"is of one schedule, and `show schedules` compares all in a table: say `show schedule NAME --{flag}`"
+            raise SpecError([Problem(f"--{flag}", rule, "Name one, or leave the flag out.")])
+    pp, micro_batches = _size(options)
+    _check_asked(options)
+    found = []
+    for name, known in NAMES.items():
+        if name == "dualpipe" and pp % 2:
+            continue
+        program = program_of(name, pp, micro_batches, options.virtual_stages if known.virtual_stages is None else None)
+        found.append(_played(options, name, program))
+    return Schedules(tuple(found), pp, micro_batches)
+
+
+def _executed(options: ScheduleOptions, program: Program) -> ExecutedSchedule:
+    """The schedule run with the loop of its runtime. Raises SpecError if it is too much for one machine, or not trainable."""
+    _expect_measured(options)
+    ranks, found = len(program.schedule), []
+    passes = program.num_stages * program.num_micro_batches
+    if ranks > MOST_EXECUTED_RANKS:
+        rule = f"{ranks} ranks are more processes than the {MOST_EXECUTED_RANKS} that --executed starts"
+        found.append(Problem("pp", rule, "Take fewer."))
+    if passes > MOST_EXECUTED_PASSES:
+        rule = f"the step has {passes:,} forward passes, and at most {MOST_EXECUTED_PASSES:,} are run"
+        found.append(Problem("micro_batches", rule, "Take fewer."))
+    if found:
+        raise SpecError(found)
+    from ultrascale.measure.executed import execute_schedule
+
+    return ExecutedSchedule(options.name, execute_schedule(options.name, program, options.pipeline_runtime))
+
+
+def _expect_measured(options: ScheduleOptions) -> None:
+    """Raise SpecError for what has no meaning where costs are measured."""
+    found = []
+    if options.cost != Costs():
+        found.append(Problem("cost", "is measured with --executed", "Leave out one of the two."))
+    if options.perfetto is not None:
+        found.append(Problem("perfetto", "holds one step, and --executed shows two", "Use --svg or --json."))
+    if options.csv is not None:
+        found.append(Problem("csv", "holds actions, and nothing of how they were executed", "Leave out one of the two."))
+    if found:
+        raise SpecError(found)
+
+
+def _program(options: ScheduleOptions) -> Program:
+    """The schedule asked for; a file says itself for how many ranks and micro-batches it is."""
+    from ultrascale.plan.pipeline.play import compile_schedule, program_of
+    from ultrascale.schedules.build import is_file
+    from ultrascale.schedules.custom import read_schedule
+
+    if is_file(options.name):
+        given = {"pp": options.pp, "micro_batches": options.micro_batches, "virtual_stages": options.virtual_stages}
+        if said := [f"--{key.replace('_', '-')}" for key, value in given.items() if value is not None]:
+            raise SpecError([Problem(said[0], f"{options.name} says that itself", f"Leave out {' and '.join(said)}.")])
+        actions = read_schedule(Path(options.name))
+        _check_size(len(actions), sum(map(len, actions)) // 2, remedy="Write a shorter step to the file.")
+        return compile_schedule(actions)
+    _check_asked(options)
+    return program_of(options.name, *_size(options), options.virtual_stages)
+
+
+def _size(options: ScheduleOptions) -> tuple[int, int]:
+    return (4 if options.pp is None else options.pp), (8 if options.micro_batches is None else options.micro_batches)
+
+
+def _check_asked(options: ScheduleOptions) -> None:
+    pp, micro_batches = _size(options)
+    passes = pp * micro_batches * max(1, options.virtual_stages or 1)
+    _check_size(pp, passes, remedy="A step repeats itself: 2 to 4 micro-batches a rank show all there is to see.")
+
+
+def _check_size(ranks: int, passes: int, *, remedy: str) -> None:
+    """Raise SpecError for what would take minutes to play and thousands of lines to print."""
+    found = []
+    if ranks > MOST_RANKS:
+        found.append(Problem("pp", f"{ranks:,} ranks are more than the {MOST_RANKS} that are drawn", "Take fewer."))
+    if passes > MOST_PASSES:
+        rule = f"the step has {passes:,} forward passes, and at most {MOST_PASSES:,} are played"
+        found.append(Problem("micro_batches", rule, remedy))
+    if found:
+        raise SpecError(found)
+
+
+def _played(options: ScheduleOptions, name: str, program: Program) -> Schedule:
+    from ultrascale.plan.pipeline.pipeline_bounds import STAGES_A_RANK
+    from ultrascale.plan.pipeline.play import StageSeconds, play
+
+    _check_costs(options.cost)
+    cost, share = options.cost, 1 / STAGES_A_RANK.get(name, program.num_stages / len(program.schedule))
+    passes = (cost.forward * share, cost.input_gradient * share, cost.weight_gradient * share)
+    talk = cost.communication * share
+    seconds = StageSeconds(*passes, cost.send, forward_communication=talk, backward_communication=talk)
+    return Schedule(name, program, play(program, seconds))
+
+
+def _check_costs(cost: Costs) -> None:
+    found = [
+        Problem(f"cost.{key}", f"must be from 0 to {MOST_COST:g}, is {value:g}", "Give a time; its unit is yours.")
+        for key, value in vars(cost).items()
+        if not 0 <= value <= MOST_COST
+    ]
+    if found:
+        raise SpecError(found)
+    if cost.communication > min(cost.forward, cost.input_gradient):
+        rule = f"is part of forward and of input_gradient, but {cost.communication:g} is more than one of them"
+        found.append(Problem("cost.communication", rule, f"Give at most {min(cost.forward, cost.input_gradient):g}."))
+    if cost.forward + cost.input_gradient + cost.weight_gradient == 0:
+        found.append(Problem("cost", "everything takes no time", "Give one of them a time."))
+    if found:
+        raise SpecError(found)
+
+
+def _compared(one: Schedule) -> Facts:
+    copies, timeline, program = COPIES.get(one.name, 1), one.timeline, one.program
+    ranks, num_stages = one.num_ranks, program.num_stages
+    sent = (program.borders < num_stages - 1).sum() / (ranks * program.num_micro_batches)
+    kept = max(held.total for held in timeline.in_flight) * ranks / num_stages
+    return {
+        "schedule": one.name, "stages_a_rank": num_stages * copies // ranks, "weights": copies,
+        "step_seconds": timeline.step_seconds, "bubble_fraction": timeline.bubble_fraction, "activations_kept": kept,
+        "messages": float(sent),
+    }  # fmt: skip
+
+
+def _write_files(options: ScheduleOptions, found: Schedule | ExecutedSchedule) -> None:
+    if options.svg is not None:
+        options.svg.write_text(found.to_svg())
+    if isinstance(found, ExecutedSchedule):
+        return
+    if options.perfetto is not None:
+        from ultrascale.plan.view.trace_events import trace_events
+
+        options.perfetto.write_text(jsonlib.dumps(trace_events(found.timeline, title=found.title)))
+    if options.csv is not None:
+        from ultrascale.schedules.custom import to_csv
+
+        options.csv.write_text(to_csv(found.timeline.schedule))

@@ -1,0 +1,98 @@
+"""What a result shows of itself: a table in a notebook, a pandas DataFrame, a matplotlib figure. Neither package is needed
+until it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from io import BytesIO
+from typing import Any
+
+from ultrascale.api.extras import NotInstalledError
+
+Facts = dict[str, Any]
+"""A row of a table: columns and values."""
+MOST_ROWS = 40
+"""Of a table in a notebook; `to_frame` and `to_dict` have all."""
+INK, FIRST, SECOND = "#22272e", "#3b6fb6", "#d1603d"
+
+
+def frame(rows: Sequence[Facts]) -> Any:
+    """A pandas DataFrame. Raises NotInstalledError without pandas."""
+    try:
+        import pandas  # type: ignore[import-not-found]
+    except ModuleNotFoundError:
+        sentence = "to_frame() needs pandas, which is not installed: pip install pandas; rows() has the same as dictionaries"
+        raise NotInstalledError(sentence) from None
+    return pandas.DataFrame(list(rows))
+
+
+def html(title: str, rows: Sequence[Facts]) -> str:
+    """A table for a notebook; of long ones the first rows."""
+    columns = list(rows[0]) if rows else []
+    head = "".join(f"<th style='text-align:left'>{escape(str(name))}</th>" for name in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='text-align:left'>{escape(str(row[name]))}</td>" for name in columns) + "</tr>"
+        for row in rows[:MOST_ROWS]
+    )
+    more = f"<p>and {len(rows) - MOST_ROWS:,} more</p>" if len(rows) > MOST_ROWS else ""
+    return f"<p><b>{escape(title)}</b></p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+def figure(title: str, *, width: float = 8.0, height: float = 4.2) -> Any:
+    """An empty matplotlib figure. Raises NotInstalledError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        sentence = "plot() needs matplotlib, which is not installed: pip install 'ultrascale[plot]'"
+        raise NotInstalledError(sentence) from None
+
+    class Drawn(Figure):
+        """Shown by a notebook as it is, without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            picture = BytesIO()
+            self.savefig(picture, format="png")
+            return picture.getvalue()
+
+    found = Drawn(figsize=(width, height), dpi=110, layout="constrained")
+    found.suptitle(title, x=0.01, ha="left", fontsize=9, color=INK, wrap=True)
+    return found
+
+
+def bars(title: str, values: Sequence[tuple[str, float]], *, label: str = "b / a") -> Any:
+    """A bar for each name, the first on top."""
+    found = figure(title, height=1.2 + 0.28 * len(values))
+    _bars(found.add_subplot(), [name for name, _ in values], [value for _, value in values], label, FIRST)
+    return found
+
+
+def shares(title: str, rows: Sequence[Facts]) -> Any:
+    """Memory in GiB and the step in milliseconds, a panel each, by part."""
+    panels = [("memory", 2**30, "GiB", FIRST), ("step", 1e-3, "ms", SECOND)]
+    shown = [(kind, scale, unit, colour) for kind, scale, unit, colour in panels if any(row["of"] == kind for row in rows)]
+    found = figure(title, width=5.0 * len(shown) + 1)
+    for number, (kind, scale, unit, colour) in enumerate(shown, start=1):
+        own = [row for row in rows if row["of"] == kind]
+        axes = found.add_subplot(1, len(shown), number)
+        _bars(axes, [row["part"] for row in own], [row["value"] / scale for row in own], f"{kind}, {unit}", colour)
+    return found
+
+
+def scatter(title: str, rows: Sequence[Facts], across: str, up: str) -> Any:
+    """A point for each row: bytes in GiB across, seconds up."""
+    found = figure(title)
+    axes = found.add_subplot()
+    axes.scatter([row[across] / 2**30 for row in rows], [row[up] for row in rows], color=FIRST, s=18)
+    axes.set_xlabel(f"{across.removesuffix('_bytes')} memory, GiB")
+    axes.set_ylabel(f"{up.removesuffix('_seconds')}, seconds")
+    axes.spines[["top", "right"]].set_visible(False)
+    return found
+
+
+def _bars(axes: Any, names: Sequence[str], values: Sequence[float], label: str, colour: str) -> None:
+    axes.barh(range(len(names)), values, color=colour)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,222 @@
+"""`ultrascale sweep` as a function: many layouts of a run, each measured here, beside the plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ultrascale.api.asked import read_keywords
+from ultrascale.api.extras import naming_extras
+from ultrascale.api.shown import Facts, figure, frame, html
+from ultrascale.api.stamp import stamped
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.rank_environment import told_world
+from ultrascale.spec.units import format_bytes, format_seconds, format_share
+from ultrascale.sweep.cells import TIMED, WARM, Place, place_of
+from ultrascale.sweep.grid import Axis, Cell, cells, split_axes
+from ultrascale.sweep.held import Held, Measured, fastest_first, hold
+from ultrascale.sweep.measured import measure_cells
+from ultrascale.sweep.rows import write_rows
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Measure every combination of settings that are given several values, and say how far off the plan was.
+
+    Any setting can have several values, with commas between:
+
+        ultrascale sweep run.toml --layout.zero-stage 0,1,2,3 --layout.micro-batch-size 1,2
+        ultrascale sweep run.toml --processes 4 --layout.tp 1,2,4 --layout.pp 1,2
+
+    Each cell is a process of its own that does what `ultrascale measure speed` does: one that fails takes no other with it.
+    What is measured stays measured: the same command goes on, and one with more values measures those.
+    """
+
+    run: str
+    """The run's TOML file."""
+    steps: int = TIMED
+    """How many are timed in each cell."""
+    warm: int = WARM
+    """How many before them are not."""
+    processes: int | None = None
+    """Of each cell; what tp, cp and pp leave of them shares the batch (layout.dp)."""
+    minutes: float = 10.0
+    """A cell that takes longer is ended."""
+    out: Path | None = None
+    """Folder for cells, table and pictures. Default: `sweeps/NAME` in the folder of the runs."""
+    list: bool = False
+    """Measure nothing: write each cell's run, and say what is known so far."""
+    again: bool = False
+    """Measure cells that failed once more."""
+    top: int = 20
+    """Cells to list."""
+    json: bool = False
+    """Print one JSON object; what is being measured goes to stderr."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A sweep before anything is measured."""
+
+    folder: Path
+    cells: tuple[Cell, ...]
+    places: tuple[Place, ...]
+    """Of the cells that can run."""
+    same: int
+    """Cells left out: the same run as another."""
+
+
+@dataclass(frozen=True, repr=False)
+class Sweep:
+    """What is measured of a sweep so far, and how far off the plan was."""
+
+    begun: Begun
+    axes: tuple[Axis, ...]
+    measured: tuple[Measured, ...]
+    """The fastest first."""
+    held: Held
+    """The plan held to them."""
+    pictures: tuple[Path, ...]
+
+    @property
+    def table(self) -> Path:
+        """The CSV file of what was measured, which `ultrascale validate` reads."""
+        return self.begun.folder / "results.csv"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `ultrascale sweep --json` prints."""
+        places = self.begun.places
+        failed = [(place, place.failure) for place in places if place.result is None and place.failure is not None]
+        document = {
+            "measured": [_named(one.place) | one.told for one in self.measured],
+            "failed": [_named(place) | asdict(failure) for place, failure in failed if failure],
+            "refused": [
+                {"values": cell.values, "problems": [asdict(one) for one in cell.problems]}
+                for cell in self.begun.cells
+                if not cell.run
+            ],
+            "held": asdict(self.held),
+            "pictures": [str(picture) for picture in self.pictures],
+        }
+        return stamped("sweep", document)
+
+    def rows(self) -> list[Facts]:
+        """A row for each measured cell: its values, and time and memory, measured and planned."""
+        names = ("step_seconds", "planned_step_seconds", "tokens_per_second_per_rank", "mfu", "measured_peak_bytes",
+                 "planned_peak_bytes")  # fmt: skip
+        return [{**one.place.cell.values, **{name: getattr(one, name) for name in names}} for one in self.measured]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame."""
+        return frame(self.rows())
+
+    def plot(self) -> Any:
+        """Measured against planned memory, a point for each cell, as a matplotlib figure."""
+        found = figure(repr(self))
+        axes = found.add_subplot()
+        pairs = [(one.planned_peak_bytes, one.measured_peak_bytes) for one in self.measured]
+        known = [(planned / 2**20, measured / 2**20) for planned, measured in pairs if measured is not None]
+        axes.scatter([planned for planned, _ in known], [measured for _, measured in known])
+        axes.axline((0, 0), slope=1, linewidth=0.8, color="#22272e")
+        axes.set_xlabel("planned, MiB")
+        axes.set_ylabel("measured, MiB")
+        return found
+
+    def __repr__(self) -> str:
+        count = f"{len(self.measured)} of {len(self.begun.cells)} cells measured"
+        if not self.measured:
+            return f"Sweep({count})"
+        best = self.measured[0]
+        values = ", ".join(f"{key} {value}" for key, value in best.place.cell.values.items()) or "the run itself"
+        return f"Sweep({count}; fastest {values}: {format_seconds(best.step_seconds)} a step)"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            {**one.place.cell.values, "step": format_seconds(one.step_seconds), "MFU": format_share(one.mfu),
+             "memory planned": format_bytes(one.planned_peak_bytes)} for one in self.measured
+        ]  # fmt: skip
+        return html(repr(self), rows)
+
+
+def _named(place: Place) -> dict[str, Any]:
+    return {"values": place.cell.values, "run": str(place.run_file)}
+
+
+def sweep(run: str | PathLike[str], **settings: Any) -> Sweep:
+    """Every combination of settings with several values measured here: `sweep("run.toml", layout={"zero_stage": [0, 1]})`.
+
+    `settings` are the flags of `ultrascale sweep`, and settings of the run. Needs torch, and the run's data. Raises SpecError.
+    """
+    asked = read_keywords(SweepOptions, "sweep", {"run": run, **settings}, positional=("run",))
+    axes, rest = split_axes(asked.settings)
+    with naming_extras("sweep"):
+        return answer(asked.options, axes, rest)
+
+
+def answer(
+    options: SweepOptions,
+    axes: Sequence[Axis],
+    rest: Sequence[str],
+    *,
+    started: Callable[[Begun], None] = lambda begun: None,
+    done: Callable[[Place], None] = lambda place: None,
+) -> Sweep:
+    """Measure what is not measured, and say what is known. `started` is told what is to be done, `done` of each cell."""
+    _check(options)
+    if (world := told_world(os.environ)) > 1:
+        rule = f"was started {world} times, by torchrun or the like, and each would measure every cell"
+        raise SpecError([Problem("sweep", rule, "Start it once, with --processes; or --list, then a job for each cell.")])
+    found, same = cells(options.run, axes, rest, processes=options.processes)
+    folder = options.out or _default_folder(found)
+    places = [place_of(folder, cell, axes, steps=options.steps, warm=options.warm) for cell in found if cell.run is not None]
+    _prepare(folder, places, again=options.again)
+    begun = Begun(folder, tuple(found), tuple(places), same)
+    started(begun)
+    if not options.list:
+        measure_cells(places, steps=options.steps, warm=options.warm, limit_seconds=60 * options.minutes, done=done)
+    measured = fastest_first(places)
+    held = hold(measured)
+    write_rows(folder / "results.csv", places)
+    pictures = _draw(begun, axes, measured)
+    return Sweep(begun, tuple(axes), tuple(measured), held, tuple(pictures))
+
+
+def _check(options: SweepOptions) -> None:
+    asked = (("--steps", options.steps, 1, TIMED), ("--warm", options.warm, 1, WARM), ("--top", options.top, 0, 20))
+    wrong = [
+        Problem(flag, f"must be at least {least}, is {value}", f"Such as {usual}.")
+        for flag, value, least, usual in asked
+        if value < least
+    ]
+    if not 0 < options.minutes < float("inf"):
+        wrong.append(Problem("--minutes", f"must be a positive number, is {options.minutes}", "Such as 10."))
+    if wrong:
+        raise SpecError(wrong)
+
+
+def _default_folder(found: Sequence[Cell]) -> Path:
+    run = next(cell.run for cell in found if cell.run is not None)
+    return Path(run.folder) / "sweeps" / run.name
+
+
+def _prepare(folder: Path, places: Sequence[Place], *, again: bool) -> None:
+    """Every cell's run on disk, for whoever measures it."""
+    if folder.exists() and not folder.is_dir():
+        raise SpecError([Problem("--out", f"{folder} is a file", "Name a folder, new or of an earlier sweep.")])
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in places:
+        if place.result is None and (again or place.failure is None):
+            place.prepare()
+
+
+def _draw(begun: Begun, axes: Sequence[Axis], measured: Sequence[Measured]) -> list[Path]:
+    if find_spec("matplotlib") is None:
+        return []
+    from ultrascale.sweep.pictures import draw
+
+    return draw(begun.folder, axes, begun.cells, begun.places, measured)

@@ -1,0 +1,296 @@
+"""`ultrascale trace` as a function: any rank of any cluster's job, on this machine, without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ultrascale.api.asked import Asked, read_keywords
+from ultrascale.api.extras import naming_extras
+from ultrascale.api.run_of import cluster_of
+from ultrascale.api.shown import Facts, bars, figure, frame, html
+from ultrascale.api.stamp import stamped
+from ultrascale.plan.memory.replay import num_micro_batches
+from ultrascale.plan.report import device_of
+from ultrascale.plan.search.recompute_choice import with_recomputation
+from ultrascale.spec.cluster import Cluster
+from ultrascale.spec.machines import free_bytes, usable_cores
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.resolve import resolve
+from ultrascale.spec.run import Run
+from ultrascale.spec.trainable import expect_trainable
+from ultrascale.spec.units import format_bytes
+
+if TYPE_CHECKING:  # imports torch
+    from ultrascale.trace.compare import Comparison
+    from ultrascale.trace.explain import Edit, Part
+    from ultrascale.trace.record import RankTrace
+    from ultrascale.trace.stages import StagePeak
+
+ENDINGS = (".png", ".svg", ".json", ".pickle")
+STEPS = 2
+"""The second is like all that follow."""
+BASE_BYTES = 0.5 * 2**30
+"""Of a process with torch loaded."""
+BYTES_PER_PASS = 120_000
+"""Of one block's passes of one micro-batch: some 180 storages and as many changes (measured: 60 to 100 KB)."""
+UNCOMPILED = "blocks are traced uncompiled; compiled ones keep less between products"
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Run any rank of a job on this machine, with shapes in place of numbers: memory, messages and FLOPs, to the byte.
+
+        ultrascale trace run.toml --world 512 --rank 17
+        ultrascale trace run.toml --cluster 64xh100 --layout.tp 8 --all-stages
+        ultrascale trace run.toml --out memory.png trace.json memory.pickle
+
+    The trainer's own model, parallelism, optimizer and schedule run two steps, and make the choices that they would make on the
+    run's machines; no GPU, no network and none of the data is needed. Beside it stands what the planner says of the same rank.
+    Any setting can follow as a dotted flag. Exit code 0: done; 1: with --explain-oom, the rank does not fit its device.
+    """
+
+    run: str
+    """The run's TOML file, or the folder of a run."""
+    world: int | None = None
+    """Ranks of the job. What tp, cp and pp leave of them shares the batch (layout.dp). Default: the run's own."""
+    rank: int | None = None
+    """The rank to be. Default: 0."""
+    all_stages: bool = False
+    """The first rank of every pipeline stage, a line each."""
+    steps: int = STEPS
+    """Optimizer steps to run."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Whose choices are made. Default: those of the run's cluster, cuda for GPUs."""
+    out: tuple[Path, ...] = ()
+    """Files to write, by their ending: memory by category as .png or .svg, a trace for ui.perfetto.dev as .json, a snapshot for
+    pytorch.org/memory_viz as .pickle."""
+    explain_oom: bool = False
+    """Say what takes most at the peak, and which changes of the layout would help."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True, repr=False)
+class Trace:
+    """Some steps of one rank, and what the planner says of it."""
+
+    found: RankTrace
+    comparison: Comparison
+    """Memory, messages and FLOPs, traced and planned."""
+    cluster: Cluster
+    reserved_bytes: int
+    """Of torch's allocator at its peak."""
+    step: int
+    """The one that is told of."""
+    parts: tuple[Part, ...]
+    """What takes most at the peak."""
+    edits: tuple[Edit, ...]
+    """Changes of the layout that would help, if they were asked for."""
+    options: TraceOptions
+
+    @property
+    def peak_bytes(self) -> int:
+        """Live at the peak."""
+        return self.found.peak_bytes(self.step)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device holds what the allocator reserves."""
+        return self.reserved_bytes <= self.cluster.accelerator.memory_bytes.value
+
+    @property
+    def tiers(self) -> dict[str, str]:
+        """Of each group's size and stride, over what its messages go: `node` or `network`."""
+        from ultrascale.trace.groups import crosses_nodes
+
+        per_node, rank = self.cluster.node.num_accelerators, self.found.rank
+        return {
+            f"{sent.size}/{sent.stride}": "network" if crosses_nodes(rank, sent.size, sent.stride, per_node) else "node"
+            for sent in self.found.sent
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `ultrascale trace --json` prints: everything but single storages, which are in the snapshot (x.pickle)."""
+        from ultrascale.trace.files import points
+
+        found, step, tier = self.found, self.step, self.tiers
+        return stamped("trace", {
+            "model": found.model.name, "rank": found.rank, "world": found.layout.world_size, "device": found.device,
+            "step": step,
+            "micro_batches_traced": found.micro_batches[0], "micro_batches": found.micro_batches[1],
+            "peak_bytes": self.peak_bytes, "reserved_bytes": self.reserved_bytes, "comparison": self.comparison.to_json(),
+            "messages": [
+                {name: getattr(sent, name) for name in sent.__dataclass_fields__} | {"tier": tier[f"{sent.size}/{sent.stride}"]}
+                for sent in found.sent if sent.step == step
+            ],
+            "flops": [
+                {"operation": op, "pass": when, "flops": flops} for (of, op, when), flops in found.flops.items() if of == step
+            ],
+            "actions": found.actions(step), "timeline": points(found),
+            "alive_at_peak": [part._asdict() for part in self.parts], "edits": [edit._asdict() for edit in self.edits],
+        })  # fmt: skip
+
+    def rows(self) -> list[Facts]:
+        """Memory by category and FLOPs by operation, traced and planned, and how far they are apart in percent."""
+        compared = (("memory", "bytes", self.comparison.memory), ("work", "flops", self.comparison.flops))
+        return [
+            {"of": of, "name": row.name, "unit": unit, "traced": row.traced, "planned": row.planned, "percent": row.percent}
+            for of, unit, rows in compared
+            for row in rows
+        ]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame."""
+        return frame(self.rows())
+
+    def plot(self) -> Any:
+        """Live bytes by category, operation after operation, as a matplotlib figure."""
+        from ultrascale.trace.files import points
+
+        timeline = points(self.found)
+        drawn = figure(repr(self), width=9)
+        axes = drawn.add_subplot()
+        categories = list(dict.fromkeys(name for row in timeline for name in row["bytes"]))
+        layers = [[row["bytes"].get(name, 0) / 2**20 for row in timeline] for name in categories]
+        axes.stackplot(range(len(timeline)), layers, labels=categories, step="post", linewidth=0)
+        axes.set_xlabel("operations, in order")
+        axes.set_ylabel("MiB")
+        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        return drawn
+
+    def __repr__(self) -> str:
+        found, layout = self.found, self.found.layout
+        peak = f"{format_bytes(self.peak_bytes)} live, {format_bytes(self.reserved_bytes)} reserved at the peak"
+        return f"Trace({found.model.name}, rank {found.rank} of {layout.world_size} on {self.cluster.name}: {peak})"
+
+    def _repr_html_(self) -> str:
+        def words(value: Any, unit: str) -> str:
+            return "" if value is None else format_bytes(value) if unit == "bytes" else f"{value:,}"
+
+        return html(repr(self), [
+            {"of": row["of"], "name": row["name"], "traced": words(row["traced"], row["unit"]),
+             "planned": words(row["planned"], row["unit"]),
+             "planned over traced": "" if row["percent"] is None else f"{row['percent']:+.2f} %"} for row in self.rows()
+        ])  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class StageTraces:
+    """The peak of the first rank of every pipeline stage."""
+
+    peaks: tuple[StagePeak, ...]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """What `ultrascale trace --all-stages --json` prints: an object for each stage."""
+        return [stamped("trace-stages", row) for row in self.rows()]
+
+    def rows(self) -> list[Facts]:
+        """A row for each stage."""
+        return [one._asdict() | {"percent": one.percent} for one in self.peaks]
+
+    def to_frame(self) -> Any:
+        """`rows` as a pandas DataFrame."""
+        return frame(self.rows())
+
+    def plot(self) -> Any:
+        """A bar for each stage, as a matplotlib figure."""
+        return bars(repr(self), [(f"stage {one.pp}", one.traced_bytes / 2**20) for one in self.peaks], label="live, MiB")
+
+    def __repr__(self) -> str:
+        return f"StageTraces({', '.join(format_bytes(one.traced_bytes) for one in self.peaks)} live at the peak of each stage)"
+
+    def _repr_html_(self) -> str:
+        return html(repr(self), self.rows())
+
+
+def trace(run: str | PathLike[str], **settings: Any) -> Trace | StageTraces:
+    """Any rank of a run's job, run here with shapes in place of numbers: `trace("run.toml", world=512, rank=17)`.
+
+    `settings` are the flags of `ultrascale trace`, and settings of the run, `layout={"tp": 8}`. Needs torch. Raises SpecError.
+    """
+    asked = read_keywords(TraceOptions, "trace", {"run": run, **settings}, positional=("run",))
+    with naming_extras("trace"):
+        return answer(asked)
+
+
+def answer(asked: Asked[TraceOptions], *, tell: Callable[[str], None] = lambda note: None) -> Trace | StageTraces:
+    """The trace that is asked for, with the files that were asked for written. `tell` is told what to know beforehand."""
+    options = asked.options
+    run = resolve(options.run, asked.settings, processes=options.world, processes_flag="--world").run
+    _expect_possible(options, run)
+    expect_trainable(run.model, run.layout)
+    cluster = cluster_of(run)
+    if run.layout.recompute == "auto":
+        run = with_recomputation(run, cluster)
+    device = options.device or device_of(cluster.accelerator)
+    if run.compile:
+        tell(UNCOMPILED)
+    if options.all_stages:
+        _expect_memory(run, STEPS, at_once=min(run.layout.pp, usable_cores()))
+        from ultrascale.trace.stages import trace_stages
+
+        return StageTraces(tuple(trace_stages(run, device=device)))
+    _expect_memory(run, options.steps)
+    from ultrascale.trace.rank import trace_rank
+
+    return _one(options, run, cluster, trace_rank(run, options.rank or 0, device=device, steps=options.steps))
+
+
+def _one(options: TraceOptions, run: Run, cluster: Cluster, found: RankTrace) -> Trace:
+    from ultrascale.trace.allocator import reserved_bytes
+    from ultrascale.trace.compare import compare
+    from ultrascale.trace.explain import biggest_parts, edits
+    from ultrascale.trace.files import write_file
+    from ultrascale.trace.planned import planned_rank
+
+    step = options.steps - 1
+    planned = planned_rank(run, found.rank, found.device) if options.steps > 1 else None  # type: ignore[arg-type]
+    comparison, reserved = compare(found, planned, step), reserved_bytes(found)
+    for path in options.out:
+        write_file(found, path, planned_peak_bytes=None if planned is None else planned.peak.total)
+    parts = tuple(biggest_parts(found, found.peak_at(step)))
+    changes = tuple(edits(run, cluster)) if options.explain_oom else ()
+    return Trace(found, comparison, cluster, reserved, step, parts, changes, options)
+
+
+def _expect_possible(options: TraceOptions, run: Run) -> None:
+    """Raises SpecError with every mistake of the command."""
+    world, problems = run.layout.world_size, []
+    if options.rank is not None and not 0 <= options.rank < world:
+        rule = f"must be from 0 to {world - 1}, the ranks of the job, is {options.rank}"
+        problems.append(Problem("--rank", rule, "Lower it, or give more ranks with --world."))
+    if options.steps < 1:
+        problems.append(Problem("--steps", f"must be at least 1, is {options.steps}", "2 shows a step like all that follow."))
+    if options.all_stages:
+        beside = {"--out": options.out, "--explain-oom": options.explain_oom, "--rank": options.rank is not None}
+        for flag in [flag for flag, given in beside.items() if given] + ["--steps"] * (options.steps != STEPS):
+            rule = f"is a line a stage, of {STEPS} steps of its first rank, and does nothing with {flag}"
+            problems.append(Problem("--all-stages", rule, "Leave one of the two out."))
+    for path in options.out:
+        if path.suffix not in ENDINGS:
+            problems.append(Problem("--out", f"{path} must end in one of {', '.join(ENDINGS)}", "Such as --out memory.png."))
+        elif not path.parent.is_dir():
+            problems.append(Problem("--out", f"there is no folder {path.parent}", "Make it, or name another."))
+    if problems:
+        raise SpecError(problems)
+
+
+def _expect_memory(run: Run, steps: int, *, at_once: int = 1) -> None:
+    """Raises SpecError if so many traces at once would not fit into this machine's memory."""
+    needed, free = at_once * needed_bytes(run, steps), free_bytes()
+    if free is not None and needed > free:
+        rule = f"would take about {format_bytes(needed)} of this machine's memory, of which {format_bytes(free)} are free"
+        raise SpecError(
+            [Problem("trace", rule, "Trace fewer micro-batches (a smaller batch.sequences_per_batch), or one step.")]
+        )
+
+
+def needed_bytes(run: Run, steps: int) -> float:
+    """What the record of a trace takes here, roughly: it grows with the passes that are traced."""
+    layout, count = run.layout, num_micro_batches(run.layout, run.batch.sequences_per_batch)
+    passes = min(count, 3) if layout.pp == 1 else count
+    return BASE_BYTES + BYTES_PER_PASS * steps * passes * -(-run.model.num_hidden_layers // layout.pp)

@@ -1,0 +1,64 @@
+"""The reference of all keys: on a terminal, and docs/reference.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ultrascale.cli.show import command
+from ultrascale.cli.show_keys import markdown
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.reference import keys
+from ultrascale.spec.schema import leaves
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
+
+
+def test_the_page_is_what_is_generated():
+    assert PAGE.read_text() == markdown(keys()) + "\n", "ultrascale show keys --markdown > docs/reference.md"
+
+
+def test_every_key_of_a_run_is_there_with_words():
+    found = {one.key: one for one in keys()}
+    assert set(leaves()) <= set(found)
+    assert [key for key, one in found.items() if len(one.about) < 8] == []
+
+
+def test_a_key_has_type_unit_default_and_range():
+    (length,) = keys("batch.sequence_length")
+    assert (length.kind, length.unit, length.default, length.allowed) == ("whole number", "tokens", "1024", "at least 1")
+    (stage,) = keys("zero_stage")
+    assert (stage.kind, stage.default, stage.allowed) == ("choice", "0", "0, 1, 2, 3")
+    (wait,) = keys("hang_seconds")
+    assert (wait.unit, wait.default, wait.allowed) == ("seconds", "90", "above 0, at most 2,000,000")
+
+
+def test_a_word_finds_keys_by_name_and_else_by_what_they_are(capsys):
+    assert command(["keys", "hang"]) == 0
+    assert capsys.readouterr().out.startswith("faults.hang_seconds  number of seconds; default 90; above 0")
+    assert [one.key for one in keys("--zero-stage")] == ["layout.zero_stage"]
+    assert "optimizer.beta1" in [one.key for one in keys("mean of gradients")]
+    assert command(["keys", "hang", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["keys"][0]["key"] == "faults.hang_seconds"
+
+
+NOT_THERE = [
+    (["keys", "qqq"], "has none with 'qqq'"), (["keys", "a", "b"], "by one word"),
+    (["schema", "plam"], "Did you mean plan"), (["schema", "a", "b"], "one at a time"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words, told", NOT_THERE)
+def test_a_word_that_finds_nothing_is_told(words, told):
+    with pytest.raises(SpecError, match=told):
+        command(words)
+
+
+def test_a_schema_is_printed_and_all_are_listed(capsys):
+    assert command(["schema", "plan"]) == 0
+    assert json.loads(capsys.readouterr().out)["$id"] == "ultrascale/plan/1"
+    assert command(["schema"]) == 0
+    listed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert all(Path(path).is_file() for path in listed.values()) and "run.toml" in listed
