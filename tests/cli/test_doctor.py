@@ -62,6 +62,11 @@ def test_processes_that_cannot_reach_each_other_stop(monkeypatch):
     assert doctor.gloo_loopback().state == "stop"
 
 
+def test_fewer_gpus_than_a_job_expects_stop(capsys, tmp_path):
+    code, found = findings(capsys, "--folder", str(tmp_path), "--gpus", "99")
+    assert (code, found["GPUs"]["state"]) == (1, "stop") and found["GPUs"]["value"].endswith(" answer, 99 are expected")
+
+
 def test_a_folder_that_cannot_be_written_stops(monkeypatch, tmp_path):
     def refuse(**_):
         raise OSError(30, "Read-only file system")

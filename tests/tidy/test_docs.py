@@ -12,6 +12,7 @@ from importlib import import_module
 import pytest
 from tidy.sources import MODULES, PACKAGE, PAGES, ROOT, short
 
+from ultrascale.spec.launch import Kubernetes, Launch, SkyPilot, Slurm
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer
@@ -21,7 +22,8 @@ CODE = re.compile(r"`([^`\n]+)`")
 FOLDERS = sorted({path.parent for path in MODULES if path.parent != PACKAGE})
 PACKAGES = [folder.name for folder in FOLDERS if folder.parent == PACKAGE]
 SECTIONS = {"model": Model, "layout": Layout, "batch": Batch, "data": Data, "optimizer": Optimizer, "checkpoint": Checkpoint,
-            "evaluation": Evaluation, "log": Log}  # fmt: skip
+            "evaluation": Evaluation, "log": Log, "launch": Launch,
+            "launch.slurm": Slurm, "launch.kubernetes": Kubernetes, "launch.skypilot": SkyPilot}  # fmt: skip
 SETTINGS = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in fields(kind)}
 SETTING = re.compile(rf"(?:--)?((?:{'|'.join(SECTIONS)})\.[\w-]+)(?: = .*| [\w-]+)?$")
 WRITTEN_ONLY = {"model.preset", "model.path", "batch.tokens_per_batch", "log.txt"}

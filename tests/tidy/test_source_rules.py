@@ -9,6 +9,7 @@ from dataclasses import fields
 import pytest
 from tidy.sources import MODULES, PACKAGE, ROOT, parsed, short
 
+from ultrascale.spec.launch import Kubernetes, Launch, SkyPilot, Slurm
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, LossScale, Optimizer, RampStage, Run, Source
 
@@ -52,7 +53,8 @@ def attributes_read() -> set[str]:
     }
 
 
-SECTIONS = (Run, Layout, Batch, RampStage, Source, Data, Optimizer, Checkpoint, Evaluation, Log, LossScale, Faults)
+SECTIONS = (Run, Layout, Batch, RampStage, Source, Data, Optimizer, Checkpoint, Evaluation, Log, LossScale, Faults, Launch,
+            Slurm, Kubernetes, SkyPilot)  # fmt: skip
 
 
 @pytest.mark.parametrize("section", SECTIONS)

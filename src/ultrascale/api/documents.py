@@ -6,6 +6,7 @@ Bytes, seconds, FLOPs and tokens unless a key says otherwise. The key `schema` i
 # No `from __future__ import annotations`: what is NotRequired would not be seen in strings.
 from typing import Any, Literal, NotRequired, TypedDict
 
+from ultrascale.spec.launch import Launch
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem
@@ -537,6 +538,8 @@ class ShownRun(TypedDict):
     """A run as it would be trained."""
 
     run: Run
+    launch: Launch
+    """How it is started on a cluster."""
     provenance: dict[str, str]
     """Where each key's value came from."""
     notes: list[str]

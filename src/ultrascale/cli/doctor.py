@@ -27,6 +27,8 @@ class Doctor:
 
     folder: Path = Path(".")
     """Where runs would be written."""
+    gpus: int | None = None
+    """Also stop where there are fewer GPUs than so many, as on a node of a job that has lost one."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print for machines."""
 
@@ -36,7 +38,7 @@ def command(arguments: list[str]) -> int:
     options = parse(Doctor, "doctor", arguments)
     from ultrascale.measure.doctor import examine
 
-    findings = examine(options.folder)
+    findings = examine(options.folder, gpus=options.gpus)
     stops = [found for found in findings if found.state == "stop"]
     if options.json:
         document = {"can_train": not stops, "findings": [asdict(found) for found in findings]}

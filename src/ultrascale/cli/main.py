@@ -42,6 +42,7 @@ VERBS = {
     "check": Verb("check", "prove that N processes compute what one does", "Before a run"),
     "data": Verb("data", "turn text into token files, and look into them", "Before a run"),
     "train": Verb("train", "train, or go on where a run stopped", "A run and after"),
+    "launch": Verb("launch", "a run as a job: text for Slurm, Kubernetes, SkyPilot, torchrun or ssh", "A run and after"),
     "measure": Verb("measure", "where the time of a step goes, on every rank, beside the plan", "A run and after"),
     "sweep": Verb("sweep", "many layouts of a run, each measured here, beside the plan", "A run and after"),
     "report": Verb("report", "pictures and a summary of a run's folder", "A run and after"),

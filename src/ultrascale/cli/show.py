@@ -101,8 +101,8 @@ def _expect_schedule(run: Run) -> None:
 def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:
     """Print the values of a run with their origins; without `every`, only those that are not defaults."""
     if as_json:
-        document = {"run": asdict(resolved.run), "provenance": resolved.provenance, "notes": run_notes(resolved.run)}
-        print(jsonlib.dumps(stamped("run", document), indent=2))
+        told = {"run": asdict(resolved.run), "launch": asdict(resolved.launch), "provenance": resolved.provenance}
+        print(jsonlib.dumps(stamped("run", told | {"notes": run_notes(resolved.run)}), indent=2))
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("key", "value", "from"):
@@ -124,7 +124,7 @@ def run_rows(resolved: Resolved, *, every: bool) -> list[tuple[str, str, str]]:
     rows = [("model", size, "")]
     for key in leaves():
         origin = resolved.provenance[key]
-        value = _value(resolved.run, key)
+        value = _value(resolved if key.startswith("launch.") else resolved.run, key)
         hidden = origin == "default" or origin.startswith(("preset ", "config.json "))
         if key.startswith("model.rope_scaling.") and model.rope_scaling is None:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import os
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +34,9 @@ def train(
     max_restarts: int = 3,
     allow_changes: bool = False,
     ignore_memory: bool = False,
+    leave_by: float | None = None,
     json: bool = False,
-) -> tuple[str, int | None, bool, int, bool, bool, bool]:
+) -> tuple[str, int | None, bool, int, bool, bool, float | None, bool]:
     """Train a run, or go on where it stopped. The same command does both.
 
     Any setting can follow as a dotted flag:
@@ -50,9 +52,10 @@ def train(
         max_restarts: Start the processes again this often without a new checkpoint in between when one of them dies.
         allow_changes: Go on from a checkpoint although model, data or seed have changed.
         ignore_memory: Start on GPUs although the plan says that a rank needs more memory than they have.
+        leave_by: Save and leave before this second of the wall clock (`date +%s`), as a job with a time limit must.
         json: At the end print one JSON object; all else goes to stderr.
     """
-    return run, processes, elastic, max_restarts, allow_changes, ignore_memory, json
+    return run, processes, elastic, max_restarts, allow_changes, ignore_memory, leave_by, json
 
 
 def command(arguments: list[str]) -> int:
@@ -72,11 +75,15 @@ def _trained(
     max_restarts: int,
     allow_changes: bool,
     ignore_memory: bool,
+    leave_by: float | None,
     rest: list[str],
 ) -> tuple[Run, int]:
     """What was trained, and the exit code."""
     if max_restarts < 0:
         raise SpecError([Problem("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")])
+    if leave_by is not None and not time.time() < leave_by < float("inf"):
+        rule = f"must be a second of the wall clock that is to come, is {leave_by:.0f}"
+        raise SpecError([Problem("--leave-by", rule, "For an hour from now: $(( $(date +%s) + 3600 )).")])
     expect_rank_environment(os.environ)
     overrides = [*_own_place(path, rest), *rest]
     resolved = resolve(path, overrides, require_data=True, processes=None if elastic else processes).run
@@ -89,9 +96,9 @@ def _trained(
     if "WORLD_SIZE" in os.environ or resolved.layout.world_size == 1:
         from ultrascale.train.worker import train_or_explain
 
-        code = train_or_explain(resolved, allow_changes=allow_changes, ignore_memory=ignore_memory)
+        code = train_or_explain(resolved, allow_changes=allow_changes, ignore_memory=ignore_memory, leave_by=leave_by)
     else:
-        code = _launch(resolved, max_restarts, allow_changes, ignore_memory)
+        code = _launch(resolved, max_restarts, allow_changes, ignore_memory, leave_by)
     return resolved, code
 
 
@@ -123,7 +130,7 @@ def _own_place(path: str, rest: list[str]) -> list[str]:
     return [word for flag, value in own if flag not in given for word in (flag, value)]
 
 
-def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: bool) -> int:
+def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: bool, leave_by: float | None) -> int:
     from ultrascale.cli.main import say
     from ultrascale.launch.local import launch_local
     from ultrascale.launch.restarts import read_account, summary
@@ -132,7 +139,11 @@ def _launch(run: Run, max_restarts: int, allow_changes: bool, ignore_memory: boo
         ending = launch_local(
             to_toml(run),
             run.layout.world_size,
-            worker_arguments=("--allow-changes",) * allow_changes + ("--ignore-memory",) * ignore_memory,
+            worker_arguments=(
+                *("--allow-changes",) * allow_changes,
+                *("--ignore-memory",) * ignore_memory,
+                *(() if leave_by is None else ("--leave-by", str(leave_by))),
+            ),
             max_restarts=max_restarts,
             say=say,
             progress=folder.progress,

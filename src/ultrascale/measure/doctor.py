@@ -42,11 +42,16 @@ class Finding:
     remedy: str = ""
 
 
-def examine(folder: Path = Path(".")) -> list[Finding]:
-    """Every fact, in the order of a report. `folder` is where runs would be written. Takes seconds if torch is there."""
+def examine(folder: Path = Path("."), *, gpus: int | None = None) -> list[Finding]:
+    """Every fact, in the order of a report. `folder` is where runs would be written, `gpus` how many there must be. Takes
+    seconds if torch is there."""
     findings = [*software(), *processor(), *memory(), *disk(folder)]
     if any(found.name == "torch" and found.state == "good" for found in findings):
         findings += [gloo_loopback(), *accelerators()]
+    there = sum(found.name.startswith("device ") for found in findings)
+    if gpus is not None and there < gpus:
+        remedy = "Leave this machine out until somebody has looked at it; nvidia-smi and dmesg may say more."
+        findings.append(Finding("accelerators", "GPUs", f"{there} answer, {gpus} are expected", "stop", remedy))
     return findings
 
 

@@ -2,6 +2,7 @@
 
 run                a run: all settings, section by section, with defaults and what each means
 resolve            a run from a TOML file and flags, and every mistake in them told at once
+launch             how a run is started on a cluster, which decides nothing of it
 model, layout      the two sections that decide most; presets of models are in model_presets
 cluster            a machine: accelerators and links; the catalogue is in machines and accelerators
 weights            the table of all weights of a model

@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ultrascale.spec.described import docs_of
+from ultrascale.spec.launch import Launch
 from ultrascale.spec.ranges import MOST, limits_of
 from ultrascale.spec.run import Run
 from ultrascale.spec.schema import BYTE_KEYS, TOKEN_KEYS, leaves
@@ -63,7 +64,8 @@ def keys(word: str = "") -> list[Key]:
 
 def about() -> dict[str, str]:
     """What each key of a run is, by its dotted name; of tables too."""
-    return dict(_about(Run, ""))
+    launch = {"launch": (Launch.__doc__ or "").partition("\n")[0]}
+    return {**dict(_about(Run, "")), **launch, **dict(_about(Launch, "launch."))}
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:

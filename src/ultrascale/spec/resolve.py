@@ -10,12 +10,13 @@ command is run; `extends` is relative to its file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ultrascale.spec.families import FAMILIES
+from ultrascale.spec.launch import Kubernetes, Launch, SkyPilot, Slurm
 from ultrascale.spec.layers import Entry, Layer, read_files, read_flags, read_text
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model, RopeScaling
@@ -41,11 +42,12 @@ _BATCH_TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run, and where each of its values came from."""
+    """A run, how it is launched, and where each value came from."""
 
     run: Run
     provenance: dict[str, str]
     """Dotted key -> `default`, `runs/a.toml:12`, `preset llama-3-8b`, `flag`, `derived ...`."""
+    launch: Launch = field(default_factory=Launch)
 
 
 def resolve(
@@ -117,14 +119,14 @@ def _resolve(
         _share_processes(*processes, entries, values, provenance, bad, problems)
     _fit_default_length(values, provenance)
     _batch_from_tokens(entries, values, provenance, bad, problems)
-    run = _build(values, bad, problems, entries)
+    run, launch = _build(values, bad, problems, entries), _build_launch(values, bad)
     found = _section_problems(run, bad)
     bad |= {problem.key for problem in found}
-    found += run_problems(run, require_data=require_data, without=frozenset(bad))
+    found += [*run_problems(run, require_data=require_data, without=frozenset(bad)), *launch.problems()]
     problems += [_placed(problem, provenance) for problem in found]
     if problems:
         raise SpecError(problems)
-    return Resolved(run, provenance)
+    return Resolved(run, provenance, launch)
 
 
 def _other_entries(layers: list[Layer], problems: list[Problem]) -> dict[str, Entry]:
@@ -311,6 +313,14 @@ def _build(values: dict[str, Any], bad: set[str], problems: list[Problem], entri
     sections = {name: cls(**_fields_of(good, name)) for name, cls in _SECTIONS.items()}
     scalars = {key: value for key, value in good.items() if "." not in key}
     return Run(model=_build_model(good, bad, problems, entries), **scalars, **sections)
+
+
+def _build_launch(values: dict[str, Any], bad: set[str]) -> Launch:
+    good = {key: value for key, value in values.items() if key not in bad}
+    parts = {"slurm": Slurm, "kubernetes": Kubernetes, "skypilot": SkyPilot}
+    return Launch(
+        **_fields_of(good, "launch"), **{name: kind(**_fields_of(good, f"launch.{name}")) for name, kind in parts.items()}
+    )
 
 
 def _build_model(good: dict[str, Any], bad: set[str], problems: list[Problem], entries: dict[str, Entry]) -> Model:

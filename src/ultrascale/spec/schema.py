@@ -10,15 +10,17 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ultrascale.spec.launch import Launch
 from ultrascale.spec.parsing import parse_toml
 from ultrascale.spec.problems import MOST_TOLD, Problem
 from ultrascale.spec.run import RampStage, Run
-from ultrascale.spec.units import UnitError, parse_bytes, parse_tokens
+from ultrascale.spec.units import UnitError, parse_bytes, parse_seconds, parse_tokens
 
 # Keys of a description that stand for others; `resolve` turns them into fields.
 STAND_INS = {"model.preset": str, "model.path": str, "batch.tokens_per_batch": int}
 TOKEN_KEYS = ("tokens_per_batch", "until_tokens")
 BYTE_KEYS = ("recompute_budget",)
+TIME_KEYS = ("launch.time_limit",)
 # What other trainers call fields of ours.
 _ELSEWHERE = {
     "sp": "layout.sequence_parallel", "tensor_parallel": "layout.tp", "tensor_parallel_size": "layout.tp",
@@ -67,8 +69,8 @@ class At:
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    """Every key of a run by its dotted name, in the order of the dataclasses."""
-    return {leaf.key: leaf for leaf in _leaves(Run, "")}
+    """Every key of a run by its dotted name, in the order of the dataclasses; those of how it is launched come last."""
+    return {leaf.key: leaf for leaf in (*_leaves(Run, ""), *_leaves(Launch, "launch."))}
 
 
 @cache
@@ -205,6 +207,11 @@ def _float(value: Any, at: At) -> Any:
 
 
 def _str(value: Any, at: At) -> Any:
+    if at.key in TIME_KEYS and not isinstance(value, bool) and isinstance(value, str | int | float):
+        try:
+            parse_seconds(str(value))
+        except UnitError as error:
+            return at.wrong(str(error), 'Write "24h", "1d12h" or "90m".')
     if not isinstance(value, str):
         return at.wrong(f"must be text, is {_described(value)}", "Put it in quotes.")
     if _NEVER_IN_TEXT.search(value):  # no path has the first, and no file in UTF-8 the others

@@ -17,6 +17,8 @@ BYTES = {
     "": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
 EXPECTED_BYTES = "bytes, such as 20GiB, 16GB or 16000000000"
+SECONDS = {"d": 86400, "h": 3600, "m": 60, "min": 60, "s": 1}
+EXPECTED_SECONDS = "a time with units, such as 24h, 1d12h or 90m"
 EXPECTED = "tokens, such as 4M, 69B, 4Mi or 4194304"
 _NUMBER = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)\s*(.*?)\s*")
 
@@ -33,6 +35,18 @@ def parse_tokens(text: str) -> int:
 def parse_bytes(text: str) -> int:
     """Bytes of `20GiB` (binary), `16 GB` (decimal), `16e9`, `16000000000`. Raises UnitError."""
     return _whole(text, BYTES, EXPECTED_BYTES, "bytes")
+
+
+def parse_seconds(text: str) -> int:
+    """Seconds of `24h`, `1d12h`, `90m`, `1h30m`, `45s`; a number alone has no unit. Raises UnitError."""
+    parts = re.findall(r"(\d{1,9})\s*([a-z]+)", text.strip())
+    whole = "".join(f"{number}{unit}" for number, unit in parts) == re.sub(r"\s", "", text)
+    if not parts or not whole or any(unit not in SECONDS for _, unit in parts):
+        said = "which has no unit" if re.fullmatch(r"[\d.]+", text.strip()) else "which is none"
+        raise UnitError(f"expected {EXPECTED_SECONDS}, found {text!r}, {said}")
+    if not (seconds := sum(int(number) * SECONDS[unit] for number, unit in parts)):
+        raise UnitError(f"expected {EXPECTED_SECONDS}, found {text!r}, which is no time at all")
+    return seconds
 
 
 def _whole(text: str, units: dict[str, int], expected: str, what: str) -> int:

@@ -9,5 +9,6 @@ resume, saves      what a checkpoint holds and going on from it; what is done wh
 metrics            rows, lines and events that a run leaves (with performance)
 data_check         data compared with their manifests, before the first step and meanwhile
 anomalies, repeat  steps that cannot be right, and arithmetic that went wrong
+deadline           saving and leaving before the time of a job is over
 worker             the process of one rank, as a launcher starts it
 """

@@ -22,6 +22,7 @@ import torch
 from ultrascale import heartbeat
 from ultrascale.checkpoint import CheckpointError, Saver, check_writable
 from ultrascale.data.loader import Loader
+from ultrascale.launch.events import longest_seconds
 from ultrascale.measure.machine import this_gpu
 from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.parallel.time_limits import SLOW_SECONDS, START_SECONDS
@@ -41,6 +42,7 @@ from ultrascale.train.chosen_recompute import choose_recomputation
 from ultrascale.train.compiled import load_compiled, save_compiled
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, with_absolute_paths
 from ultrascale.train.data_check import DataCheck
+from ultrascale.train.deadline import Deadline
 from ultrascale.train.deterministic import deterministic, deterministic_line
 from ultrascale.train.digests import compare
 from ultrascale.train.evaluate import evaluate
@@ -73,10 +75,18 @@ class Outcome:
     last_loss: float | None
 
 
-def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", ignore_memory: bool = False) -> Outcome:
+def train(
+    run: Run,
+    *,
+    allow_changes: bool = False,
+    rendezvous: str = "env://",
+    ignore_memory: bool = False,
+    leave_by: float | None = None,
+) -> Outcome:
     """Train `run`, or go on with it, in this process and those that were started beside it, which meet at `rendezvous`.
 
-    `ignore_memory`: start although the plan says that it does not fit its devices.
+    `ignore_memory`: start although the plan says that it does not fit its devices. `leave_by`: second of the wall clock by
+    which the processes must be gone, saved.
 
     Raises SpecError (the run does not fit the processes, the data or the checkpoint), DataError, CheckpointError,
     NonFiniteError, RunFolderLostError.
@@ -85,11 +95,14 @@ def train(run: Run, *, allow_changes: bool = False, rendezvous: str = "env://", 
     expect_trackers(run)
     with ExitStack() as owning:  # until the export is written too
         return _train(
-            with_absolute_paths(run), owning, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory
-        )
+            with_absolute_paths(run), owning, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory,
+            leave_by=leave_by,
+        )  # fmt: skip
 
 
-def _train(run: Run, owning: ExitStack, *, allow_changes: bool, rendezvous: str, ignore_memory: bool) -> Outcome:
+def _train(
+    run: Run, owning: ExitStack, *, allow_changes: bool, rendezvous: str, ignore_memory: bool, leave_by: float | None
+) -> Outcome:
     """The same, with the run's folder held by `owning`."""
     folder = RunFolder.of(run)
     with (
@@ -122,6 +135,7 @@ def _train(run: Run, owning: ExitStack, *, allow_changes: bool, rendezvous: str,
             leaving.enter_context(attempt(folder, ranks, signs))
         with explained_out_of_memory(run, ranks.rank, folder.path / "run.toml"):
             session = Session.start(run, ranks, folder, allow_changes=allow_changes, kernels=chosen.forms)
+        session.deadline = Deadline(leave_by, longest_seconds(folder.metrics, "perf/save_s"))
         for line in (*deterministic_line(run), *chosen.lines, *([] if fits is None else [fits])):
             session.metrics.line(line)
         leaving.callback(session.saves.saver.close)
@@ -168,6 +182,7 @@ class Session:
     """Steps done at each time that the run went back to a checkpoint."""
     loss: Loss | None = None
     """Of the run's folder."""
+    deadline: Deadline = field(default_factory=lambda: Deadline(None))
     stragglers: Stragglers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -259,7 +274,15 @@ class Session:
             self.metrics.line(told)
             self.metrics.event("straggler", step=self.trainer.steps_done, rank=straggler.rank, cause=told)
         self._after_step(result, self.performance.after_step(result, seconds))
+        self._leave_in_time(seconds)
         return result.gradients.loss
+
+    def _leave_in_time(self, seconds: float) -> None:
+        """Ask all ranks to stop if the job's time may end before another step is saved."""
+        why = self.deadline.after_step(seconds, self.save_seconds)
+        if why and not self.trainer.stop_requested and not self._is_complete():
+            self.metrics.line(f"saving and leaving after step {self.trainer.steps_done}: {why}")
+            self.trainer.request_stop()
 
     def _rewind(self, error: AnomalousStepError | CorruptStateError) -> None:
         """Go back to the newest checkpoint, if that is what is asked for and there is one; else raise `error`."""

@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--launcher", type=int)
     parser.add_argument("--allow-changes", action="store_true")
     parser.add_argument("--ignore-memory", action="store_true")
+    parser.add_argument("--leave-by", type=float)
     parser.add_argument("--profile", type=Path, help="profile --profile-steps FIRST LAST into this folder, and leave")
     parser.add_argument("--profile-steps", type=int, nargs=2)
     parser.add_argument("--speed", type=Path, help="time --speed-steps WARM TIMED into this file, and leave")
@@ -55,7 +56,7 @@ def main() -> int:
         return speed_or_explain(run, warm, steps, asked.speed, rendezvous=asked.rendezvous, failure=asked.failure)
     code = train_or_explain(
         run, allow_changes=asked.allow_changes, rendezvous=asked.rendezvous, failure=asked.failure,
-        ignore_memory=asked.ignore_memory,
+        ignore_memory=asked.ignore_memory, leave_by=asked.leave_by,
     )  # fmt: skip
     if code == 0 and asked.saved is not None and told_rank(os.environ) == 0:
         asked.saved.touch()
@@ -69,13 +70,15 @@ def train_or_explain(
     rendezvous: str = "env://",
     failure: Path | None = None,
     ignore_memory: bool = False,
+    leave_by: float | None = None,
 ) -> int:
     """Train, and return the exit code: 0 complete or stopped in order, 1 failed, 2 the description is wrong.
 
     An error meant for people is printed with its rank, and written to `failure`: it would repeat itself.
     """
     return _or_explain(
-        lambda: train(run, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory), failure
+        lambda: train(run, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory, leave_by=leave_by),
+        failure,
     )
 
 

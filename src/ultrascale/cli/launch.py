@@ -1,0 +1,213 @@
+"""`ultrascale launch`: a run as a job of a cluster."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from ultrascale.cli.measure_speed import TIMED, WARM
+from ultrascale.cli.parse import parse_with_overrides
+from ultrascale.jobs.hosts import ssh_text, torchrun_text
+from ultrascale.jobs.job import Job, job_of, ranks_per_node
+from ultrascale.jobs.kubernetes import kubernetes_text
+from ultrascale.jobs.skypilot import skypilot_text
+from ultrascale.jobs.slurm import slurm_array_text, slurm_text
+from ultrascale.jobs.submit import COMMANDS, expect_launcher, submit
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.resolve import Resolved, resolve
+from ultrascale.spec.units import format_bytes, format_seconds
+
+TEXTS = {
+    "slurm": (slurm_text, ".sbatch"), "kubernetes": (kubernetes_text, ".k8s.yaml"), "skypilot": (skypilot_text, ".sky.yaml"),
+    "torchrun": (torchrun_text, ".torchrun.sh"), "ssh": (ssh_text, ".ssh.sh"),
+}  # fmt: skip
+Launcher = Literal["slurm", "kubernetes", "skypilot", "torchrun", "ssh"]
+
+
+def launch(
+    launcher: Annotated[Launcher, tyro.conf.Positional],
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
+    /,
+    nodes: int | None = None,
+    print: bool = False,
+    submit: bool = False,
+    out: Path | None = None,
+    measure: bool = False,
+    timed: int = TIMED,
+    warm: int = WARM,
+) -> tuple[str, str, int | None, bool, bool, Path | None, bool, int, int]:
+    """Write the text that starts a run on a cluster: complete, commented, yours to edit.
+
+    Slurm's queues itself again until the run is complete; Kubernetes' starts lost pods again; SkyPilot's replaces machines.
+    What the text needs to know stands in [launch] of the run, or in flags:
+
+        ultrascale launch slurm run.toml --nodes 8 --launch.time-limit 24h --launch.slurm.partition gpu
+
+        ultrascale launch slurm run.toml --nodes 1 --measure --layout.tp 1,2,4 --submit
+
+    Args:
+        launcher: Who starts the nodes.
+        run: The run's TOML file. The job reads it again: keep it where all nodes see it.
+        nodes: How many machines.
+        print: Print the text and write nothing.
+        submit: Write it and hand it to the launcher.
+        out: File for the text. Default: the run's name with an ending, in this folder.
+        measure: Measure instead of train: an array of jobs, a cell for each combination of settings with several values.
+        timed: Steps that are timed in each cell, with --measure.
+        warm: How many before them are not, with --measure.
+    """
+    return launcher, run, nodes, print, submit, out, measure, timed, warm
+
+
+def command(arguments: list[str]) -> int:
+    """Run the verb: 0, or a SpecError with everything that is wrong, before a text is written or anything is submitted."""
+    from ultrascale.sweep.grid import split_axes
+
+    axes, words = split_axes(arguments)
+    parsed, rest = parse_with_overrides(launch, "launch", words)
+    launcher, path, nodes, only_print, to_submit, out, measuring, steps, warm = parsed
+    _expect_sense(launcher, only_print, to_submit, measuring, [axis.key for axis in axes])
+    typed = shlex.join(["ultrascale", "launch", *arguments])
+    found = resolve(path, rest, require_data=True) if not measuring else resolve(path, rest)
+    text_file = out or Path(f"{found.run.name}{'.measure' if measuring else ''}{TEXTS[launcher][1]}")
+    if measuring:
+        text = _measuring_text(path, axes, rest, found, nodes, text_file, typed, steps, warm, write=not only_print)
+    else:
+        job = _job(found, path, rest, nodes, typed)
+        text = TEXTS[launcher][0](job, text_file)
+    if only_print:
+        sys.stdout.write(text)
+        return 0
+    if to_submit:
+        expect_launcher(launcher, nodes if nodes is not None else found.launch.nodes or 1)
+    _write(text_file, text, launcher)
+    if to_submit:
+        said = submit(launcher, text_file)
+        if said:
+            sys.stdout.write(f"{said}\n")
+        return 0
+    sys.stdout.write(f"{text_file}\nnext  {shlex.join([*COMMANDS[launcher], str(text_file)])}\n")
+    return 0
+
+
+def _expect_sense(launcher: str, only_print: bool, to_submit: bool, measuring: bool, axes: Sequence[str]) -> None:
+    if only_print and to_submit:
+        raise SpecError([Problem("--print", "is given beside --submit", "Keep one of the two.")])
+    if measuring and launcher != "slurm":
+        remedy = (
+            f"`ultrascale sweep` measures on one machine; on nodes of {launcher}, `ultrascale measure speed` under torchrun."
+        )
+        raise SpecError([Problem("--measure", f"{launcher} has no arrays of jobs", remedy)])
+    if axes and not measuring:
+        rule = "has several values, and one run is trained"
+        raise SpecError([Problem(f"--{axes[0].replace('_', '-')}", rule, "Give one value, or measure all: --measure.")])
+
+
+def _job(found: Resolved, path: str, rest: Sequence[str], nodes: int | None, typed: str) -> Job:
+    """The job of a run that is trained."""
+    if Path(path).is_dir():
+        path = str(Path(path) / "run.toml")
+    settings = _without_launch(rest)
+    return job_of(
+        found.run, found.launch, file=Path(path), settings=settings, nodes=nodes, command=typed, notes=_planned(found)
+    )
+
+
+def _without_launch(rest: Sequence[str]) -> list[str]:
+    """Flags that the trainer is given too."""
+    kept: list[str] = []
+    words = list(rest)
+    while words:
+        word = words.pop(0)
+        own = [word, *([words.pop(0)] if "=" not in word and words and not words[0].startswith("--") else [])]
+        if not word.startswith("--launch."):
+            kept += own
+    return kept
+
+
+def _planned(found: Resolved) -> list[str]:
+    """What the plan says of the run on the machines that it names. Raises SpecError if they have not enough memory."""
+    run, limit = found.run, found.launch.time_limit_seconds
+    if run.cluster == "auto" or run.cluster.endswith("cpu"):
+        return ["No plan: cluster does not name the machines."]
+    from ultrascale.plan.report import plan_run
+    from ultrascale.spec.cluster import parse_cluster
+
+    cluster = parse_cluster(run.cluster)
+    if cluster.num_accelerators != run.layout.world_size:
+        rule = f"has {cluster.num_accelerators:,} accelerators, and the layout has {run.layout.world_size:,} ranks"
+        raise SpecError([Problem("cluster", rule, "Name as many, or change an axis.")])
+    plan = plan_run(run, cluster)
+    need = f"{format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)}"
+    if not plan.fits:
+        remedy = "`ultrascale plan` names layouts that fit; every node would fail at the first step."
+        raise SpecError([Problem("layout", f"does not fit: the plan needs {need} of each device", remedy)])
+    if plan.prediction is None:
+        return [f"Planned: {need} of each device."]
+    seconds = float(plan.prediction.step_seconds)
+    jobs = "" if limit is None else f", {max(1, -(-round(seconds * run.steps) // limit)):,} times the time limit or part of it"
+    whole = format_seconds(seconds * run.steps)
+    return [f"Planned: {need} of each device, {format_seconds(seconds)} a step, {whole} for all{jobs}."]
+
+
+def _measuring_text(
+    path: str, axes: Sequence, rest: Sequence[str], found: Resolved, nodes: int | None, text_file: Path, typed: str,
+    steps: int, warm: int, *, write: bool,
+) -> str:  # fmt: skip
+    """The array over all cells, whose folders are made as `ultrascale sweep` makes and reads them."""
+    from ultrascale.sweep.cells import place_of
+    from ultrascale.sweep.grid import cells
+
+    for flag, value in (("--timed", steps), ("--warm", warm)):
+        if value < 1:
+            raise SpecError([Problem(flag, f"must be at least 1, is {value}", "Leave it out for the usual number.")])
+    count = nodes if nodes is not None else found.launch.nodes
+    if count is None or count < 1:
+        raise SpecError([Problem("--nodes", "is missing: nothing says how many nodes a cell has", "Give --nodes N.")])
+    ranks = count * ranks_per_node(found.run, found.launch)
+    settings = _without_launch(rest)
+    made, _ = cells(path, axes, settings, processes=ranks)
+    folder = Path(found.run.folder) / "sweeps" / found.run.name
+    places = [place_of(folder, cell, axes, steps=steps, warm=warm) for cell in made if cell.run is not None]
+    first = replace(places[0].run, name=found.run.name)
+    listing = folder / "cells.txt"
+    words = [f"--{axis.key.replace('_', '-')}={','.join(axis.values)}" for axis in axes]
+    results = [
+        "ultrascale",
+        "sweep",
+        path,
+        "--processes",
+        str(ranks),
+        *words,
+        *settings,
+        "--steps",
+        str(steps),
+        "--warm",
+        str(warm),
+    ]
+    results += ["--list"]
+    notes = [f"{len(places)} cells, {len(made) - len(places)} refused; {steps} steps are timed after {warm}."]
+    job = job_of(first, found.launch, file=Path(path), nodes=count, command=typed, notes=notes)
+    if write:
+        for place in places:
+            place.prepare()
+        listing.write_text("".join(f"{place.path}\n" for place in places))
+    return slurm_array_text(job, text_file, listing, len(places), steps=steps, warm=warm, results=shlex.join(results))
+
+
+def _write(file: Path, text: str, launcher: str) -> None:
+    """Write a new text; one that was edited is not written over."""
+    if file.is_dir():
+        raise SpecError([Problem("--out", f"{file} is a folder", f"Name a file, such as {file / 'job'}{TEXTS[launcher][1]}.")])
+    if file.exists() and file.read_text() != text:
+        submitted = shlex.join([*COMMANDS[launcher], str(file)])
+        remedy = f"Hand it in as it is (`{submitted}`), remove it, or name another file with --out."
+        raise SpecError([Problem("--out", f"{file} is there and differs: it may have been edited", remedy)])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)

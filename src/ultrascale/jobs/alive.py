@@ -1,0 +1,46 @@
+"""Whether the ranks on this machine get on, for a liveness probe: `python -m ultrascale.jobs.alive`, exit code 0 or 1.
+
+Reads the signs of life that ranks leave for their watchdog (`ultrascale.heartbeat`), which names and kills a rank that hangs.
+This is for when the watchdog is gone or cannot: a rank whose next beat is overdue by `SLACK_SECONDS` more. Without any signs
+nothing has begun, and that is no fault: what comes before has its own time limits.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ultrascale.heartbeat import DONE, Beat, read
+from ultrascale.launch.scratch import SIGNS_PREFIX, scratch_places
+
+SLACK_SECONDS = 120.0
+"""The watchdog writes stacks first."""
+
+
+def overdue() -> list[Beat]:
+    """The last beat of each living rank here that should have given another one long ago."""
+    folders = [folder for place in scratch_places() for folder in place.glob(f"{SIGNS_PREFIX}*") if folder.is_dir()]
+    beats = [beat for folder in folders for beat in read(folder) if beat.doing != DONE and _lives(beat.pid)]
+    return [beat for beat in beats if beat.overdue > SLACK_SECONDS]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def main() -> int:
+    """Name those that are overdue."""
+    late = overdue()
+    for beat in late:
+        print(f"rank {beat.rank} has given no sign of life for {beat.overdue:.0f} s more than it may: {beat.doing}")
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Variables that every rank has, each with its reason. None that torch or NCCL set well by themselves.
+
+What stands in `launch.environment` comes last and wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ultrascale.jobs.job import Job
+from ultrascale.spec.time_limits import TORCHRUN_GRACE
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One of them."""
+
+    name: str
+    value: str
+    reason: str
+
+
+def variables(job: Job) -> list[Variable]:
+    """In the order of the text; a name only once."""
+    found = {one.name: one for one in (*_ours(job), *_given(job))}
+    return list(found.values())
+
+
+def _ours(job: Job) -> Iterator[Variable]:
+    launch = job.launch
+    yield Variable("PYTHONUNBUFFERED", "1", "Lines are in the log when they are said, also if the rank is killed next")
+    yield Variable(
+        TORCHRUN_GRACE,
+        str(job.grace),
+        f"Ranks that take longer to save and leave are killed by torchrun. They are given {job.grace_reason}",
+    )
+    if launch.network_interface is not None:
+        yield Variable(
+            "NCCL_SOCKET_IFNAME", launch.network_interface, "Where ranks meet; a guess may be a bridge or the loopback"
+        )
+        yield Variable("GLOO_SOCKET_IFNAME", launch.network_interface, "The same for gloo, which carries barriers and saves")
+    if not job.on_gpus:
+        return
+    yield Variable(
+        "PYTORCH_ALLOC_CONF", "expandable_segments:True",
+        "Freed memory is one range: tensors of many lengths leave no holes, and a full GPU does not stall in cudaFree. (Up to "
+        "torch 2.8 called PYTORCH_CUDA_ALLOC_CONF.)",
+    )  # fmt: skip
+    yield Variable("NCCL_DEBUG", "WARN", "Says which call failed and why; INFO has thousands of lines a start")
+    yield Variable(
+        "NCCL_IB_TIMEOUT", "22", "A link that flaps for seconds is waited for (4 us x 2^22 = 17 s a try) and ends nothing"
+    )
+    if launch.network_cards is not None:
+        yield Variable("NCCL_IB_HCA", launch.network_cards, "Only these cards carry the run: not those of storage")
+
+
+def _given(job: Job) -> Iterator[Variable]:
+    for text in job.launch.environment:
+        name, _, value = text.partition("=")
+        yield Variable(name, value, "launch.environment")

@@ -1,0 +1,47 @@
+"""Texts for machines without a batch system: what to run on each, and a script that does it over ssh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ultrascale.jobs.job import Job
+from ultrascale.jobs.text import exports, fill, head, quoted, setup, train_words
+from ultrascale.spec.problems import Problem, SpecError
+
+
+def torchrun_text(job: Job, file: Path) -> str:
+    """The script that every node runs, with its number and the first node's name."""
+    if job.nodes == 1:
+        usage = [f"  bash {file}"]
+    else:
+        numbers = (0, 1) if job.nodes == 2 else (0, 1, job.nodes - 1)
+        usage = [f"  bash {file} {number:<4} FIRST_HOST" for number in numbers]
+    return fill("torchrun.sh", usage="\n".join(f"# {line}" for line in usage), **_shared(job))
+
+
+def ssh_text(job: Job, file: Path) -> str:
+    """The script that starts the other one on every host. Raises SpecError if there are not as many hosts as nodes."""
+    hosts = job.launch.hosts
+    if len(hosts) != job.nodes:
+        rule = f"names {len(hosts)} hosts for {job.nodes} nodes"
+        raise SpecError([Problem("launch.hosts", rule, 'Name one for each: [launch] hosts = ["node1", "user@node2"].')])
+    inside = torchrun_text(job, file)
+    python = f"cd {quoted([Path.cwd()])} && {{ {'; '.join(job.launch.setup) or ':'}; }} >/dev/null"
+    state = f"{python} && python -m ultrascale.jobs.state {quoted([job.folder])}"
+    return fill("ssh.sh", head=head(job), text_file=file, hosts=quoted(hosts), node_script=inside,
+                folder=quoted([job.folder.absolute()]), state_words=quoted([state]))  # fmt: skip
+
+
+def _leave_by(job: Job) -> str:
+    seconds = job.launch.time_limit_seconds
+    return "" if seconds is None else f" --leave-by $(($(date +%s) + {seconds}))"
+
+
+def _shared(job: Job) -> dict[str, object]:
+    return {
+        "head": head(job), "here": quoted([Path.cwd()]), "setup": setup(job), "exports": exports(job), "nodes": job.nodes,
+        "ranks": job.ranks_per_node, "restarts": job.launch.restarts, "name": quoted([job.run.name]), "port": job.port,
+        "folder": quoted([job.folder]), "train": train_words(job) + _leave_by(job),
+        "numa": " --numa-binding node" if job.on_gpus else "",
+        "gpus_wanted": f" --gpus {job.ranks_per_node}" if job.on_gpus else "",
+    }  # fmt: skip

@@ -1,0 +1,137 @@
+"""A run as a job: how many nodes with how many ranks, for how long, and what that makes of the run's own times.
+
+Everything that can be wrong is told here, before a text is written or anything submitted.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, prod
+from pathlib import Path
+
+from ultrascale.launch.events import longest_seconds
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.launch import Launch
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.run import Run
+from ultrascale.spec.time_limits import grace_seconds
+from ultrascale.spec.units import count_of, format_seconds
+
+SAFETY = 2.0
+"""What a step and a save have taken at most, times this, is what they may take."""
+FIRST_PORT, PORTS = 20_000, 10_000
+"""Below the system's own range for outgoing connections (from 32,768)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run on so many nodes."""
+
+    run: Run
+    launch: Launch
+    file: Path
+    """The run's TOML, as the job will read it."""
+    settings: tuple[str, ...]
+    """Flags that follow it."""
+    nodes: int
+    ranks_per_node: int
+    command: str
+    """What was typed, for the text's head."""
+    notes: tuple[str, ...] = ()
+    """What the plan says, for the text's head."""
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.run.device != "cpu" and not self.run.cluster.endswith("cpu")
+
+    @property
+    def folder(self) -> Path:
+        """The run's."""
+        return Path(self.run.folder) / self.run.name
+
+    @property
+    def port(self) -> int:
+        """Where nodes meet, where no batch system numbers its jobs."""
+        return self.launch.port or FIRST_PORT + zlib.crc32(str(self.folder).encode()) % PORTS
+
+    @cached_property
+    def step_and_save_seconds(self) -> float | None:
+        """The longest of this run so far; None before it has saved for the first time."""
+        metrics = self.folder / "metrics.jsonl"
+        save = longest_seconds(metrics, "perf/save_s")
+        return save + longest_seconds(metrics, "perf/step_s") if save else None
+
+    @property
+    def grace(self) -> int:
+        """Seconds from a stop signal until the ranks are gone: what a collective that hangs takes, or more if a step and a save
+        have taken more."""
+        return ceil(max(grace_seconds(self.run), SAFETY * (self.step_and_save_seconds or 0.0)))
+
+    @property
+    def grace_reason(self) -> str:
+        """Where that number comes from."""
+        if self.step_and_save_seconds is None:
+            return f"{self.grace} s until a first save is measured; make this text again then"
+        return f"{self.grace} s: a step and a save of this run took up to {format_seconds(self.step_and_save_seconds)}"
+
+
+def job_of(
+    run: Run,
+    launch: Launch,
+    *,
+    file: Path,
+    settings: Sequence[str] = (),
+    nodes: int | None,
+    command: str,
+    notes: Sequence[str] = (),
+) -> Job:
+    """The job of `run` on `nodes` (else `launch.nodes`). Raises SpecError if they do not give its layout."""
+    asked = nodes if nodes is not None else launch.nodes
+    if asked is None:
+        raise SpecError([Problem("--nodes", "is missing: nothing says how many", "Give --nodes N, or [launch] nodes = N.")])
+    if asked < 1:
+        raise SpecError([Problem("--nodes", f"must be at least 1, is {asked}", "Give the number of machines.")])
+    ranks = ranks_per_node(run, launch)
+    problems = [*_fit(run, asked, ranks), *_time(run, launch)]
+    if problems:
+        raise SpecError(problems)
+    return Job(run, launch, file, tuple(settings), asked, ranks, command, tuple(notes))
+
+
+def ranks_per_node(run: Run, launch: Launch) -> int:
+    """Ranks of one node: what is said, or the accelerators of a node of the cluster. Raises SpecError if nobody knows."""
+    if launch.gpus_per_node is not None:
+        return launch.gpus_per_node
+    if run.cluster != "auto" and not run.cluster.endswith("cpu"):
+        return parse_cluster(run.cluster).node.num_accelerators
+    rule = f"is not given, and cluster = {run.cluster!r} does not say how many GPUs a node has"
+    raise SpecError([Problem("launch.gpus_per_node", rule, 'Give it, or name the machines: cluster = "64xh100".')])
+
+
+def _fit(run: Run, nodes: int, ranks: int) -> list[Problem]:
+    layout, have = run.layout, nodes * ranks
+    if have == layout.world_size:
+        return []
+    sizes = {key: getattr(layout, key) for key in ("dp", "tp", "cp", "pp")}
+    said = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "dp 1"
+    nodes_said = f"{count_of(nodes, 'node')} of {ranks} ranks" if ranks > 1 else count_of(nodes, "node")
+    rule = f"{nodes_said} are {count_of(have, 'rank')}, and the layout ({said}) wants {layout.world_size:,}"
+    others = prod(size for key, size in sizes.items() if key != "dp")
+    ways = []
+    if layout.world_size % ranks == 0:
+        ways.append(f"take --nodes {layout.world_size // ranks}")
+    if have % others == 0:
+        ways.append(f"set layout.dp = {have // others}")
+    remedy = " or ".join(ways) or f"change an axis: {others} ranks of tp, cp and pp do not divide {have}"
+    return [Problem("--nodes", rule, f"{remedy[0].upper()}{remedy[1:]}.")]
+
+
+def _time(run: Run, launch: Launch) -> list[Problem]:
+    limit = launch.time_limit_seconds
+    if limit is None or limit > 2 * grace_seconds(run):
+        return []
+    rule = f"{launch.time_limit} is too short to start, train and save in: saving alone is given {grace_seconds(run):.0f} s"
+    return [Problem("launch.time_limit", rule, 'Give more, such as "1h", or leave it out for the cluster\'s own.')]

@@ -1,0 +1,88 @@
+"""Texts for kubectl: a TrainJob with its runtime (Kubeflow Trainer 2), or the plain JobSet that would come of it.
+
+Both have the same JobSet inside: one Indexed Job whose pods are the nodes, each with one torchrun. Names follow from it: the
+first pod is NAME-node-0-0.NAME, where the ranks meet.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from ultrascale.jobs.environment import variables
+from ultrascale.jobs.job import Job
+from ultrascale.jobs.text import block, fill, head, no_time_limit, quoted, setup, train_words
+from ultrascale.spec.problems import Problem, SpecError
+
+LEAVING_SECONDS = 60
+"""For torchrun and the shell to end when the ranks have."""
+MAX_RESTARTS = 20
+"""Of all pods for other reasons than that the cluster wanted a node."""
+LONGEST_NAME = 40
+"""Of a label's 63 letters some are for what JobSet adds."""
+
+
+def kubernetes_text(job: Job, file: object) -> str:
+    """Everything to apply. Raises SpecError if the run names no image."""
+    asked, image = job.launch.kubernetes, job.launch.container
+    if image is None:
+        remedy = 'Build one with the repository\'s Containerfile, and name it: [launch] container = "registry/ultrascale:1".'
+        raise SpecError([Problem("launch.container", "is not given, and pods start from an image", remedy)])
+    name = object_name(job.run.name)
+    claim = asked.claim or f"{name}-run"
+    described = (
+        fill("claim.yaml", claim=claim, namespace=asked.namespace, size=_text(asked.size)) if asked.claim is None else ""
+    )
+    labels = "" if asked.queue is None else f"\n  labels:\n    kueue.x-k8s.io/queue-name: {_text(asked.queue)}"
+    depth = 2 if asked.kind == "jobset" else 6
+    return fill(
+        f"{asked.kind}.yaml", head=head(no_time_limit(job)), text_file=file,
+        name=name, namespace=asked.namespace, labels=labels, claim_text=described,
+        nodes=job.nodes, ranks=job.ranks_per_node, spec=block(_jobset_spec(job, name, claim), depth),
+    )  # fmt: skip
+
+
+def object_name(name: str) -> str:
+    """A run's name as Kubernetes takes names: lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_NAME].strip("-")
+
+
+def _jobset_spec(job: Job, name: str, claim: str) -> str:
+    asked = job.launch.kubernetes
+    limits = {"nvidia.com/gpu": job.ranks_per_node} if job.on_gpus else {}
+    if asked.network is not None:
+        resource, _, count = asked.network.partition("=")
+        limits[resource] = int(count)
+    security = (
+        "\n# Cards read and write memory that must stay where it is.\nsecurityContext:\n  capabilities:\n    add: [IPC_LOCK]"
+    )
+    return fill(
+        "jobset_spec.yaml", max_restarts=MAX_RESTARTS, nodes=job.nodes, grace=job.grace + LEAVING_SECONDS,
+        grace_reason=f"To save and leave is given {job.grace_reason}.",
+        image=_text(job.launch.container), path=_text(asked.path),
+        script=block(node_script(job, first=f"{name}-node-0-0.{name}", number="JOB_COMPLETION_INDEX"), 20),
+        env=block(_env(job), 18), claim=claim, shared_memory=_text(asked.shared_memory),
+        resources=block("limits:\n" + "\n".join(f"  {key}: {count}" for key, count in limits.items()) if limits else "{}", 18),
+        security=block(security, 16) if asked.network else "", probe='python, -m, ultrascale.jobs.alive',
+    )  # fmt: skip
+
+
+def node_script(job: Job, *, first: str, number: str) -> str:
+    """The shell of one node among several that were started together; `first` and `number`: its shell's words for where the
+    ranks meet, and which node this is."""
+    return fill(
+        "node.sh", setup=setup(job), folder=quoted([job.folder]), nodes=job.nodes, ranks=job.ranks_per_node, first=first,
+        gpus_wanted=f" --gpus {job.ranks_per_node}" if job.on_gpus else "", restarts=job.launch.restarts,
+        name=quoted([job.run.name]), port=job.port, number=number, train=train_words(job),
+        numa=" --numa-binding node" if job.on_gpus else "",
+    )  # fmt: skip
+
+
+def _env(job: Job) -> str:
+    rows = [f"# {one.reason}\n- name: {one.name}\n  value: {_text(one.value)}" for one in variables(job)]
+    return "\n".join(rows)
+
+
+def _text(value: object) -> str:
+    """A text of YAML: JSON's are."""
+    return json.dumps(str(value), ensure_ascii=False)

@@ -1,0 +1,62 @@
+"""A text for SkyPilot: a managed job, whose machines are replaced when a cloud takes them away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ultrascale.jobs.environment import variables
+from ultrascale.jobs.job import Job
+from ultrascale.jobs.kubernetes import node_script, object_name
+from ultrascale.jobs.text import block, fill, head, no_time_limit, setup
+from ultrascale.spec.cluster import parse_cluster
+from ultrascale.spec.problems import Problem, SpecError
+
+MOUNT = "/mnt/run"
+RESTARTS_ON_ERRORS = 5
+"""Of the whole job, when its own commands fail; those that a cloud takes away are not counted."""
+NAMES = {
+    "h100-sxm": "H100", "a100-40": "A100", "a100-80": "A100-80GB", "v100-16": "V100", "v100-32": "V100-32GB",
+    "a6000": "RTXA6000", "rtx-6000-ada": "RTX6000-Ada",
+}  # fmt: skip
+"""SkyPilot's, where they are not ours in capitals."""
+
+
+def skypilot_text(job: Job, file: Path) -> str:
+    """The task. Raises SpecError if nothing says which accelerator."""
+    kept = replace(job, run=replace(job.run, folder=MOUNT), settings=(*job.settings, "--folder", MOUNT))
+    bucket = job.launch.skypilot.bucket
+    name = object_name(job.run.name)
+    return fill(
+        "skypilot.yaml", head=head(no_time_limit(job)), text_file=file, name=name, nodes=job.nodes, mount=MOUNT,
+        resources="\n".join(f"  {line}" for line in _resources(job)),
+        bucket=f"name: {name}-runs" if bucket is None else f"source: {json.dumps(bucket)}",
+        env=block("\n".join(f"# {one.reason}\n{one.name}: {json.dumps(one.value)}" for one in variables(job)), 2),
+        setup=block(setup(job, default=["pip install '.[train]'  # where the folder is a checkout of ultrascale"]), 2),
+        script=block(node_script(kept, first="$first", number="SKYPILOT_NODE_RANK"), 2),
+    )  # fmt: skip
+
+
+def _resources(job: Job) -> Iterator[str]:
+    asked = job.launch.skypilot
+    if asked.infra is not None:
+        yield f"infra: {json.dumps(asked.infra)}"
+    if job.on_gpus:
+        yield f"accelerators: {json.dumps(f'{asked.accelerator or _accelerator(job)}:{job.ranks_per_node}')}"
+    if job.launch.container is not None:
+        yield f"image_id: {json.dumps(f'docker:{job.launch.container}')}"
+    yield f"use_spot: {str(asked.spot).lower()}"
+    yield "job_recovery:"
+    yield "  strategy: EAGER_NEXT_REGION  # where machines were taken away there are none for a while"
+    yield f"  max_restarts_on_errors: {RESTARTS_ON_ERRORS}"
+
+
+def _accelerator(job: Job) -> str:
+    """SkyPilot's name of the run's accelerator: H100, A100-80GB, RTX4090."""
+    if job.run.cluster == "auto":
+        remedy = 'Give SkyPilot\'s name, such as "H100" (`sky gpus list`), or name the machines: cluster = "64xh100".'
+        raise SpecError([Problem("launch.skypilot.accelerator", "is not given, and cluster = auto names none", remedy)])
+    name = parse_cluster(job.run.cluster).accelerator.kind
+    return NAMES.get(name, name.upper().replace("RTX-", "RTX"))

@@ -1,0 +1,101 @@
+"""Texts for sbatch: a run that queues itself again until it is complete, and an array that measures cells.
+
+What the job does is shell, in the template; here are its options and what depends on the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ultrascale.jobs.job import FIRST_PORT, PORTS, Job
+from ultrascale.jobs.text import comment, exports, fill, head, quoted, setup, train_words
+
+LEAVING_SECONDS = 60
+"""For torchrun and srun to end when the ranks have."""
+
+
+def slurm_text(job: Job, file: Path) -> str:
+    """The batch script of a run, to be written into `file`."""
+    return fill("slurm.sh", text_file=file, train=train_words(job), folder=quoted([job.folder]), log=_log(job, "JOBID"),
+                may_requeue=str(job.launch.slurm.requeue).lower(), restarts=job.launch.restarts,
+                gpus_wanted=f" --gpus {job.ranks_per_node}" if job.on_gpus else "",
+                numa_reason=", and binds each rank to those beside its GPU and its network card" if job.on_gpus else "",
+                on_one_node=_on_one_node(job), **_shared(job, [*_options(job), *_signal(job)]))  # fmt: skip
+
+
+def slurm_array_text(job: Job, file: Path, cells: Path, count: int, *, steps: int, warm: int, results: str) -> str:
+    """The batch script that measures `count` cells, whose folders `cells` lists; `results`: the command that shows them."""
+    more = [("Tasks at once: append %N to the numbers for at most N.", f"--array=0-{count - 1}")]
+    return fill("slurm_array.sh", text_file=file, cells=quoted([cells]), steps=steps, warm=warm, results=results,
+                **_shared(job, [*_options(job, array=True), *more]))  # fmt: skip
+
+
+def _shared(job: Job, options: list[tuple[str, str]]) -> dict[str, object]:
+    lines = [f"{comment([reason])}\n#SBATCH {option}" if reason else f"#SBATCH {option}" for reason, option in options]
+    drawn = f"$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"
+    return {
+        "head": head(job), "options": "\n".join(lines), "setup": setup(job), "exports": exports(job),
+        "ranks": job.ranks_per_node, "port": job.launch.port or drawn, "container": _container(job),
+        "numa": " --numa-binding node" if job.on_gpus else "",
+    }  # fmt: skip
+
+
+def _options(job: Job, *, array: bool = False) -> Iterator[tuple[str, str]]:
+    """Options of sbatch, each with its reason if that is not plain."""
+    asked, launch = job.launch.slurm, job.launch
+    yield "", f"--job-name={job.run.name}"
+    yield "", f"--nodes={job.nodes}"
+    yield "One task a node: torchrun, which starts the ranks.", "--ntasks-per-node=1"
+    if job.on_gpus:
+        yield "", f"--gres=gpu:{job.ranks_per_node}"
+    if asked.exclusive:
+        yield "Whole nodes: a neighbour's traffic and page cache would be in every step.", "--exclusive"
+        yield "All memory of a node; the default may be a share for each core.", "--mem=0"
+    if launch.time_limit_seconds is not None:
+        yield f"launch.time_limit = {launch.time_limit}", f"--time={_slurm_time(launch.time_limit_seconds)}"
+    given = {
+        "partition": asked.partition, "account": asked.account, "qos": asked.qos, "reservation": asked.reservation,
+        "constraint": asked.constraint,
+    }  # fmt: skip
+    yield from (("", f"--{name}={value}") for name, value in given.items() if value is not None)
+    if asked.requeue:
+        yield "Queued again when a node dies or the job is preempted, under the same number.", "--requeue"
+    yield "A job that starts again writes on in the same log.", "--open-mode=append"
+    yield "", f"--output={_log(job, '%A_%a' if array else '%j')}"
+    yield "Paths of the run are relative to this folder, which all nodes must see.", f"--chdir={Path.cwd()}"
+    yield from (("launch.slurm.options", option) for option in asked.options)
+
+
+def _signal(job: Job) -> Iterator[tuple[str, str]]:
+    lead = job.grace + LEAVING_SECONDS
+    why = f"So many seconds before the end this script is told. To save and leave is given {job.grace_reason}."
+    yield why, f"--signal=B:USR1@{lead}"
+
+
+def _slurm_time(seconds: int) -> str:
+    minutes = -(-seconds // 60)
+    return f"{minutes // 1440}-{minutes % 1440 // 60:02d}:{minutes % 60:02d}:00"
+
+
+def _log(job: Job, number: str) -> str:
+    return f"{job.run.name}-{number}.log"
+
+
+def _container(job: Job) -> str:
+    """Words between srun and what it runs."""
+    image, folder = job.launch.container, str(Path.cwd())
+    if image is None:
+        return ""
+    if job.launch.slurm.container_runtime == "pyxis":
+        mounts = ",".join(f"{one}:{one}" for one in (folder, *job.launch.mounts))
+        words = [f"--container-image={image}", f"--container-mounts={mounts}", f"--container-workdir={folder}"]
+        return f" \\\n    {quoted(words)}"
+    binds = [word for one in (folder, *job.launch.mounts) for word in ("--bind", one)]
+    gpus = ["--nv"] if job.on_gpus else []
+    return f" \\\n    {quoted(['apptainer', 'exec', *gpus, *binds, '--pwd', folder, image])}"
+
+
+def _on_one_node(job: Job) -> str:
+    """What stands before a command that needs ultrascale outside the ranks: it may be in the container alone."""
+    return "" if job.launch.container is None else f"srun --nodes=1 --ntasks=1{_container(job)} "

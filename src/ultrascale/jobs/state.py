@@ -1,0 +1,52 @@
+"""What became of a run, as a word that a job's script can ask for: `python -m ultrascale.jobs.state out/first`.
+
+    complete  0     its last step is done and saved
+    stopped   75    saved and left in order; the same command goes on
+    failed    1     anything else: begun and not ended, or never begun
+
+torchrun's own exit code does not tell the first two apart, and after a signal is an error for both.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ultrascale.launch.events import Event, event_of, read_rows
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.resolve import resolve
+
+EXIT_CODES = {"complete": 0, "stopped": 75, "failed": 1}
+"""75 is sysexits' "try again"."""
+
+
+def state_of(folder: Path) -> str:
+    """One of `EXIT_CODES`."""
+    file = folder / "events.jsonl"
+    events = [event for row in (read_rows(file) if file.is_file() else ()) if (event := event_of(row)) is not None]
+    starts = [number for number, event in enumerate(events) if event.kind == "start"]
+    if not starts:
+        return "failed"
+    if _has_all(events[starts[-1]], folder):
+        return "complete"
+    kinds = [event.kind for event in events[starts[-1] :]]
+    return {"end": "complete", "stop": "stopped"}.get(kinds[-1], "failed")
+
+
+def _has_all(start: Event, folder: Path) -> bool:
+    """Whether all steps were done when it last started."""
+    try:
+        return start.step is not None and start.step >= resolve(folder).run.steps
+    except SpecError:
+        return False
+
+
+def main(arguments: list[str]) -> int:
+    """Print the state of the run in the folder that is named, and return its exit code."""
+    state = state_of(Path(arguments[0]))
+    print(state)
+    return EXIT_CODES[state]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""Templates of the package, filled in: `@{name}` stands for a value, and `@@` for an @, which shell and YAML seldom need."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from string import Template
+from textwrap import indent, wrap
+
+from ultrascale.jobs.environment import variables
+from ultrascale.jobs.job import Job
+from ultrascale.spec.units import count_of
+
+TEMPLATES = Path(__file__).parent / "templates"
+WIDTH = 124
+
+
+class _Text(Template):
+    delimiter = "@"
+
+
+def fill(template: str, /, **values: object) -> str:
+    """The template of this name with all `values`; lines that came out as blanks only are left empty."""
+    text = _Text((TEMPLATES / template).read_text(encoding="utf-8")).substitute(values)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def quoted(words: Iterable[object]) -> str:
+    """Words for a shell."""
+    return " ".join(shlex.quote(str(word)) for word in words)
+
+
+def comment(lines: Sequence[str]) -> str:
+    """Lines of a comment."""
+    return "\n".join(f"# {part}".rstrip() for line in lines for part in wrap(line, WIDTH) or [""])
+
+
+def exports(job: Job) -> str:
+    """The variables as shell, each below its reason."""
+    return "\n".join(f"{comment([one.reason])}\nexport {one.name}={shlex.quote(one.value)}" for one in variables(job))
+
+
+def head(job: Job) -> str:
+    """What is trained, on what, and what the plan says of it, as a comment."""
+    ranks = count_of(job.ranks_per_node, "GPU" if job.on_gpus else "process")
+    first = f"{job.run.name}: {count_of(job.run.steps, 'step')} on {count_of(job.nodes, 'node')} of {ranks}"
+    return comment([first, f"Made by: {job.command}", "Edit it as you like: nothing reads it but the launcher.", *job.notes])
+
+
+def setup(job: Job, *, default: Sequence[str] = ()) -> str:
+    """Lines of shell before anything else."""
+    return "\n".join(job.launch.setup or default) or ": # launch.setup is empty: python must have ultrascale already"
+
+
+def train_words(job: Job) -> str:
+    """The command of one rank behind torchrun's own words."""
+    return quoted(["-m", "ultrascale", "train", job.file, *job.settings])
+
+
+def no_time_limit(job: Job) -> Job:
+    """`job` with a note, for launchers that end nothing by the clock."""
+    if job.launch.time_limit is None:
+        return job
+    note = f"launch.time_limit = {job.launch.time_limit} is of no effect: nothing here ends by the clock."
+    return replace(job, notes=(*job.notes, note))
+
+
+def block(text: str, spaces: int) -> str:
+    """Text inside a block of YAML, so far to the right; the first line stands where the template has it."""
+    return indent(text.rstrip("\n"), " " * spaces).lstrip(" ")

@@ -1,0 +1,112 @@
+"""What nodes run without a batch system, on two that are this machine: over a stand-in for ssh, and as pods are started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from jobs.slurm_here import wait_until
+from train.small_runs import curve, make_corpus, same, small_run, state, train_ranks
+
+from ultrascale.cli.main import main
+from ultrascale.jobs.job import job_of
+from ultrascale.jobs.kubernetes import node_script
+from ultrascale.spec.layout import Layout
+from ultrascale.spec.resolve import resolve, to_toml
+from ultrascale.spec.run import Checkpoint, Run
+
+STEPS = 140
+
+SSH = """#!/bin/sh
+# Takes options, a host and a command, as ssh does, and runs the command here. Says that host `gone` cannot be reached.
+while [ "${1#-}" != "$1" ]; do shift 2; done
+[ "$1" = gone ] && exit 255
+shift
+exec bash -c "$*"
+"""
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch) -> Run:
+    """A run on two nodes of one rank, in the current folder as two.toml."""
+    make_corpus(tmp_path / "tokens")
+    run = small_run(tmp_path, name="two", steps=STEPS, layout=Layout(dp=2, zero_stage=3, micro_batch_size=2))
+    run = replace(run, checkpoint=Checkpoint(every_steps=20, keep=2, export=False))
+    section = '[launch]\nnodes = 2\ngpus_per_node = 1\nenvironment = ["GLOO_SOCKET_IFNAME=lo", "OMP_NUM_THREADS=1"]\n'
+    (tmp_path / "two.toml").write_text(to_toml(run) + section)
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return run
+
+
+def rows(run: Run) -> int:
+    path = Path(run.folder) / run.name / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def expect_calm_bits(run: Run) -> None:
+    calm = replace(run, name="calm")
+    train_ranks(calm)
+    assert curve(run) == curve(calm) and same(state(run), state(calm))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_two_hosts_over_ssh_train_one_run_and_a_stop_reaches_both(two):
+    assert main(["launch", "ssh", "two.toml", "--launch.hosts", "localhost,user@127.0.0.1"]) == 0
+    with open("said.txt", "w") as said:
+        started = subprocess.Popen(["bash", "two.ssh.sh"], stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+    wait_until(lambda: rows(two) >= 10 or started.poll() is not None, "ten steps")
+    started.send_signal(signal.SIGTERM)
+    code = started.wait(120)
+    said = Path("said.txt").read_text()
+    assert code == 0 and said.rstrip().endswith("all have left: stopped"), said
+    assert 10 <= rows(two) < STEPS
+    done = subprocess.run(["bash", "two.ssh.sh"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "all have left: complete"), done.stdout
+    expect_calm_bits(two)
+
+
+@pytest.mark.timeout(300)
+def test_a_host_that_cannot_be_reached_ends_the_others_with_exit_code_1(two):
+    assert main(["launch", "ssh", "two.toml", "--launch.hosts", "localhost,gone"]) == 0
+    started = time.monotonic()
+    done = subprocess.run(["bash", "two.ssh.sh"], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "all have left: failed"), done.stdout + done.stderr
+    assert time.monotonic() - started < 120 and rows(two) == 0
+
+
+@pytest.mark.timeout(900)
+def test_a_pod_that_is_asked_to_leave_saves_and_does_not_end_like_one_whose_run_is_complete(two):
+    found = resolve("two.toml")
+    job = job_of(found.run, found.launch, file=Path("two.toml"), nodes=2, command="")
+    script = node_script(job, first="127.0.0.1", number="JOB_COMPLETION_INDEX")
+    pods = start_pods(script)
+    wait_until(lambda: rows(two) >= 10 or any(pod.poll() is not None for pod in pods), "ten steps")
+    for pod in pods:
+        pod.terminate()
+    assert [pod.wait(120) for pod in pods] == [75, 75], [Path(f"pod-{number}.txt").read_text() for number in (0, 1)]
+    assert 10 <= rows(two) < STEPS
+    assert [pod.wait(200) for pod in start_pods(script)] == [0, 0]
+    events = [json.loads(row)["event"] for row in (Path("two") / "events.jsonl").read_text().splitlines()]
+    assert (events.count("stop"), events.count("end"), events.count("failure")) == (1, 1, 0)
+    expect_calm_bits(two)
+
+
+def start_pods(script: str) -> list[subprocess.Popen[bytes]]:
+    given = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
+    pods = []
+    for number in range(2):
+        with open(f"pod-{number}.txt", "a") as said:
+            words, own = ["bash", "-c", script], given | {"JOB_COMPLETION_INDEX": str(number)}
+            pods.append(subprocess.Popen(words, env=own, stdout=said, stderr=subprocess.STDOUT, start_new_session=True))
+    return pods

@@ -1,0 +1,346 @@
+"""Texts of `ultrascale launch`: whole, read by the shell and by the schemas of launchers; and what is refused before that."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tidy.sources import ROOT
+
+from ultrascale.cli.main import main
+from ultrascale.jobs import alive, job, state
+from ultrascale.spec.launch import Kubernetes, Launch, SkyPilot, Slurm
+from ultrascale.spec.resolve import resolve, to_toml
+from ultrascale.spec.units import UnitError, parse_seconds
+
+RUN = """
+name = "big"
+cluster = "64xh100"
+steps = 20_000
+[model]
+preset = "llama-3-8b"
+[layout]
+dp = 64
+dp_shard = 32
+zero_stage = 2
+precision = "bf16"
+[batch]
+sequence_length = 8192
+sequences_per_batch = 512
+[data]
+sources = ["data/web"]
+[launch]
+container = "registry.example.com/ultrascale:1"
+environment = ["NCCL_DEBUG=INFO", "WORDS=a 'quoted' $text"]
+"""
+EVERY = ("slurm", "kubernetes", "skypilot", "torchrun")
+SHELLS = ("slurm", "torchrun")
+
+
+@pytest.fixture(autouse=True)
+def there(tmp_path, monkeypatch) -> Path:
+    """A folder with a run for 8 nodes of 8 GPUs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path
+
+
+def text(capsys, launcher: str, *words: str) -> str:
+    assert main(["launch", launcher, "run.toml", "--nodes", "8", "--print", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words: str) -> str:
+    assert main(["launch", *words]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    return told.err
+
+
+@pytest.mark.parametrize("launcher", EVERY)
+def test_a_text_is_whole_and_says_what_it_starts_and_what_the_plan_says(launcher, capsys):
+    told = text(capsys, launcher)
+    assert not re.search(r"@\{|@@", told) and "# big: 20,000 steps on 8 nodes of 8 GPUs\n" in told
+    assert re.search(r"# Planned: [\d.]+ GiB of 79.6 GiB of each device, [\d.]+ s a step, 1d\d\dh for all", told)
+    assert "--nproc-per-node 8" in told and "-m ultrascale train run.toml" in told
+    assert "NCCL_DEBUG" in told and "INFO" in told and "WARN" not in told  # what is given wins
+
+
+@pytest.mark.parametrize("launcher", SHELLS)
+def test_the_shell_reads_its_texts(launcher, capsys):
+    told = text(capsys, launcher)
+    assert subprocess.run(["bash", "-n"], input=told, text=True, capture_output=True).stderr == ""
+
+
+def test_the_shell_reads_the_text_for_ssh_and_the_one_inside_it(capsys):
+    hosts = ",".join(f"user@h{number}" for number in range(8))
+    told = text(capsys, "ssh", "--launch.hosts", hosts)
+    inside = told.split("END_OF_NODE_SCRIPT'\n")[1].split("END_OF_NODE_SCRIPT\n")[0]
+    for one in (told, inside):
+        assert subprocess.run(["bash", "-n"], input=one, text=True, capture_output=True).stderr == ""
+
+
+def test_variables_reach_the_shell_as_they_were_given(capsys):
+    told = text(capsys, "torchrun")
+    exported = "\n".join(line for line in told.splitlines() if line.startswith("export ") and "nproc" not in line)
+    done = subprocess.run(["bash", "-c", f'{exported}\nprintf %s "$WORDS"'], capture_output=True, text=True)
+    assert done.stdout == "a 'quoted' $text"
+
+
+def test_each_setting_of_slurm_is_in_the_text(capsys):
+    told = text(
+        capsys, "slurm", "--launch.slurm.partition=gpu", "--launch.slurm.account=lab", "--launch.slurm.qos=high",
+        "--launch.slurm.reservation=r1", "--launch.slurm.constraint=ib", "--launch.slurm.options=--switches=1",
+        "--launch.time-limit=1d12h", "--launch.network-interface=bond0", "--launch.network-cards=mlx5", "--launch.port=5000",
+        "--launch.restarts=7", "--launch.mounts=/data",
+    )  # fmt: skip
+    wanted = [f"#SBATCH --{one}" for one in ("partition=gpu", "account=lab", "qos=high", "reservation=r1", "constraint=ib",
+              "switches=1", "time=1-12:00:00", "exclusive", "mem=0", "requeue", "gres=gpu:8", "nodes=8", "signal=B:USR1@180",
+              "open-mode=append", "ntasks-per-node=1")]  # fmt: skip
+    assert [one for one in wanted if f"{one}\n" not in told] == []
+    wanted = ["NCCL_SOCKET_IFNAME=bond0", "GLOO_SOCKET_IFNAME=bond0", "NCCL_IB_HCA=mlx5", ":5000", "--max-restarts 7",
+              "--container-image=registry.example.com/ultrascale:1", ",/data:/data", "--leave-by", "--gpus 8",
+              "--numa-binding node", "doctor", "expandable_segments:True"]  # fmt: skip
+    assert [one for one in wanted if one not in told] == []
+
+
+def test_apptainer_and_no_container(capsys):
+    with_it = text(capsys, "slurm", "--launch.slurm.container-runtime", "apptainer")
+    assert "apptainer exec --nv --bind" in with_it and "--container-image" not in with_it
+    assert not re.search("apptainer exec|--container", text(capsys, "slurm", "--launch.container", "none"))
+
+
+def test_a_job_on_processors_asks_for_no_gpus(capsys):
+    words = ["--cluster", "auto", "--device", "cpu", "--launch.gpus-per-node", "8"]
+    told = text(capsys, "slurm", *words)
+    assert not re.search(r"gres|NCCL_IB|ALLOC_CONF|numa|--gpus", told)
+
+
+def documents(told: str) -> list[dict[str, Any]]:
+    yaml = pytest.importorskip("yaml")
+    return list(yaml.safe_load_all(told))
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_kubernetes_text_is_what_the_published_schemas_allow_and_nothing_of_it_is_unknown_to_them(kind, capsys):
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed: no schemas")
+    kinds = {
+        "PersistentVolumeClaim": None, "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+        "TrainJob": models.TrainerV1alpha1TrainJob, "JobSet": models.JobsetV1alpha2JobSet,
+    }  # fmt: skip
+    options = ["--launch.kubernetes.kind", kind, "--launch.kubernetes.queue", "q", "--launch.kubernetes.network", "rdma/hca=8"]
+    found = documents(text(capsys, "kubernetes", *options))
+    expected = {
+        "trainjob": ["PersistentVolumeClaim", "TrainingRuntime", "TrainJob"],
+        "jobset": ["PersistentVolumeClaim", "JobSet"],
+    }
+    assert [one["kind"] for one in found] == expected[kind]
+    for one in found:
+        model = kinds[one["kind"]]
+        if model is not None:
+            assert unlike(one, json.loads(model.from_dict(one).to_json())) == []
+
+
+def test_the_schemas_see_a_planted_mistake(capsys):
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed: no schemas")
+    one = documents(text(capsys, "kubernetes"))[1]
+    job_spec = one["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job_spec["template"]["spec"]["terminationGraceSeconds"] = 5  # no such key
+    assert unlike(one, json.loads(models.TrainerV1alpha1TrainingRuntime.from_dict(one).to_json())) != []
+    job_spec["completions"] = "eight"
+    with pytest.raises(ValueError):
+        models.TrainerV1alpha1TrainingRuntime.from_dict(one)
+
+
+def unlike(given: Any, read: Any, at: str = "") -> list[str]:
+    """Keys of `given` that a schema did not know, or read as something else."""
+    if isinstance(given, dict):
+        if not isinstance(read, dict):
+            return [at]
+        return [bad for key, value in given.items() for bad in unlike(value, read.get(key), f"{at}.{key}")]
+    if isinstance(given, list):
+        return [bad for number, value in enumerate(given) for bad in unlike(value, read[number], f"{at}[{number}]")]
+    return [] if given == read else [f"{at}: {given!r} became {read!r}"]
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_pods_have_shared_memory_a_probe_time_to_leave_and_the_volume(kind, capsys):
+    found = documents(text(capsys, "kubernetes", "--launch.kubernetes.kind", kind, "--launch.kubernetes.claim", "mine"))
+    spec = found[0]["spec"]["template"]["spec"] if kind == "trainjob" else found[0]["spec"]
+    pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["terminationGracePeriodSeconds"] == 180 and container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container["livenessProbe"]["exec"]["command"] == ["python", "-m", "ultrascale.jobs.alive"]
+    assert {one["mountPath"] for one in container["volumeMounts"]} == {"/mnt/run", "/dev/shm"}
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "mine"}
+    assert pod["volumes"][1]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+    assert subprocess.run(["bash", "-n"], input=container["command"][2], text=True, capture_output=True).stderr == ""
+    assert {one["name"]: one["value"] for one in container["env"]}["WORDS"] == "a 'quoted' $text"
+
+
+def test_skypilot_reads_its_task(tmp_path, capsys):
+    sky = pytest.importorskip("sky", reason="skypilot is not installed (450 MB): its own parser does not read the text here")
+    file = tmp_path / "task.yaml"
+    file.write_text(text(capsys, "skypilot", "--launch.skypilot.infra", "aws"))
+    task = sky.Task.from_yaml(str(file))
+    assert (task.num_nodes, next(iter(task.resources)).use_spot) == (8, True)
+
+
+def test_a_skypilot_task_recovers_spot_machines_and_keeps_runs_in_a_bucket_with_a_disk_before_it(capsys):
+    (task,) = documents(text(capsys, "skypilot", "--launch.skypilot.bucket", "s3://mine"))
+    resources = task["resources"]
+    assert (task["num_nodes"], resources["accelerators"], resources["use_spot"]) == (8, "H100:8", True)
+    assert resources["job_recovery"]["strategy"] == "EAGER_NEXT_REGION"
+    assert task["file_mounts"] == {"/mnt/run": {"source": "s3://mine", "mode": "MOUNT_CACHED"}}
+    assert "--folder /mnt/run" in task["run"] and "ultrascale.jobs.state /mnt/run/big" in task["run"]
+
+
+WRONG = {
+    "nodes that do not give the layout": (
+        ["slurm", "run.toml", "--nodes", "4"],
+        "4 nodes of 8 ranks are 32 ranks",
+        "--nodes 8",
+    ),
+    "no nodes": (["slurm", "run.toml"], "is missing: nothing says how many", "--nodes N"),
+    "zero nodes": (["slurm", "run.toml", "--nodes", "0"], "must be at least 1", "number of machines"),
+    "GPUs per node unknown": (["slurm", "run.toml", "--nodes", "8", "--cluster", "auto"], "launch.gpus_per_node", "64xh100"),
+    "a time without a unit": (["slurm", "run.toml", "--nodes", "8", "--launch.time-limit", "24"], "has no unit", '"24h"'),
+    "too short a time": (["slurm", "run.toml", "--nodes", "8", "--launch.time-limit", "2m"], "too short", '"1h"'),
+    "no image": (["kubernetes", "run.toml", "--nodes", "8", "--launch.container", "none"], "pods start from", "Containerfile"),
+    "hosts of another number": (["ssh", "run.toml", "--nodes", "8", "--launch.hosts", "a,b"], "names 2 hosts", "one for each"),
+    "an odd host": (["ssh", "run.toml", "--nodes", "8", "--launch.hosts", "a;b"], "names no host", "USER@HOST"),
+    "an odd variable": (["slurm", "run.toml", "--nodes", "8", "--launch.environment", "A B"], "sets no variable", "NAME=VALUE"),
+    "several values": (["slurm", "run.toml", "--nodes", "8", "--layout.tp", "1,2"], "one run is trained", "--measure"),
+    "arrays elsewhere": (["ssh", "run.toml", "--nodes", "8", "--measure"], "no arrays", "ultrascale sweep"),
+    "both ways": (["slurm", "run.toml", "--nodes", "8", "--print", "--submit"], "beside --submit", "one of the two"),
+    "more memory than there is": (
+        ["slurm", "run.toml", "--nodes", "8", "--layout.micro-batch-size", "8"],
+        "does not fit",
+        "plan",
+    ),
+    "a section that is none": (
+        ["slurm", "run.toml", "--nodes", "8", "--launch.slurm.partitoin", "x"],
+        "is not a key",
+        "partition",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_told_in_a_sentence_before_anything_is_written(case, there, capsys):
+    words, rule, remedy = WRONG[case]
+    told = refused(capsys, *words)
+    assert rule in told and remedy in told and os.listdir(there) == ["run.toml"]
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "kubernetes", "skypilot", "ssh"])
+def test_a_launcher_that_is_not_installed_is_named_and_nothing_is_written(launcher, there, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    hosts = ["--launch.hosts", ",".join(f"h{number}" for number in range(8))] if launcher == "ssh" else []
+    told = refused(capsys, launcher, "run.toml", "--nodes", "8", "--submit", *hosts)
+    assert "is not installed here" in told and os.listdir(there) == ["run.toml"]
+
+
+def test_a_text_that_was_edited_is_not_written_over(there, capsys):
+    words = ["launch", "slurm", "run.toml", "--nodes", "8"]
+    assert main(words) == 0 and main(words) == 0  # the same text may be written again
+    file = there / "big.sbatch"
+    file.write_text(file.read_text() + "# mine\n")
+    assert "it may have been edited" in (capsys.readouterr(), refused(capsys, *words[1:]))[1]
+    assert file.read_text().endswith("# mine\n")
+
+
+def test_what_the_launcher_says_when_it_refuses_is_passed_on(there, capsys, monkeypatch):
+    (there / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Invalid partition' >&2\nexit 1\n")
+    (there / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{there}:{os.environ['PATH']}")
+    assert main(["launch", "slurm", "run.toml", "--nodes", "8", "--submit"]) == 1
+    assert "refused it: sbatch: error: Invalid partition" in capsys.readouterr().err
+
+
+def test_how_a_run_is_launched_is_no_part_of_what_is_trained():
+    found = resolve("run.toml", ["--launch.time-limit", "24h"])
+    plain = resolve("run.toml", [])
+    assert found.launch.time_limit_seconds == 86400 and found.launch.container == "registry.example.com/ultrascale:1"
+    assert found.run == plain.run and "launch" not in to_toml(found.run)
+    assert resolve(None, {"model.preset": "tiny-llama"}).launch == Launch(
+        slurm=Slurm(), kubernetes=Kubernetes(), skypilot=SkyPilot()
+    )
+
+
+@pytest.mark.parametrize(
+    "written, seconds", [("24h", 86400), ("1d12h", 129600), ("90m", 5400), ("1h 30min", 5400), ("45s", 45)]
+)
+def test_times_have_units(written, seconds):
+    assert parse_seconds(written) == seconds
+
+
+@pytest.mark.parametrize("written", ["24", "", "h", "24 hours ago", "1-12:00:00", "0h", "1.5h", "-1h"])
+def test_what_is_no_time_with_a_unit_is_refused(written):
+    with pytest.raises(UnitError, match="a time with units"):
+        parse_seconds(written)
+
+
+def test_time_to_leave_follows_from_what_steps_and_saves_of_the_run_took(there):
+    found = resolve("run.toml", [])
+    one = job.job_of(found.run, found.launch, file=Path("run.toml"), nodes=8, command="")
+    assert (one.grace, one.step_and_save_seconds) == (120, None)
+    one.folder.mkdir(parents=True)
+    (one.folder / "metrics.jsonl").write_text('{"perf/step_s": 10.0, "perf/save_s": 90.5}\n{"perf/step_s": 12.0}\nnonsense\n')
+    again = job.job_of(found.run, found.launch, file=Path("run.toml"), nodes=8, command="")
+    assert again.grace == 205 and "took up to 1m42s" in again.grace_reason
+
+
+STATES = {
+    "never begun": ([], "failed"),
+    "ended": (["start", "stepped", "end"], "complete"),
+    "stopped": (["start", "stepped", "stop"], "stopped"),
+    "failed": (["start", "stepped", "failure"], "failed"),
+    "cut off": (["start", "stepped"], "failed"),
+    "ended after a stop": (["start", "stop", "start", "end"], "complete"),
+    "stopped after an end with fewer steps": (["start", "end", "start", "stop"], "stopped"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_the_state_of_a_run_is_that_of_its_last_start(case, there):
+    kinds, expected = STATES[case]
+    rows = [{"event": kind, "step": 3, "time": 1.0} for kind in kinds]
+    (there / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "torn {")
+    assert state.state_of(there) == expected
+    told = subprocess.run([sys.executable, "-m", "ultrascale.jobs.state", str(there)], capture_output=True, text=True)
+    assert (told.stdout.strip(), told.returncode) == (expected, state.EXIT_CODES[expected])
+
+
+def test_a_rank_that_gives_no_signs_for_long_is_not_alive_and_one_that_is_gone_is_no_matter(there, monkeypatch, capsys):
+    from ultrascale import heartbeat
+
+    monkeypatch.setattr(alive, "scratch_places", lambda: [there])
+    folder = there / "ultrascale-signs-x"
+    folder.mkdir()
+    assert alive.main() == 0
+    heart = heartbeat.Heart(folder, 3, hang_seconds=1.0)
+    heart.steps_done = heart.started_at = 5
+    monkeypatch.setattr(heartbeat, "START_SECONDS", 0.0)
+    heart.beat("forward")
+    assert alive.main() == 0
+    monkeypatch.setattr(alive, "SLACK_SECONDS", -2.0)
+    assert alive.main() == 1 and "rank 3 has given no sign of life" in capsys.readouterr().out
+    monkeypatch.setattr(alive, "_lives", lambda pid: False)
+    assert alive.main() == 0
+
+
+def test_the_image_is_built_from_what_is_in_the_repository_and_the_package_index_alone():
+    lines = [line for line in (ROOT / "Containerfile").read_text().splitlines() if line and not line.startswith("#")]
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert copied and [name for name in copied if not (ROOT / name).exists()] == []
+    ran = [line for line in lines if line.startswith("RUN")]
+    assert len(ran) == 1 and "pip install" in ran[0] and not re.search(r"apt|curl|wget|git |ADD ", "\n".join(lines))
