@@ -22,9 +22,10 @@ from ultrascale.cli.plan_conflicts import refuse_conflicts, refuse_imbalance, re
 from ultrascale.page.controls import words_of
 from ultrascale.page.shown import Planned, answer
 from ultrascale.plan.report import has_rates, plan_run, workload_of
+from ultrascale.spec.cluster import Cluster
 from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.resolve import resolve
-from ultrascale.spec.stack import with_optimizer
+from ultrascale.spec.stack import Stack, with_optimizer
 from ultrascale.spec.stack_files import changed_stack
 
 KEPT = 8
@@ -102,7 +103,12 @@ def planned(words: list[str]) -> Planned:
     own = [word for word in words if word != "--explain"]
     has_file = any(Path(word.removeprefix("--model=")).is_file() for word in own)  # dropped: the next has the same name
     found = _planned(own) if has_file else _kept(tuple(own))
-    if found.explanation is None or len(own) == len(words):
+    return found if len(own) == len(words) else explained(found)
+
+
+def explained(found: Planned) -> Planned:
+    """`found` with what --explain adds, of a search."""
+    if found.explanation is None:
         return found
     return replace(found, json=found.json | {"search": found.json["search"] | {"explanation": found.explanation()}})
 
@@ -119,20 +125,37 @@ def _planned(words: list[str]) -> Planned:
     if parsed["optimizer"] is not None:
         stack = with_optimizer(stack, parsed["optimizer"])
     refuse_conflicts(parsed, words)
+    return planned_of(parsed, rest, stack)
+
+
+def planned_of(parsed: dict[str, Any], rest: list[str], stack: Stack) -> Planned:
+    """The same of words that have been read, as `cli.plan` reads them."""
+    parsed = dict(parsed)
     tokens = verb.num_tokens(parsed["tokens"])
     if parsed["run"] is not None:
         return _of_run(parsed, rest, stack, tokens)
     cluster = verb._machines(parsed, rest)
     refuse_precision(parsed, cluster)
-    if parsed["precision"] is None and "bf16" not in cluster.accelerator.peak_flops and "fp16" in cluster.accelerator.peak_flops:
+    has = cluster.accelerator.peak_flops
+    if parsed["precision"] is None and "fp16" in has and "bf16" not in has:
         parsed["precision"] = "fp16"
     if not has_rates(cluster.accelerator, parsed["precision"] or "bf16"):
         rule = f"{cluster.name} has rates that are measured at run time, and the page draws times"
-        raise SpecError([Problem("machine", rule, "Name an accelerator such as h100, or use `ultrascale plan`.")])
+        raise SpecError([Problem("gpus", rule, "Name accelerators such as 8xh100, or leave --html out.")])
     return _searched(parsed, rest, cluster, stack, tokens)
 
 
-def _of_run(parsed: dict[str, Any], rest: list[str], stack: Any, tokens: int | None) -> Planned:
+def write_html(path: str, parsed: dict[str, Any], rest: list[str], arguments: list[str], stack: Stack) -> None:
+    """The plan of these words as one file that needs nothing else."""
+    from ultrascale.page.one_file import one_file
+
+    found = planned_of(parsed, rest, stack)
+    if parsed["explain"]:
+        found = explained(found)
+    Path(path).write_text(one_file(answer(found, arguments)), encoding="utf-8")
+
+
+def _of_run(parsed: dict[str, Any], rest: list[str], stack: Stack, tokens: int | None) -> Planned:
     """The one layout of a run's file."""
     run = resolve(parsed["run"], [*verb._overrides(parsed, {}), *rest]).run
     if parsed["gpus"] is not None:
@@ -143,7 +166,7 @@ def _of_run(parsed: dict[str, Any], rest: list[str], stack: Any, tokens: int | N
     return Planned(chosen, verb._as_json(chosen, [chosen]), conditions=verb.conditions(parsed), tokens=tokens)
 
 
-def _searched(parsed: dict[str, Any], rest: list[str], cluster: Any, stack: Any, tokens: int | None) -> Planned:
+def _searched(parsed: dict[str, Any], rest: list[str], cluster: Cluster, stack: Stack, tokens: int | None) -> Planned:
     """The best of all layouts."""
     from ultrascale.cli import plan_search as found
 

@@ -60,6 +60,7 @@ def plan(
     print_flags: bool = False,
     svg: str | None = None,
     perfetto: str | None = None,
+    html: str | None = None,
     tokens: str | None = None,
     save: str | None = None,
     json: bool = False,
@@ -109,6 +110,7 @@ def plan(
         print_flags: Print the plan as the trainer's own settings, and nothing else.
         svg: Draw the pipeline of the step into this file.
         perfetto: Write the predicted step as a trace for ui.perfetto.dev into this file.
+        html: Write the plan, drawn, into this one file, to look at in a browser or to mail.
         tokens: Say how long training on so many takes and what it costs, such as 15T.
         save: Write the run that is explained to this TOML file, for `check` and `train`.
         json: Print one JSON object.
@@ -130,6 +132,10 @@ def command(arguments: list[str]) -> int:
     if parsed["optimizer"] is not None:
         stack = with_optimizer(stack, parsed["optimizer"])
     refuse_conflicts(parsed, arguments)
+    if parsed["html"] is not None:
+        from ultrascale.cli.page import write_html
+
+        write_html(parsed["html"], parsed, rest, arguments, stack)
     if parsed["run"] is not None:
         return _one(parsed, rest, arguments, stack)
     cluster = _machines(parsed, rest)

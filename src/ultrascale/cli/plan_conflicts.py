@@ -110,7 +110,7 @@ def _conditions(parsed: dict[str, Any]) -> list[Problem]:
 def _files(parsed: dict[str, Any]) -> list[Problem]:
     """Files that are there already, unless they are pictures or traces, which can be drawn again; and folders that are not."""
     found = []
-    for name, drawn in (("save", None), ("svg", ".svg"), ("perfetto", ".json")):
+    for name, drawn in (("save", None), ("svg", ".svg"), ("perfetto", ".json"), ("html", ".html")):
         if parsed[name] is None:
             continue
         path = Path(parsed[name])

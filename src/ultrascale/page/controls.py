@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ultrascale.spec.cluster import MOST
 from ultrascale.spec.layout import RANGES, SCHEDULES
 from ultrascale.spec.machines import USUAL_NODE
 from ultrascale.spec.model_presets import PRESETS
@@ -43,21 +44,21 @@ class Control:
     group: str = "Question"
 
 
-_AXIS = f"1 to {RANGES['tp'][1]:,}, or several: 4,8; empty: searched"
+_AXIS = f"1 to {RANGES['tp'][1]:,}, or 4,8; empty: any"
 CONTROLS = (
     Control("model", "Model", "preset", "a preset; or drop a config.json below", "llama-3-8b", tuple(sorted(PRESETS))),
-    Control("count", "Devices", "accelerators", "1 to 131,072", "64", slider=(0, 14)),
+    Control("count", "Devices", "accelerators", f"1 to {MOST:,}", "64", slider=(0, 14)),
     Control("machine", "Machine", "accelerator", "of the catalogue", "h100-sxm", tuple(sorted(USUAL_NODE))),
     Control("seq_len", "Sequence length", "tokens", "1 to what the model has positions for", "8192", slider=(9, 17)),
     Control("tokens_per_batch", "Global batch", "tokens", "such as 4M or 512k; empty: a micro-batch a device", "4M"),
-    Control("zero_stage", "ZeRO stage", "stage", "0 to 3; empty: searched", choices=("0", "1", "2", "3"), group="Layout"),
+    Control("zero_stage", "ZeRO stage", "stage", "0 to 3; empty: any", choices=("0", "1", "2", "3"), group="Layout"),
     Control("tp", "Tensor parallelism", "ranks", _AXIS, group="Layout"),
     Control("cp", "Context parallelism", "ranks", _AXIS, group="Layout"),
     Control("pp", "Pipeline parallelism", "ranks", _AXIS, group="Layout"),
     Control("ep", "Expert parallelism", "ranks", _AXIS, group="Layout"),
-    Control("schedule", "Pipeline schedule", "name", "empty: searched", choices=tuple(SCHEDULES), group="Layout"),
-    Control("micro_batch_size", "Micro-batch", "sequences", "1 to 1,000,000; empty: searched", group="Layout"),
-    Control("recompute", "Recomputation", "activations", "empty: searched", choices=("none", "selective", "full"), group="Layout"),
+    Control("schedule", "Pipeline schedule", "name", "empty: any", choices=tuple(SCHEDULES), group="Layout"),
+    Control("micro_batch_size", "Micro-batch", "sequences", f"1 to {RANGES['tp'][1]:,}; empty: any", group="Layout"),
+    Control("recompute", "Recomputation", "activations", "empty: any", choices=("none", "selective", "full"), group="Layout"),
     Control("precision", "Precision", "dtype", "empty: bf16 where there is bf16", group="Trainer",
             choices=("fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
     Control("optimizer", "Optimizer", "name", "empty: adamw", choices=("adamw", "adamw-bf16", "adamw-8bit", "muon"), group="Trainer"),
@@ -90,6 +91,8 @@ def words_of(question: dict[str, Any], folder: Path) -> list[str]:
         values.pop("model", None)
     elif file is not None:
         values["model"] = str(file)
+    if values.get("stack") == BY_NAME["stack"].default:
+        del values["stack"]
     count, machine = values.pop("count", None), values.pop("machine", None)
     if count or machine:
         values["gpus"] = f"{count or 1}x{machine}" if machine else str(count)

@@ -20,7 +20,7 @@ from ultrascale.plan.view.cost import cost
 from ultrascale.plan.view.plan_view import FOOTPRINT, TIMES
 from ultrascale.plan.view.search_view import layout_words
 from ultrascale.plan.view.step_timeline import step_timeline
-from ultrascale.spec.layout import SCHEDULES, Layout
+from ultrascale.spec.layout import SCHEDULES
 from ultrascale.spec.problems import SpecError
 from ultrascale.spec.resolve import to_toml
 from ultrascale.spec.stack_files import STACKS, stack_file
@@ -29,8 +29,10 @@ from ultrascale.spec.weights import num_parameters
 
 TIGHT_BYTES = 2 * 2**30
 """Headroom below this is warned of: fragments and other libraries take as much."""
-MOST_ACTIONS = 2400
-"""Passes of a schedule that are drawn: a browser moves so many boxes at once without stopping."""
+DRAWN_TURNS = 4
+"""Micro-batches drawn for each rank of a pipeline: fill, steady state and drain are all in them, and numbers can be read."""
+MOST_DRAWN_RANKS = 64
+"""Ranks of a pipeline that are drawn."""
 RANK_SORTS = ("first stage", "middle stages", "last stage")
 AXES = {"tensor_parallel": "tp", "context_parallel": "cp", "expert_parallel": "ep", "data_parallel": "dp", "pipeline_sends": "pp"}
 
@@ -196,14 +198,14 @@ def _waterfall(one: Prediction) -> list[dict[str, Any]]:
 def _schedule(one: Prediction) -> dict[str, Any] | None:
     """The pipeline's actions as they were played, as many micro-batches as can be drawn; None without a pipeline."""
     layout = one.layout
-    if layout.pp == 1 or layout.schedule not in SCHEDULES:
+    if not 1 < layout.pp <= MOST_DRAWN_RANKS or layout.schedule not in SCHEDULES:
         return None
-    count = _drawn_micro_batches(layout, one.num_micro_batches)
+    count = min(one.num_micro_batches, DRAWN_TURNS * layout.pp)
     timeline = step_timeline(one, num_micro_batches=count)
-    of = "" if count == one.num_micro_batches else f", the first {count} of {one.num_micro_batches} micro-batches"
+    of = "" if count == one.num_micro_batches else f", {count} of the {one.num_micro_batches} micro-batches"
     about = timeline.to_json()
     return {
-        "title": f"{layout.schedule} on {layout.pp} ranks{of}: ranks wait {timeline.bubble_fraction:.1%} of it",
+        "title": f"{layout.schedule} on {layout.pp} ranks{of}: ranks wait {timeline.bubble_fraction:.1%} of what is drawn",
         **_number(timeline.step_seconds, format_seconds(timeline.step_seconds)),
         "ranks": [
             {"rank": row["rank"], "idle": f"{row['bubble_seconds'] / timeline.step_seconds:.1%}", "kept": row["in_flight"],
@@ -211,12 +213,6 @@ def _schedule(one: Prediction) -> dict[str, Any] | None:
             for row in about["ranks"]
         ],
     }  # fmt: skip
-
-
-def _drawn_micro_batches(layout: Layout, count: int) -> int:
-    """At most `MOST_ACTIONS` passes; interleaved schedules go round in groups of pp."""
-    most = max(2 * layout.pp, MOST_ACTIONS // (2 * layout.num_stages) // layout.pp * layout.pp)
-    return min(count, most)
 
 
 def _flags(chosen: RunPlan) -> dict[str, dict[str, str]]:

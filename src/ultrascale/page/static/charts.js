@@ -98,7 +98,7 @@ const KINDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gra
 
 // The schedule's own list of actions, a row a rank; what is under the pointer is told below.
 function drawSchedule(schedule, width) {
-  if (!schedule) return section("schedule", "Pipeline schedule", "The layout has no pipeline: every rank runs its micro-batches one after another.");
+  if (!schedule) return section("schedule", "Pipeline schedule", "No pipeline to draw: every rank runs its micro-batches one after another.");
   const left = 34, row = 24, gap = 4, height = schedule.ranks.length * (row + gap) + 24;
   const scale = (width - left - 4) / schedule.value;
   const told = make("output", { class: "told" }, "Point at a pass, or touch it.");
@@ -217,7 +217,7 @@ function drawCompared(one, other) {
 }
 
 function draw(view, answer, { kept, choose, askWhy } = {}) {
-  const width = Math.max(280, Math.min(view.clientWidth || 800, 1400) - 34);
+  const width = Math.max(280, Math.min(view.clientWidth || 800, 2000) - 34);
   const chooseZero = choose && ((stage) => choose({ ...(answer.own || {}), zero_stage: String(stage) }));
   view.replaceChildren(...[
     drawFacts(answer), kept ? drawCompared(answer, kept) : null, answer.ranking ? drawRanking(answer.ranking, choose) : null,

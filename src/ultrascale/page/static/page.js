@@ -26,14 +26,16 @@ function field(control) {
 
 function buildForm() {
   for (const group of new Set(controls.map((control) => control.group))) {
-    form.append(make("fieldset", {}, make("legend", {}, group), controls.filter((control) => control.group === group).map(field)));
+    const own = controls.filter((control) => control.group === group);
+    const open = innerWidth > 760 || group === controls[0].group || own.some((control) => new URLSearchParams(location.search).has(control.name));
+    form.append(make("details", { class: `group ${group.toLowerCase()}`, open }, make("summary", {}, group), make("div", { role: "group", "aria-label": group }, own.map(field))));
   }
   const file = make("input", { type: "file", id: "file", accept: ".json,.toml", "aria-describedby": "file-about", onchange: () => take(file.files[0]) });
   form.append(make("div", { class: "field" }, make("label", { for: "file" }, "config.json or run.toml"), file,
-    make("small", { id: "file-about" }, "Or drop one anywhere on the page. It stays on this machine, and is not in the link.")),
-    make("div", { class: "actions" }, make("button", { type: "button", id: "keep", onclick: keep }, "Keep to compare"),
-      make("button", { type: "button", id: "unkeep", hidden: true, onclick: () => go({ vs: null }) }, "Forget the kept plan"),
-      make("button", { type: "button", id: "copy", onclick: copyLink }, "Copy link"), make("button", { type: "button", id: "reset", onclick: reset }, "Start over")));
+    make("small", { id: "file-about" }, "Or drop one anywhere on the page. It stays on this machine, and is not in the link.")));
+  document.getElementById("status").before(make("div", { class: "actions" }, make("button", { type: "button", id: "keep", onclick: keep }, "Keep to compare"),
+    make("button", { type: "button", id: "unkeep", hidden: true, onclick: () => go({ vs: null }) }, "Forget the kept plan"),
+    make("button", { type: "button", id: "copy", onclick: copyLink }, "Copy link"), make("button", { type: "button", id: "reset", onclick: reset }, "Start over")));
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", changed);
 }
