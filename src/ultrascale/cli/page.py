@@ -86,7 +86,7 @@ def question(asked: dict[str, Any]) -> dict[str, Any]:
         try:
             with redirect_stderr(said), redirect_stdout(said):
                 words = words_of(asked, Path(folder))
-                return answer(planned(words), [word.replace(f"{folder}/", "") for word in words])
+                return answer(planned(words), [word.replace(f"{folder}/dropped/", "") for word in words])
         except SpecError as error:
             text = problem_list(error)
         except SystemExit:  # tyro has printed why
@@ -95,7 +95,7 @@ def question(asked: dict[str, Any]) -> dict[str, Any]:
             with redirect_stderr(said):
                 explain(error, "plan")  # raises again what is not meant for people
             text = said.getvalue()
-        return {"error": text.replace(f"{folder}/", "").strip()}
+        return {"error": text.replace(f"{folder}/dropped/", "").strip()}
 
 
 def planned(words: list[str]) -> Planned:
@@ -140,6 +140,8 @@ def planned_of(parsed: dict[str, Any], rest: list[str], stack: Stack) -> Planned
     if parsed["precision"] is None and "fp16" in has and "bf16" not in has:
         parsed["precision"] = "fp16"
     if not has_rates(cluster.accelerator, parsed["precision"] or "bf16"):
+        if parsed["precision"] is not None:
+            resolve(None, ["--layout.precision", parsed["precision"]])  # says so, if there is none of this name
         rule = f"{cluster.name} has rates that are measured at run time, and the page draws times"
         raise SpecError([Problem("gpus", rule, "Name accelerators such as 8xh100, or leave --html out.")])
     return _searched(parsed, rest, cluster, stack, tokens)

@@ -124,7 +124,8 @@ def _dropped(file: Any, folder: Path) -> Path:
         raise SpecError([Problem("file", rule, "Drop the config.json of a model or a run.toml, and no weights.")])
     if is_toml:
         _expect_no_paths(text)
-    path = folder / ("run.toml" if is_toml else "config.json")
+    path = folder / "dropped" / ("run.toml" if is_toml else "config.json")  # a model is called by its folder
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
 

@@ -60,33 +60,36 @@ def settings_of(one: Prediction) -> dict[str, str]:
     return known
 
 
-def reasons(result: SearchResult, json: dict[str, Any]) -> list[str]:
-    """Why this layout, in sentences; more of them where the reasons were asked for."""
-    best = result.best
+def reasons(result: SearchResult, json: dict[str, Any]) -> list[dict[str, Any]]:
+    """Why this layout, in sentences under titles; more of them where the reasons were asked for."""
+    best, known = result.best, json["search"].get("explanation")
     if best is None:
-        return [no_layout_fits(result)]
-    told = [f"The batch: {batch_words(best)}."]
-    known = json["search"].get("explanation")
+        return [{"title": "", "lines": [no_layout_fits(result)]}]
+    batch = f"The batch: {batch_words(best)}."
     if known is None:
-        return told
-    told.insert(0, binding(best, marginals(result)))
-    told += _why_it_fits(known["fit"])
-    told += [_change(one, best) for one in known["changes"]]
-    told += [f"{one['name'].capitalize()}: {one['gain']:+.1%} tokens a second." for one in known["worth"] if one["gain"] >= 0.0005]
-    for name, one in known["elsewhere"].items():
-        seconds = one["time"]["seconds_per_step"]
-        told.append(f"On {name} a step takes {format_seconds(seconds)}, {best.step_seconds / seconds:.2f} x as fast.")
-    return told
+        return [{"title": "", "lines": [batch]}]
+    worth = [one for one in known["worth"] if one["gain"] >= 0.0005]
+    told = {
+        "": [binding(best, marginals(result)), batch],
+        "What makes it fit": [_rung(one) for one in known["fit"]],
+        "One choice changed, the rest kept": [_change(one, best) for one in known["changes"]],
+        "What other machines would be worth": [
+            *(f"{one['name'][0].upper()}{one['name'][1:]}: {one['gain']:+.1%} tokens a second." for one in worth),
+            *(_elsewhere(name, one, best) for name, one in known["elsewhere"].items()),
+        ],
+    }
+    return [{"title": title, "lines": lines} for title, lines in told.items() if lines]
 
 
-def _why_it_fits(fit: list[dict[str, Any]]) -> list[str]:
-    told = []
-    for one in fit:
-        need = format_bytes(one["least_bytes"])
-        end = f"the fastest step is {format_seconds(one['fastest_seconds'])}" if one["fits"] else "nothing fits"
-        name = one["name"].removeprefix("+ ")
-        told.append(f"With {name} ({count_of(one['num_layouts'], 'layout')}): {need} at least, {end}.")
-    return told
+def _rung(one: dict[str, Any]) -> str:
+    need, name = format_bytes(one["least_bytes"]), one["name"].removeprefix("+ ")
+    end = f"the fastest step is {format_seconds(one['fastest_seconds'])}" if one["fits"] else "nothing fits"
+    return f"With {name} ({count_of(one['num_layouts'], 'layout')}): {need} at least, {end}."
+
+
+def _elsewhere(name: str, one: dict[str, Any], best: Prediction) -> str:
+    seconds = one["time"]["seconds_per_step"]
+    return f"On {name} a step takes {format_seconds(seconds)}: {best.step_seconds / seconds - 1:.0%} faster."
 
 
 def _change(one: dict[str, Any], best: Prediction) -> str:

@@ -17,7 +17,7 @@ function make(tag, attributes = {}, ...children) {
 
 function section(id, title, about, ...children) {
   return make("section", { "aria-labelledby": `${id}-title`, id },
-    make("h2", { id: `${id}-title` }, title), about ? make("p", { class: "about" }, about) : null, ...children);
+    make("h2", { id: `${id}-title` }, title), about ? make("p", { class: "about" }, about) : null, ...children.filter(Boolean));
 }
 
 function table(columns, rows, { caption, pressed } = {}) {
@@ -148,13 +148,13 @@ function drawFront(ranking, width, choose) {
     }, make("title", {}, words));
     return mark;
   };
-  const ends = [order[0], order[order.length - 1]];
+  const end = (name, sign) => points.reduce((best, one) => (sign * one[name].value < sign * best[name].value ? one : best))[name].text;
   const picture = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": "Time against memory" },
     make("line", { class: "axis", x1: left, x2: width - 12, y1: height - bottom, y2: height - bottom }), make("line", { class: "axis", x1: left, x2: left, y1: 8, y2: height - bottom }),
     make("path", { class: "stairs", d: stairs }), ranking.rows.map((one) => dot(one, "ranked")), order.map((one) => dot(one, "front")),
-    make("text", { x: left, y: height - 20 }, ends[0].step.text), make("text", { class: "end", x: width - 12, y: height - 20 }, ends[1].step.text),
+    make("text", { x: left, y: height - 20 }, end("step", 1)), make("text", { class: "end", x: width - 12, y: height - 20 }, end("step", -1)),
     make("text", { class: "end", x: width - 12, y: height - 4 }, "time of a step (logarithmic)"),
-    make("text", { class: "end", x: left - 6, y: y(ends[0]) + 4 }, ends[0].memory.text), make("text", { class: "end", x: left - 6, y: y(ends[1]) + 4 }, ends[1].memory.text));
+    make("text", { class: "end", x: left - 6, y: 18 }, end("memory", -1)), make("text", { class: "end", x: left - 6, y: height - bottom - 8 }, end("memory", 1)));
   return section("front", "Time against memory", "Circles: no layout beats them in both. Squares: the ranking.", picture, told,
     asTable("Front", ["layout", "step", "memory"], order.map((one) => [one.layout, one.step.text, one.memory.text])));
 }
@@ -183,9 +183,9 @@ function drawFacts(answer) {
 }
 
 function drawWhy(answer, askWhy) {
-  const told = answer.why ? make("ul", {}, answer.why.map((line) => make("li", {}, line))) : null;
+  const told = answer.why ? answer.why.flatMap((one) => [one.title ? make("h3", {}, one.title) : null, make("ul", {}, one.lines.map((line) => make("li", {}, line)))]) : [];
   const more = askWhy ? make("button", { type: "button", id: "ask-why", onclick: askWhy }, "Say more: what binds, each choice changed, other numbers of devices") : null;
-  return told || more ? section("why", "Why this layout", "", told, more) : null;
+  return told.length || more ? section("why", "Why this layout", "", ...told, more) : null;
 }
 
 function download(name, text) {
