@@ -56,7 +56,11 @@ GPT_OSS = replace(
     num_key_value_heads=8, head_dim=64, moe_intermediate_size=1408, sliding_window=128, max_position_embeddings=LENGTH,
     name="sinks and windows",
 )  # fmt: skip
-MODELS = (MODEL, MODEL, EXPERTS, EXPERTS, CAPPED, PREDICTS, TIED, GPT_OSS)
+WHOLE_NORMS = replace(
+    WITH_EXPERTS["olmoe"], vocab_size=32_000, hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, head_dim=64,
+    num_key_value_heads=8, moe_intermediate_size=1408, max_position_embeddings=LENGTH, name="norms over all heads",
+)  # fmt: skip
+MODELS = (MODEL, MODEL, EXPERTS, EXPERTS, CAPPED, PREDICTS, TIED, GPT_OSS, WHOLE_NORMS)
 LENGTHS, ODD_VOCABULARY = (LENGTH, LENGTH, 1023, 1021), 32_001
 SCHEDULES = (
     ("1f1b", 1), ("afab", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2), ("breadth-first", 2),

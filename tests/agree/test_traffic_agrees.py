@@ -147,6 +147,17 @@ def test_every_collective_of_latent_attention_is_planned_however_it_is_recompute
     assert bytes_of[0] == bytes_of[1]
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "norm+mlp_act"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_sum_of_norms_over_all_heads_is_planned(tp: int, recompute: str) -> None:
+    """OLMoE and OLMo 2: with tp each of the two norms of a block sums its squares over ranks, and once more backward."""
+    case = Case(replace(WITH_EXPERTS["olmoe"], name="olmoe"), Layout(tp=tp, recompute=recompute, micro_batch_size=2))
+    found, told = only(measured(case), BLOCKWISE), only(planned(case), BLOCKWISE)
+    assert found == told
+    alone = replace(case.model, qk_norm_whole=False, model_type="qwen3_moe")
+    assert told != only(planned(replace(case, model=alone)), BLOCKWISE)
+
+
 @pytest.mark.parametrize("layout", [
     Layout(tp=2, precision="fp8"),
     Layout(tp=2, precision="fp8", fp8_scaling="tensor", sequence_parallel=False, recompute="selective"),

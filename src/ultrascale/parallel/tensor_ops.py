@@ -200,10 +200,7 @@ class Cut:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight, of whose last dimension each rank has an equal part; the same one, where there are copies."""
-        wide = x if x.dtype == torch.float64 else x.float()
-        squares: Tensor = _SumBothWays.apply(self, wide.square().sum(-1, keepdim=True))  # pyright: ignore
-        mean = squares / (self.group.size() * x.shape[-1])
-        return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)
+        return _RMSNorm.apply(self.group.group_name, self.group.size(), x, weight, eps)  # pyright: ignore
 
     def own_share(self, hidden: Tensor) -> Tensor:
         """This rank's positions of [B, S, ...]."""
@@ -260,17 +257,28 @@ def _gather_later(group: str, length: int) -> Callable[[Tensor], Tensor] | None:
     return partial(gathered_sequence, group=group, length=length) if length else None
 
 
-class _SumBothWays(torch.autograd.Function):
-    """The sum over ranks, on every rank, each of which makes something else of it."""
+class _RMSNorm(torch.autograd.Function):
+    """`kernels.norm`'s, with two sums over ranks: of squares, and in the backward pass of what lies along the normed input.
+    Saves the same: x, the weight, and one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, cut: Cut, x: Tensor) -> Tensor:
-        ctx.group = cut.group.group_name
-        return summed(x, ctx.group, 0)
+    def forward(ctx: Any, group: str, size: int, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()  # [B, S, 1]
+        inverse_rms = summed(squares, group, 0).div_(size * x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse_rms)
+        ctx.group, ctx.width = group, size * x.shape[-1]
+        return (wide * inverse_rms).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, summed(grads[0], ctx.group, 0)
+        x, weight, inverse_rms = ctx.saved_tensors
+        grad, wide = (one if one.dtype in (torch.float32, torch.float64) else one.float() for one in (grads[0], x))
+        normed = wide * inverse_rms
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_normed = grad * weight
+        along = summed(torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1), ctx.group, 0).div_(-ctx.width)
+        return None, None, grad_normed.addcmul_(normed, along).mul_(inverse_rms).to(x.dtype), grad_weight, None
 
 
 class _Whole(torch.autograd.Function):

@@ -105,7 +105,7 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
     if model.qk_norm:
         ops += [
             norm(model, shape, f"self_attn.{x}_norm", read, f"{x}_normed", width if model.qk_norm_whole else e, width, n,
-                 bias=False)
+                 bias=False, over_tp=model.qk_norm_whole and shape.tp > 1)
             for x, read, width in (("q", query, q), ("k", key, kv))
         ]  # fmt: skip
         query, key = "q_normed", "k_normed"

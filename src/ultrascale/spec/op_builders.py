@@ -280,11 +280,21 @@ def scatter(shape: Shape, name: str, read: str, make: str, width: int) -> Op:
 
 
 def norm(
-    model: Model, shape: Shape, name: str, read: str, make: str, size: int, width: int, num_tokens: int, *, bias: bool = True
+    model: Model,
+    shape: Shape,
+    name: str,
+    read: str,
+    make: str,
+    size: int,
+    width: int,
+    num_tokens: int,
+    *,
+    bias: bool = True,
+    over_tp: bool = False,
 ) -> Op:
     """Over the last `size` of `width` elements a token; the result has the dtype of the input, inside it is at least fp32.
 
-    `bias`: it has one where the model's norms have.
+    `bias`: it has one where the model's norms have. `over_tp`: the elements are cut over tp, and each pass sums a number a row.
     """
     a, w = shape.itemsize, shape.wide_itemsize
     elements, rows = num_tokens * width, num_tokens * (width // size)
@@ -295,9 +305,10 @@ def norm(
         kept = tuple(Activation(f"{make}_{x}", rows * kept_itemsize) for x in ("mean", "rstd"))
     else:
         kept = (Activation(f"{make}_inverse_rms", rows * w),)
-        narrow = a < w and shape.device == "cpu"
+        in_parts = shape.device == "cpu" or over_tp  # operation by operation; alone on CUDA it is one kernel
+        narrow = a < w and in_parts
         scratch = 2 * elements * w if narrow else 0
-        backward_scratch = elements * w * (4 if narrow else 2) if shape.device == "cpu" else 0
+        backward_scratch = elements * w * (4 if narrow else 2) if in_parts else 0
     saves = (read, *(k.name for k in kept))
     forward, backward = 2 * a, 3 * a  # reads and writes of an element
     if not shape.kernels.norm:
@@ -306,9 +317,10 @@ def norm(
         saves = tuple(k.name for k in kept)
         scratch, forward, backward = elements * w, 5 * a + 5 * w, 6 * a + 8 * w
     suffixes = ("weight", "bias") if model.norm_bias and bias else ("weight",)
+    sums = tuple(Collective("all_reduce", "tp", rows * w, when) for when in ("forward", "backward")) if over_tp else ()
     return Op(
         name, "norm", (read,), (Activation(make, elements * a), *kept), saves, tuple(f"{name}.{s}" for s in suffixes),
-        scratch_bytes=scratch, backward_scratch_bytes=backward_scratch,
+        collectives=sums, scratch_bytes=scratch, backward_scratch_bytes=backward_scratch,
         moved_bytes=elements * forward, backward_moved_bytes=elements * backward,
     )  # fmt: skip
 
