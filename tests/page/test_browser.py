@@ -33,7 +33,7 @@ def changed(tab, name, value):
 
 def test_it_loads_and_shows_the_planners_numbers(tab, link, capsys):
     opened(tab, f"{link}?model=gpt2&count=8&tokens_per_batch=512k&seq_len=1024")
-    words = "--model gpt2 --gpus 8xh100-sxm --tokens-per-batch 512k --seq-len 1024 --json".split()
+    words = ["--model", "gpt2", "--gpus", "8xh100-sxm", "--tokens-per-batch", "512k", "--seq-len", "1024", "--json"]
     main(["plan", *words])
     printed = json.loads(capsys.readouterr().out)
     assert f"{printed['time']['tokens_per_second']:,.0f}" in tab.inner_text("#facts")
@@ -95,7 +95,11 @@ def test_the_schedule_tells_of_the_pass_under_the_pointer(tab, link):
     assert tab.inner_text("#schedule .told").startswith("rank 0: forward of micro-batch 0, stage 0, ")
 
 
-NONSENSE = {"count": ("1000000000000", "more machines than anybody plans for"), "seq_len": ("1000000000000", "1000000000000"), "tp": ("3", "tp = 3")}
+NONSENSE = {
+    "count": ("1000000000000", "more machines than anybody plans for"),
+    "seq_len": ("1000000000000", "1000000000000"),
+    "tp": ("3", "tp = 3"),
+}
 NONSENSE |= {"tokens_per_batch": ("many", "many")}
 
 
@@ -150,7 +154,7 @@ def test_every_control_has_a_label_a_unit_and_a_range(tab, link):
 
 def test_a_plan_as_one_file_is_drawn_without_a_network(tab, tmp_path, capsys):
     path = tmp_path / "plan.html"
-    words = "--model gpt2 --gpus 8xh100 --seq-len 1024 --pp 2 --explain".split()
+    words = ["--model", "gpt2", "--gpus", "8xh100", "--seq-len", "1024", "--pp", "2", "--explain"]
     assert main(["plan", *words, "--html", str(path)]) == 0
     capsys.readouterr()
     requests: list[str] = []

@@ -46,7 +46,16 @@ def test_the_page_is_served_behind_the_token_and_nowhere_else(server, name):
         assert asked(server, path)[0] == 404
 
 
-OTHER_PATHS = ("../server.py", "%2e%2e/server.py", "static/page.js", "page.js/", "/etc/passwd", "one_file.py", "..", ".git/config")
+OTHER_PATHS = (
+    "../server.py",
+    "%2e%2e/server.py",
+    "static/page.js",
+    "page.js/",
+    "/etc/passwd",
+    "one_file.py",
+    "..",
+    ".git/config",
+)
 
 
 @pytest.mark.parametrize("path", OTHER_PATHS)

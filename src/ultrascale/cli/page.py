@@ -141,7 +141,9 @@ def planned_of(parsed: dict[str, Any], rest: list[str], stack: Stack) -> Planned
         parsed["precision"] = "fp16"
     if not has_rates(cluster.accelerator, parsed["precision"] or "bf16"):
         if parsed["precision"] is not None:
-            resolve(None, ["--layout.precision", parsed["precision"]])  # says so, if there is none of this name
+            resolve(
+                None, verb._overrides(parsed, {}), defaults=verb.run_defaults(parsed, dp=1)
+            )  # says so, if there is none of this name
         rule = f"{cluster.name} has rates that are measured at run time, and the page draws times"
         raise SpecError([Problem("gpus", rule, "Name accelerators such as 8xh100, or leave --html out.")])
     return _searched(parsed, rest, cluster, stack, tokens)

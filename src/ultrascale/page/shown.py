@@ -34,7 +34,13 @@ DRAWN_TURNS = 4
 MOST_DRAWN_RANKS = 64
 """Ranks of a pipeline that are drawn."""
 RANK_SORTS = ("first stage", "middle stages", "last stage")
-AXES = {"tensor_parallel": "tp", "context_parallel": "cp", "expert_parallel": "ep", "data_parallel": "dp", "pipeline_sends": "pp"}
+AXES = {
+    "tensor_parallel": "tp",
+    "context_parallel": "cp",
+    "expert_parallel": "ep",
+    "data_parallel": "dp",
+    "pipeline_sends": "pp",
+}
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,13 @@ def _facts(found: Planned) -> list[dict[str, str]]:
     chosen, one = found.chosen, found.chosen.prediction
     batch = chosen.run.batch
     tokens = batch.sequences_per_batch * batch.sequence_length
-    rows = [("Global batch", f"{tokens:,} tokens", f"{count_of(batch.sequences_per_batch, 'sequence')} of {batch.sequence_length:,}")]
+    rows = [
+        (
+            "Global batch",
+            f"{tokens:,} tokens",
+            f"{count_of(batch.sequences_per_batch, 'sequence')} of {batch.sequence_length:,}",
+        )
+    ]
     if one is not None:
         low, high = (format_seconds(at) for at in step_interval(one))
         rows = [
@@ -121,13 +133,17 @@ def _facts(found: Planned) -> list[dict[str, str]]:
             goal = found.tokens or 20 * num_parameters(chosen.run.model)
             taken = cost(chosen.cluster, goal / one.tokens_per_second, num_gpus=chosen.run.layout.world_size)
             why = "" if found.tokens else ", 20 a parameter"
-            rows.append(("Training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions"))
+            rows.append(
+                ("Training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
+            )
             rows.append(("GPU hours", f"{taken.gpu_hours:,.0f}", taken.words.removeprefix(", ")))
     spare = format_bytes(abs(chosen.usable_bytes - chosen.needed_bytes))
     margin = f"{format_bytes(chosen.headroom_bytes)} more stay free for the allocator"
     rows.insert(1, ("Headroom" if chosen.fits else "Too much", spare, margin))
     runs = not not_trainable(chosen.run) and chosen.stack.name == "ultrascale"
-    rows.append(("ultrascale train", "runs this layout" if runs else "does not run this layout", f"planned for {chosen.stack.name}"))
+    rows.append(
+        ("ultrascale train", "runs this layout" if runs else "does not run this layout", f"planned for {chosen.stack.name}")
+    )
     return [dict(zip(("name", "text", "note"), row, strict=True)) for row in rows]
 
 
@@ -182,7 +198,9 @@ def _parts(memory: Footprint, needed: int) -> list[dict[str, Any]]:
     outside = float(memory.outside)
     known |= {"reserve": max(0.0, needed - outside - sum(known.values())), "outside": outside}
     return [
-        {"name": name, "label": FOOTPRINT[name][0], **_number(value, format_bytes(value))} for name, value in known.items() if value
+        {"name": name, "label": FOOTPRINT[name][0], **_number(value, format_bytes(value))}
+        for name, value in known.items()
+        if value
     ]
 
 
