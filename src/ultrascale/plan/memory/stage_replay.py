@@ -436,7 +436,7 @@ class StageReplay:
             of_input, of_gradient = gathered_input_bytes(op, self.shape), waiting_bytes(op, self.shape, arriving)
             gathered_bytes, source = (of_input, given) if share is None else (of_gradient, grad)
             item = Waits(names[0], (grad, given), source, gathered_bytes, waiting_room(op, self.shape))
-            alike = [number for number, other in enumerate(waits) if gathered_bytes and other.source is source]
+            alike = [number for number, other in enumerate(waits) if other.source is source] if gathered_bytes else []
             waits.insert(alike[0] if alike else len(waits), item)  # products of one input wait in their order
             names, share, scratch = names[1:], None, 0  # of its bias
         new = [(names[0], saved[1].hold())] if op.hands_on_saved else [(name, self.gradients.make(name)) for name in names]
