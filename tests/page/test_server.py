@@ -105,8 +105,8 @@ def test_what_is_no_question_is_refused(server, body, status):
 def test_a_question_without_end_is_not_read(server, size):
     with socket.create_connection(server.server_address, timeout=30) as line:
         host = server.hosts()[0]
-        head = f"POST /{server.token}/answer HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
-        line.sendall(head.encode())
+        head = f"POST /{server.token}/answer HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        line.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode())
         assert b" 413 " in line.recv(200)
 
 

@@ -1,7 +1,7 @@
 """The planner in a browser: `ultrascale page`, and one plan as one file, `plan --html`.
 
-There is no planner in JavaScript. A control changes a question, a dictionary of words; Python turns the question into the words of
-`ultrascale plan`, plans, and answers with what is to be drawn; the page draws it and knows nothing else.
+There is no planner in JavaScript. A control changes a question, a dictionary of words; Python turns the question into the words
+of `ultrascale plan`, plans, and answers with what is to be drawn; the page draws it and knows nothing else.
 
 controls     what can be asked: name, unit, range; a question as words of the command line
 shown        a plan as what is drawn: numbers with their text

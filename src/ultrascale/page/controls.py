@@ -1,7 +1,7 @@
 """What can be asked on the page, and the same question in the words of `ultrascale plan`.
 
-A question is a dictionary: names of controls to what stands in them, and a dropped file as {"name": ..., "text": ...}. Nothing in
-it may name a file of the machine that answers: what a browser asks must not read anything.
+A question is a dictionary: names of controls to what stands in them, and a dropped file as {"name": ..., "text": ...}. Nothing
+in it may name a file of the machine that answers: what a browser asks must not read anything.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ CONTROLS = (
     Control("recompute", "Recomputation", "activations", "empty: any", choices=("none", "selective", "full"), group="Layout"),
     Control("precision", "Precision", "dtype", "empty: bf16 where there is bf16", group="Trainer",
             choices=("fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
-    Control("optimizer", "Optimizer", "name", "empty: adamw", choices=("adamw", "adamw-bf16", "adamw-8bit", "muon"), group="Trainer"),
+    Control("optimizer", "Optimizer", "name", "empty: adamw", group="Trainer",
+            choices=("adamw", "adamw-bf16", "adamw-8bit", "muon")),
     Control("stack", "Trainer", "name", "the trainer that is planned for", "ultrascale", stack_names(), group="Trainer"),
     Control("tokens", "Train on", "tokens", "such as 15T; empty: 20 a parameter", group="Trainer"),
 )  # fmt: skip

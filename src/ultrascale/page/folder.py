@@ -1,8 +1,8 @@
 """The page as a folder that any web server serves, and that plans inside the browser: CPython of Pyodide in a Web Worker.
 
-Nothing is fetched here. The parts are handed in as one folder, all of one release of Pyodide: its runtime (npm package `pyodide`),
-its wheel of NumPy, which is in no registry of packages but in Pyodide's own distribution, and plain wheels of this package and of
-what it needs (`pip download ultrascale --no-deps`, tyro, rich and theirs). What is missing is named.
+Nothing is fetched here. The parts are handed in as one folder, all of one release of Pyodide: its runtime (npm package
+`pyodide`), its wheel of NumPy, which is in no registry of packages but in Pyodide's own distribution, and plain wheels of this
+package and of what it needs (`pip download ultrascale --no-deps`, tyro, rich and theirs). What is missing is named.
 """
 
 from __future__ import annotations

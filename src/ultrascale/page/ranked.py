@@ -1,4 +1,4 @@
-"""A search as what is drawn: the ranking, the front of time and memory, other numbers of devices, and the reasons in sentences."""
+"""A search as what is drawn: the ranking, the front of time and memory, other numbers of devices, and reasons in sentences."""
 
 from __future__ import annotations
 

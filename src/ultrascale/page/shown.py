@@ -60,7 +60,7 @@ class Planned:
 
 
 def answer(found: Planned, words: list[str]) -> dict[str, Any]:
-    """Everything that is drawn of a plan, JSON-able. `words`: those of the question, for the command line that asks the same."""
+    """Everything that is drawn of a plan, JSON-able. `words`: those of the command line that asks the same."""
     chosen = found.chosen
     told: dict[str, Any] = {
         "schema": "ultrascale/page/1",
