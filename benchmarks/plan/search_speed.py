@@ -57,8 +57,8 @@ class Case:
 
 CASES = (
     Case("GPT-3 175B on 512 A100", "gpt3-175b", "512xa100", 2048, 1536, 2.0),
-    Case("Llama-3 405B on 16,384 H100", "llama-3.1-405b", "16384xh100", 8192, 2048, 10.0),
-    Case("DeepSeek-V3 on 2,048 H800", "deepseek-v3", "2048xh800", 4096, 15360, 10.0),
+    Case("Llama-3 405B on 16,384 H100", "llama-3.1-405b", "16384xh100", 8192, 2048, 2.0),
+    Case("DeepSeek-V3 on 2,048 H800", "deepseek-v3", "2048xh800", 4096, 15360, 6.0),
 )
 ONE_LAYOUT_LIMIT = 2e-3
 PIPELINES = (

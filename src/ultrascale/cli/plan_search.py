@@ -5,7 +5,9 @@ from __future__ import annotations
 import json as jsonlib
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from math import prod
 from typing import Any
@@ -15,7 +17,7 @@ from ultrascale.plan.flags.trainers import not_searched
 from ultrascale.plan.report import RunPlan, not_trainable, plan_run, prediction_json, workload_of
 from ultrascale.plan.search.explain import changes, marginals, rungs
 from ultrascale.plan.search.scaling import Scaled, elsewhere, scaling, smallest_that_fits
-from ultrascale.plan.search.search import TIE, SearchResult, distinct, search
+from ultrascale.plan.search.search import TIE, Progress, SearchResult, distinct, search
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.plan_view import show_plan
 from ultrascale.plan.view.search_view import layout_words, no_layout_fits, show_explanation, show_ranking
@@ -36,6 +38,8 @@ SEARCHED = (
     "dp", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "pp", "virtual_stages", "schedule", "zero_stage",
     "dp_shard", "micro_batch_size", "recompute", "recompute_every", "ep", "expert_tp", "tp_overlap",
 )  # fmt: skip
+PROGRESS_SECONDS = 1.0
+"""After which a search says how far it is."""
 NOT_IN_TABLES = ("attention", "pipeline_runtime", "fp8_amax_compute_algo")
 """Settings of one's own that no price depends on beyond what the workload says: the chosen layout has them again."""
 
@@ -51,7 +55,8 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     workload = workload_of(replace(run, layout=base), cluster, stack, **verb.conditions(parsed))
     if parsed["runnable"]:
         _expect_runnable(run.model, base)
-    result = search(workload, base=base, asked=asked)
+    with _progress() as told:
+        result = search(workload, base=base, asked=asked, told=told)
     best = result.best or result.smallest
     assert best is not None
     layout = replace(best.layout, **{name: getattr(base, name) for name in NOT_IN_TABLES})
@@ -67,6 +72,24 @@ def searched(parsed: dict[str, Any], rest: list[str], arguments: list[str], clus
     else:
         _print(result, chosen, parsed, arguments, base, asked)
     return 0 if chosen.fits else 1
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """On a terminal, of a search that takes longer than a second, a line that says how far it is, and goes when it ends."""
+    started, shown = time.monotonic(), False
+
+    def told(share: float) -> None:
+        nonlocal shown
+        if sys.stderr.isatty() and time.monotonic() - started > PROGRESS_SECONDS:
+            shown = True
+            print(f"\rultrascale: {share:.0%} of the layouts searched", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield told
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _expect_runnable(model: Model, base: Layout) -> None:

@@ -58,8 +58,8 @@ class LayoutTable:
     offload_activations: Column
     offload_optimizer: Column
     modes: tuple[str, ...] = ()
-    """Of a table of one layout with recompute = "blocks", or with modules named: each block's way (`spec.recomputed`), or the
-    one of all."""
+    """Of a table of one layout with recompute = "blocks": each block's way (`spec.recomputed`). Of one whose layouts all name
+    the same modules: the one way of all."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -123,7 +123,7 @@ class LayoutTable:
     @classmethod
     def concatenate(cls, tables: Sequence[LayoutTable]) -> LayoutTable:
         joined: dict[str, Any] = {name: np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS}
-        return cls(**joined)
+        return cls(**joined, modes=tables[0].modes)
 
     def layout(self, index: int) -> Layout:
         """Row `index` as a layout."""

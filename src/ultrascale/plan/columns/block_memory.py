@@ -6,15 +6,19 @@
 
 The same moves as `plan.memory.replay`, which replays a whole step of our own trainer; here for any shape and any stack, once
 per distinct shape: `plan.columns.footprint` builds whole ranks out of it. A part owns what it reads (`hidden`), not what it
-hands on.
+hands on. Shapes whose blocks do the same operations and differ in sizes alone are played together, a column of bytes for each
+number (`block_columns`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ultrascale.plan.cut_backward import is_row_sum, may_wait
 from ultrascale.spec.kept import Region, block_again, kept_results, regions
@@ -66,6 +70,58 @@ def block_memory(
     less = hidden - -(-hidden // shape.tp)
     kinds = found.saved_by_kind | {"residual": found.saved_by_kind["residual"] - less}
     return replace(found, saved_bytes=found.saved_bytes - less, saved_by_kind=kinds)
+
+
+def block_columns(
+    model: Model, layer: int, shapes: Sequence[Shape], *, recompute: Recompute, stack: Stack, cuts: bool
+) -> NDArray[np.float64]:
+    """`block_memory` of many shapes, [shapes, 4]: what is saved, both peaks, and what waits for W."""
+    found = np.empty((len(shapes), 4))
+    alike: dict[object, list[int]] = {}
+    works = [block_work(model, layer, shape) for shape in shapes]
+    for number, (shape, ops) in enumerate(zip(shapes, works, strict=True)):
+        again = block_again(recompute, model, layer, shape, stack)
+        key = again, shape.precision, shape.partition_checkpoints and shape.tp, tuple(map(_moves, ops))
+        alike.setdefault(key, []).append(number)
+    for (again, *_), rows in alike.items():  # type: ignore[misc]
+        found[rows] = _played_together(model, layer, [shapes[row] for row in rows], [works[row] for row in rows], again,
+                                       recompute, stack, cuts).T  # fmt: skip
+    return found
+
+
+def _moves(op: Op) -> tuple[object, ...]:
+    """All of an operation by which `_Part` goes, but for its sizes."""
+    axes = tuple((one.axis, one.kind) for one in op.collectives)
+    made = tuple(one.name for one in op.makes)
+    return op.name, op.kind, op.reads, made, op.saves, op.weights, op.hands_on_saved, op.inside != (), axes, is_fp8(op)
+
+
+def _played_together(
+    model: Model, layer: int, shapes: Sequence[Shape], works: Sequence[tuple[Op, ...]], again: Again | None,
+    recompute: Recompute, stack: Stack, cuts: bool,
+) -> NDArray[np.int64]:  # fmt: skip
+    """[4, shapes] of shapes whose blocks make the same moves."""
+    itemsize = shapes[0].itemsize
+    weights = [local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp) for shape in shapes]
+    hidden = np.array([shape.outer_tokens * model.hidden_size * itemsize for shape in shapes])
+    of_weights = {name: np.array([one[name] for one in weights]) for name in weights[0]}
+    part = _Part(works[0], {"hidden": hidden}, "hidden_out", hidden, of_weights, itemsize, weight_gradients(stack))
+    part.cuts = shapes[0] if cuts else None
+    part.results = {
+        (op.name, one.name): np.array([ops[number].makes[place].num_bytes for ops in works])
+        for number, op in enumerate(works[0])
+        for place, one in enumerate(op.makes)
+    }
+    part.made |= {name: num_bytes for (_, name), num_bytes in part.results.items()}
+    part.scratch = {op.name: (np.array([ops[number].scratch_bytes for ops in works]),
+                              np.array([ops[number].backward_scratch_bytes for ops in works]))
+                    for number, op in enumerate(works[0])}  # fmt: skip
+    found = part.measure(again, stack.selective)
+    saved = found.saved_bytes
+    if shapes[0].partition_checkpoints and recompute == "full":
+        saved = saved - (hidden - -(-hidden // shapes[0].tp))
+    columns = (saved, found.forward_peak_bytes, found.backward_peak_bytes, found.waiting_bytes)
+    return np.stack([np.broadcast_to(column, len(shapes)) for column in columns])
 
 
 @lru_cache(maxsize=1 << 14)
@@ -123,10 +179,13 @@ class _Books:
 
     __slots__ = ("holders", "peak", "sizes", "total")
 
-    def __init__(self) -> None:
-        self.total = self.peak = 0
-        self.sizes: dict[str, int] = {}
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.total: Any = 0
+        self.peak: Any = 0
+        self.sizes: dict[str, Any] = {}
         self.holders: dict[str, int] = {}
+        for name, num_bytes in given.items():
+            self.take(name, num_bytes)
 
     def take(self, name: str, num_bytes: int) -> None:
         self.sizes[name], self.holders[name] = num_bytes, 1
@@ -149,32 +208,56 @@ class _Books:
             self.peak = self.total + num_bytes
 
 
+class _BooksOfMany(_Books):
+    """The same with columns of bytes."""
+
+    __slots__ = ()
+
+    def take(self, name: str, num_bytes: Any) -> None:
+        self.sizes[name], self.holders[name] = num_bytes, 1
+        self.total = self.total + num_bytes
+        self.peak = np.maximum(self.peak, self.total)
+
+    def drop(self, name: str) -> None:
+        left = self.holders[name] - 1
+        self.holders[name] = left
+        if not left:
+            self.total = self.total - self.sizes.pop(name)
+            del self.holders[name]
+
+    def touch(self, num_bytes: Any) -> None:
+        self.peak = np.maximum(self.peak, self.total + num_bytes)
+
+
 class _Part:
     """Operations with an end each, and the passes over them."""
 
     def __init__(
         self,
         ops: tuple[Op, ...],
-        given: dict[str, int],
+        given: dict[str, Any],
         result: str,
-        result_bytes: int,
-        weights: dict[str, int],
+        result_bytes: Any,
+        weights: dict[str, Any],
         itemsize: int,
         gradients: WeightGradients,
         *,
         is_outside: bool = False,
     ):
+        """Sizes are bytes, or columns of them."""
         self.ops, self.given, self.result, self.result_bytes = ops, given, result, result_bytes
         self.weights, self.itemsize, self.gradients, self.is_outside = weights, itemsize, gradients, is_outside
         self.cuts: Shape | None = None
         self.waiting: dict[str, None] = {}
         """Names held for W."""
-        self.made = given | {one.name: one.num_bytes for op in ops for one in op.makes}
-        self.books = _Books()
+        self.made: dict[str, Any] = given | {one.name: one.num_bytes for op in ops for one in op.makes}
+        self.results: dict[tuple[str, str], Any] = {(op.name, one.name): one.num_bytes for op in ops for one in op.makes}
+        """By operation too: eager attention and a router both make what is called scores."""
+        self.scratch: dict[str, tuple[Any, Any]] = {op.name: (op.scratch_bytes, op.backward_scratch_bytes) for op in ops}
+        """Forward and backward, by name of the operation."""
+        self.books = (_Books if isinstance(result_bytes, int) else _BooksOfMany)(given)
         self._lent: dict[int, list[str]] = {}
         """By region, what others have made again that it reads."""
-        for name, num_bytes in given.items():
-            self.books.take(name, num_bytes)
 
     def measure(self, again: Again | None, selective: Selective) -> BlockMemory:
         """Play both passes. `selective`: where `again` keeps results and names no kinds, what the stack means by it."""
@@ -237,11 +320,11 @@ class _Part:
         for index, op in enumerate(ops):
             for one in op.makes:
                 if one.name not in kept:  # of a sum that is kept nobody makes the parts again
-                    books.take(one.name, 0 if op.makes_partial_sums and one.name in there else one.num_bytes)
+                    books.take(one.name, 0 if op.makes_partial_sums and one.name in there else self.results[op.name, one.name])
                 live.add(one.name)
                 if one.name in keep:
                     books.hold(one.name)
-            books.touch(op.scratch_bytes)
+            books.touch(self.scratch[op.name][0])
             if saves:
                 tape.append((op, self._save(op, again)))
             for region in some:
@@ -308,9 +391,9 @@ class _Part:
         passing: list[str] = []
         for index, op in enumerate(region.ops):
             for one in op.makes:
-                books.take(one.name if one.name in region.drops else f"{one.name} again", one.num_bytes)
+                books.take(one.name if one.name in region.drops else f"{one.name} again", self.results[op.name, one.name])
             passing += [one.name for one in op.makes if one.name not in region.drops]
-            books.touch(op.scratch_bytes)
+            books.touch(self.scratch[op.name][0])
             for name in [one for one in passing if last.get(one, -1) <= index]:
                 passing.remove(name)
                 books.drop(f"{name} again")
@@ -343,7 +426,7 @@ class _Part:
             self._leave_for_w(op, saved, arriving[0], self.cuts)
         else:
             self._make_weight_gradients(op, saved)
-            books.touch(op.backward_scratch_bytes)
+            books.touch(self.scratch[op.name][1])
         for name, gradient in leaving.items():
             if name in gradients:  # autograd adds to the one that is there
                 books.drop(gradient)
@@ -353,7 +436,9 @@ class _Part:
     def _leave_for_w(self, op: Op, saved: list[str], arriving: str, shape: Shape) -> None:
         """The input and the gradient of a linear layer's result: of what tp sums this rank's positions, in fp8 as rounded."""
         held = [arriving, *saved[:1]]
-        part = next((one.makes[0].num_bytes for one in self.ops if is_row_sum(one) and one.reads[0] == op.makes[0].name), None)
+        part = next(
+            (self.made[one.makes[0].name] for one in self.ops if is_row_sum(one) and one.reads[0] == op.makes[0].name), None
+        )
         if part is not None or is_fp8(op):
             held[0] = f"d {op.makes[0].name} for W"
             whole = self.books.sizes[arriving] if part is None else part

@@ -8,6 +8,8 @@ activations   the one times the other; the most of all passes of a kind
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from ultrascale.plan.columns.block_memory import (
     BlockMemory,
     Recompute,
-    block_memory,
+    block_columns,
     dummy_gradient_bytes,
     embedding_memory,
     head_memory,
@@ -114,16 +116,19 @@ def rank_activations(
         blocks.input_peak - blocks.saved, [kept * embedding[0], kept * (1 + heads) * head[0], hidden, 0.0 * hidden],
     ])  # fmt: skip
     assert len(columns) == len(BY_TYPE) * len(blocks.saved) + len(APART)
-    pipelines = _pipelines(workload, table, stages, micro_batches, len(blocks.saved))
+    num_types = len(blocks.saved)
+    pipelines = _pipelines(workload, table, stages, micro_batches)
     most, of_blocks, rank_saved = (
         np.empty((3, len(WHEN), len(PASSES), len(table))),
         np.empty((3, len(table))),
         np.empty((3, len(table))),
     )
     pending, bare_head = np.zeros((3, len(PASSES), len(table))), np.zeros(len(table), dtype=bool)
-    for pipeline, rows in pipelines:
+    for pipeline, used, rows in pipelines:
         loads = loads_of(pipeline) if schedule is None else loads_of_actions(schedule, pipeline)
-        own, saved = columns[:, rows], blocks.saved[:, rows]
+        of_types = [part * num_types + kind for part in range(len(BY_TYPE)) for kind in used]
+        own = columns[np.array([*of_types, *range(len(BY_TYPE) * num_types, len(columns))])[:, None], rows]
+        saved = blocks.saved[np.array(used)[:, None], rows]
         if pipeline.schedule in FORWARD_FIRST and pipeline.pp > 1:
             most[..., rows] = _all_forward(loads, own, micro_batches[rows], len(saved))
         else:
@@ -165,6 +170,31 @@ def rank_activations(
     )
 
 
+def least_of_blocks(workload: Workload, table: LayoutTable, stages: Stages) -> tuple[Floats, Floats]:
+    """Bytes that the blocks of a rank save of one micro-batch on the device, and that one of them needs beside that at work,
+    [3, layouts]: at the least, where blocks of a kind are computed again in several ways, and whichever kind is at work."""
+    shapes, shape_of = distinct_shapes(workload, table)
+    blocks = _blocks(
+        workload, table, shapes, shape_of, any_kept=bool(stages.kept_layers.any()), cuts=np.zeros(len(table), bool)
+    )
+    num_kinds, splits = stages.layers.shape[1], (table.pp > 1) & np.isin(table.schedule, CUTS)
+    forward, backward = blocks.forward_peak - blocks.saved, blocks.backward_peak - blocks.saved
+    beside = np.where(splits, forward, np.maximum(forward, backward))
+    by_way = [one.reshape(-1, 2, num_kinds, len(table)) for one in (blocks.saved, beside)]
+    if not stages.kept_layers.any():
+        by_way = [one[:, :1] for one in by_way]
+    (saved, *again), (at_work, *others) = (one.min(axis=1) for one in by_way)  # [kinds, layouts]
+    held, some = (saved * stages.layers).sum(axis=1), table.recompute == EVERY
+    if again:  # at most one block more a stage than every k-th of them
+        count = stages.layers.sum(axis=1)
+        left = np.maximum(count - -(-count // table.recompute_every) - table.virtual_stages, 0)
+        least = (again[0] * stages.layers).sum(axis=1) + left * np.maximum(saved - again[0], 0.0).min(axis=0)
+        held, at_work = np.where(some, least, held), np.where(some, np.minimum(at_work, others[0]), at_work)
+    largest = np.where(stages.layers > 0, at_work, np.inf).min(axis=1)
+    held = np.where(table.offload_activations > 0, 0.0, held)
+    return held, np.where(np.isfinite(largest), np.maximum(largest, 0.0), 0.0)
+
+
 def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64], num_types: int) -> Floats:
     """Where all micro-batches go forward first: of one as it is counted, and of all others what each saves besides."""
     found = loads.most(columns)
@@ -181,9 +211,9 @@ def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64]
 
 
 def _pipelines(
-    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64], num_types: int
-) -> list[tuple[Pipeline, NDArray[np.intp]]]:
-    """The different pipelines of `table`, and the layouts with each."""
+    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64]
+) -> list[tuple[Pipeline, tuple[int, ...], NDArray[np.intp]]]:
+    """The different pipelines of `table`, the types of blocks that each has, and the layouts with each."""
     every = np.where(table.recompute == EVERY, table.recompute_every, 0)
     piped = table.pp > 1
     # Those of one schedule follow one another, so that its lists are made once.
@@ -191,24 +221,28 @@ def _pipelines(
         every, table.kept_blocks, micro_batches, table.virtual_stages, table.pp, np.where(piped, table.schedule, 0)
     ])  # fmt: skip
     if len(table) == 1:
-        return [(_pipeline(workload, table, stages, keys[:, 0], num_types), np.zeros(1, dtype=np.intp))]
+        return [(*_pipeline(workload, table, stages, keys[:, 0]), np.zeros(1, dtype=np.intp))]
     order = np.lexsort(keys)
     keys = keys[:, order]
     starts = np.flatnonzero(np.concatenate([[True], (keys[:, 1:] != keys[:, :-1]).any(axis=0)]))
-    by_pipeline: dict[Pipeline, list[NDArray[np.intp]]] = {}
+    by_pipeline: dict[tuple[Pipeline, tuple[int, ...]], list[NDArray[np.intp]]] = {}
     for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-        one = _pipeline(workload, table, stages, keys[:, start], num_types)
+        one = _pipeline(workload, table, stages, keys[:, start])
         by_pipeline.setdefault(one, []).append(order[start:end])
-    return [(one, np.concatenate(rows)) for one, rows in by_pipeline.items()]
+    return [(*one, np.concatenate(rows)) for one, rows in by_pipeline.items()]
 
 
-def _pipeline(workload: Workload, table: LayoutTable, stages: Stages, key: NDArray[np.int64], num_types: int) -> Pipeline:
-    """The pipeline of a column of numbers, in the order of `_pipelines`."""
+def _pipeline(
+    workload: Workload, table: LayoutTable, stages: Stages, key: NDArray[np.int64]
+) -> tuple[Pipeline, tuple[int, ...]]:
+    """The pipeline of a column of numbers, in the order of `_pipelines`, and the types that its own are the places of."""
     every, kept, count, virtual, pp, number = map(int, key)
     name = SCHEDULES[number]
     chunks = tuple(chunk_layers_of(workload, pp * virtual, stages.layers_per_stage))
     types = _types(workload, table.modes, every, kept)
-    return Pipeline(name, pp, virtual, enough_micro_batches(name, pp, count), chunks, types, num_types)
+    used = tuple(sorted(set(types)))
+    places = tuple(map(used.index, types))
+    return Pipeline(name, pp, virtual, enough_micro_batches(name, pp, count), chunks, places, len(used)), used
 
 
 def _types(workload: Workload, modes: tuple[str, ...], every: int, kept: int) -> tuple[int, ...]:
@@ -250,7 +284,7 @@ def _blocks(
     cuts: NDArray[np.bool_],
 ) -> _Blocks:
     """Types in the order of `_types`: by way, in fp8 or kept in bf16, by kind."""
-    kinds, model, stack = layer_kinds(workload)[0], workload.model, workload.stack
+    kinds = layer_kinds(workload)[0]
     every = table.recompute == EVERY
     if table.modes:
         ways = list(dict.fromkeys(table.modes))
@@ -260,22 +294,10 @@ def _blocks(
         modes = [np.where(every, MODES.index("none"), table.recompute)]
         modes += [np.full(len(table), MODES.index("full"))] if every.any() else []
 
-    known, count = _known_blocks(model, stack), len(shapes)
+    count = len(shapes)
     cut = np.zeros(count, dtype=bool)
     cut[shape_of[cuts]] = True
-
-    def of_shape(shape: Shape, mode: str, is_cut: bool) -> Floats:
-        """[kinds, 3], or of I [kinds, 2]."""
-        key = shape, mode, is_cut
-        if key not in known:
-            # Without the cache of single blocks: numbers are kept here, and a search has many.
-            some = [block_memory.__wrapped__(model, layer, shape, recompute=mode, stack=stack, cuts=is_cut) for layer in kinds]
-            rows = [(one.saved_bytes, one.forward_peak_bytes, one.backward_peak_bytes, one.waiting_bytes) for one in some]
-            known[key] = np.array(rows, dtype=float)[:, slice(2, 4) if is_cut else slice(3)]
-        return known[key]
-
     found = []
-    nothing = np.zeros((len(kinds), 2))
     for mode in modes:
         used = distinct(mode).tolist()
         position = np.searchsorted(used, mode)
@@ -285,18 +307,36 @@ def _blocks(
                 continue
             told = np.empty((len(used), count, len(kinds), 5))
             for row, number in enumerate(used):
-                told[row, :, :, :3] = [of_shape(shape, ways[number], False) for shape in some]
-                told[row, :, :, 3:] = [
-                    of_shape(shape, ways[number], True) if is_cut else nothing for shape, is_cut in zip(some, cut, strict=True)
-                ]
+                told[row, :, :, :3] = _of_shapes(workload, some, ways[number])
+                told[row, :, :, 3:] = 0.0
+                if cut.any():
+                    those = [shape for shape, is_cut in zip(some, cut, strict=True) if is_cut]
+                    told[row, cut, :, 3:] = _of_shapes(workload, those, ways[number], cuts=True)
             found += list(told[position, shape_of].transpose(1, 2, 0))
     return _Blocks(*np.stack(found, axis=1))
 
 
+def _of_shapes(workload: Workload, shapes: Sequence[Shape], mode: str, *, cuts: bool = False) -> list[Floats]:
+    """Of each shape [kinds, 3]: what blocks save and their peaks; or of I [kinds, 2]: its peak and what waits."""
+    model, stack, known = workload.model, workload.stack, _known_blocks(workload.model, workload.stack)[mode, cuts]
+    if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
+        kinds = layer_kinds(workload)[0]
+        rows = np.stack([block_columns(model, layer, new, recompute=mode, stack=stack, cuts=cuts) for layer in kinds], axis=1)
+        known.update(zip(new, rows[:, :, slice(2, 4) if cuts else slice(3)], strict=True))
+    return [known[shape] for shape in shapes]
+
+
+def know_blocks(workload: Workload, table: LayoutTable) -> None:
+    """Work out at once what `least_of_blocks` will ask of many tables taken from `table`: blocks are played together."""
+    shapes = distinct_shapes(workload, table)[0]
+    for mode in MODES if not table.modes and len(table) else ():
+        _of_shapes(workload, shapes, mode)
+
+
 @lru_cache(maxsize=8)
-def _known_blocks(model: Model, stack: Stack) -> dict[tuple[Shape, str, bool], Floats]:
-    """What `_blocks` worked out so far: DeepSeek-V3 on 2,048 devices has 11,000 shapes."""
-    return {}
+def _known_blocks(model: Model, stack: Stack) -> defaultdict[tuple[str, bool], dict[Shape, Floats]]:
+    """What `_of_shapes` worked out so far, by way of recomputing and whether backward passes are cut."""
+    return defaultdict(dict)
 
 
 def _dummies(workload: Workload, shapes: list[Shape]) -> Floats:

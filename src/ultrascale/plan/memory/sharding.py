@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ultrascale.plan.memory.ledger import Held, Ledger
 from ultrascale.plan.memory.tally import Tally
@@ -62,6 +62,28 @@ class Bucket:
     narrow_gradients: dict[str, Held] = field(default_factory=dict)
     """Of one process: those that wait for their cast."""
     cut_gradient: Held | None = None
+
+
+SINGLE = ("parameters", "flat", "partial", "replica_buffer", "cut_gradient")
+"""Of a bucket: what is there or not."""
+Told = tuple[str, str, int] | None
+"""Category, label and bytes of what somebody holds."""
+
+
+class BucketsLeft(NamedTuple):
+    """What is there of buckets after a pass, weights by their places."""
+
+    buckets: tuple[tuple[Any, ...], ...]
+    """Of each `SINGLE`, gradients whole and narrow, and the places of those that are cast."""
+    buffers: tuple[Told, ...]
+
+
+def _told(held: Held | None) -> Told:
+    return None if held is None else (held.category, held.label, held.num_bytes)
+
+
+def _held(told: Told) -> Held | None:
+    return None if told is None else Held(*told)
 
 
 class Shards:
@@ -117,6 +139,37 @@ class Shards:
         )  # fmt: skip
         sizes = tuple(held and held.num_bytes for held in (self.last_flat, self.reduce_input))
         return buckets, sizes
+
+    def left(self) -> BucketsLeft | None:
+        """What is there of every bucket, so that it can be put into others with the same weights; None if somebody else holds
+        some of it too."""
+        found = []
+        for bucket in self.buckets:
+            names = [weight.name for weight in bucket.weights]
+            single = [getattr(bucket, name) for name in SINGLE]
+            several = [[some.get(name) for name in names] for some in (bucket.whole_gradients, bucket.narrow_gradients)]
+            known = sum(held is not None for some in several for held in some)
+            if known < len(bucket.whole_gradients) + len(bucket.narrow_gradients):
+                return None
+            cast = tuple(place for place, name in enumerate(names) if name in bucket.cast)
+            found.append((single, *several, cast))
+        sizes = [self.last_flat, self.reduce_input]
+        every = [held for parts in found for some in parts[:-1] for held in some if held is not None]
+        if any(held.holders != 1 for held in (*every, *(held for held in sizes if held is not None))):
+            return None
+        told = [(*(tuple(map(_told, some)) for some in parts[:-1]), parts[-1]) for parts in found]
+        return BucketsLeft(tuple(told), tuple(map(_told, sizes)))
+
+    def put_back(self, left: BucketsLeft) -> None:
+        """Have what was `left`; the books have it already."""
+        for bucket, (single, whole, narrow, cast) in zip(self.buckets, left.buckets, strict=True):
+            names = [weight.name for weight in bucket.weights]
+            for name, one in zip(SINGLE, single, strict=True):
+                setattr(bucket, name, _held(one))
+            bucket.whole_gradients = {name: Held(*one) for name, one in zip(names, whole, strict=True) if one is not None}
+            bucket.narrow_gradients = {name: Held(*one) for name, one in zip(names, narrow, strict=True) if one is not None}
+            bucket.cast = {names[place] for place in cast}
+        self.last_flat, self.reduce_input = map(_held, left.buffers)
 
     @property
     def root(self) -> Bucket:

@@ -1,10 +1,10 @@
 """A stage of a pipeline whose passes are replayed once, then played: the same bytes in a fraction of the time.
 
 Micro-batches come and go alike. The first pass of a kind is replayed operation by operation (`plan.memory.stage_replay`), and
-its effect on the books is written down. If it left the stage as it found it, the next pass of that kind is one entry. A pass in
-a state that was not seen before is replayed; what played passes of its micro-batch would have left is made first, off the
-books. Stages with the same blocks between the ends share what is written down, those of other ranks of a layout too.
-`tests/plan/test_stage_player.py` holds this to the plain replay, byte for byte.
+its effect on the books is written down, and what its buckets have after it where that is not what they had before. The next
+pass of that kind in that state is one entry. A pass in a state that was not seen before is replayed; what played passes of its
+micro-batch would have left is made first, off the books. Stages with the same blocks between the ends share what is written
+down, those of other ranks of a layout too. `tests/plan/test_stage_player.py` holds this to the plain replay, byte for byte.
 
 A rank of a pipeline replayed: its list of actions on its stages, and the messages that come and go beside them.
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ultrascale.plan.memory.ledger import Effect, Held, Ledger
+from ultrascale.plan.memory.sharding import BucketsLeft
 from ultrascale.plan.memory.stage_replay import StageReplay
 from ultrascale.plan.memory.tally import Counts, Tally
 from ultrascale.schedules.actions import Action, Kind
@@ -36,6 +37,8 @@ class Entry:
     """Category, label and bytes."""
     keeps_gradient: int
     """Holders that the gradient which came in has gained: I keeps it for W."""
+    leaves: tuple[tuple[Hashable, ...], BucketsLeft] | None
+    """The state after it, and what buckets have then; None where they are as before."""
 
 
 @dataclass
@@ -65,9 +68,9 @@ class StagePlayer:
 
     stage: StageReplay
     _entries: Entries = field(default_factory=dict)
-    """None: a pass that changes the stage's state, or shares its result, and is replayed every time."""
+    """None: a pass that leaves gradients under way, or shares what it leaves, and is replayed every time."""
     _played: dict[int, Played] = field(default_factory=dict)
-    _state: Hashable | None = None
+    _state: tuple[Hashable, ...] | None = None
 
     def forward(self, micro_batch: int, given: Held | None = None) -> Held | None:
         """F."""
@@ -100,9 +103,9 @@ class StagePlayer:
             self._play(entry, None)
 
     def _key(self, action: Action) -> Hashable:
-        return action._replace(micro_batch=0, beside=None), self._now()
+        return action._replace(stage=0, micro_batch=0, beside=None), self._now()
 
-    def _now(self) -> Hashable:
+    def _now(self) -> tuple[Hashable, ...]:
         if self._state is None:
             self._state = self.stage.state()
         return self._state
@@ -112,6 +115,9 @@ class StagePlayer:
         self.stage.tally.add(entry.counts)
         if gradient is not None:
             gradient.holders += entry.keeps_gradient
+        if entry.leaves is not None:
+            self._state, left = entry.leaves
+            self.stage.shards.put_back(left)
         return None if entry.result is None else Held(*entry.result)
 
     def _replay(self, key: Hashable, run: Callable[[], Held | None], gradient: Held | None) -> Held | None:
@@ -125,8 +131,12 @@ class StagePlayer:
             result = run()
         told = None if result is None else (result.category, result.label, result.num_bytes)
         kept = 0 if gradient is None else gradient.holders - holders
-        repeats = self._now() == before and (result is None or result.holders == 1)
-        self._entries[key] = Entry(recorded.effect(), tally.since(counted), told, kept) if repeats else None
+        now, changed = self._now(), None
+        repeats = now[1:] == before[1:] and (result is None or result.holders == 1)
+        if repeats and now != before:
+            left = self.stage.shards.left()
+            repeats, changed = left is not None, left and (now, left)
+        self._entries[key] = Entry(recorded.effect(), tally.since(counted), told, kept, changed) if repeats else None
         return result
 
     def _make(self, micro_batch: int) -> None:

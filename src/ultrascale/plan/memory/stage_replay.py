@@ -85,7 +85,7 @@ class StageReplay:
         self._readers: dict[tuple[int, int], tuple[Any, dict[str, int]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
 
-    def state(self) -> Hashable:
+    def state(self) -> tuple[Hashable, ...]:
         """Of which the bytes of the next pass depend: buckets as they are, and gradients under way to them."""
         return self.shards.state(), self.gradients.state(), len(self._shares), len(self._together)
 

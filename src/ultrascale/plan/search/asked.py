@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.plan.layouts import CP_METHODS, RECOMPUTE, SCHEDULES, LayoutTable
-from ultrascale.plan.search.space import Asked, Space
+from ultrascale.plan.search.space import Asked, Space, modules_asked
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import is_file
 from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.problems import Problem
-from ultrascale.spec.recomputed import is_modules
+from ultrascale.spec.recomputed import is_modules, modules_name, modules_named
 from ultrascale.spec.stack_files import abilities
 from ultrascale.spec.units import count_of, divisors
 
@@ -84,6 +84,8 @@ def _appears(table: LayoutTable, name: str, value: Any) -> bool:
     """Whether a row has this value, and reads it."""
     if not len(table):
         return False
+    if name == "recompute" and is_modules(value):
+        return table.modes == (modules_name(modules_named(value)),)
     if name == "dp_shard":
         return bool(((table.dp_shard == (table.dp if value is None else value)) & _in_use(table, name)).any())
     choices = {"recompute": RECOMPUTE, "cp_method": CP_METHODS, "schedule": SCHEDULES}.get(name)
@@ -130,6 +132,8 @@ def _of_trainer(question: _Question) -> Reason | None:
     offered: dict[str, tuple[Any, ...]] = {
         "zero_stage": can.every_zero_stage, "recompute": can.recompute, "schedule": can.schedules, "cp_method": can.cp_methods,
     }  # fmt: skip
+    if name == "recompute" and modules_asked(question.workload, question.asked):
+        return None
     if name in offered and value not in offered[name]:
         return _choices(f"{stack.name} has", name, offered[name], value)
     if name == "zero_stage" and question.never_one("pp") and value not in can.zero_stages_with_pipeline:
@@ -145,9 +149,13 @@ def _choices(has: str, name: str, offered: tuple[Any, ...], value: Any) -> Reaso
         rule = f"{value} is made for one number of ranks and micro-batches, and a search has many"
         return rule, "Name the whole layout in a run.toml, with layout.schedule there, and plan that."
     if name == "recompute" and (value in ("auto", "blocks") or is_modules(value)):
+        if is_modules(value):
+            alone = (
+                f"{value} names modules, which hold for a whole search: alone, and where the stack tells recomputation by them"
+            )
+            return alone, f"Give it alone to another --stack, or choose one of {', '.join(offered)}."
         rule = f"{value} is said of one layout's blocks, and a search has many layouts"
-        told = value if is_modules(value) else "auto"
-        return rule, f'Search without it (--save RUN.TOML), then set layout.recompute = "{told}" there and plan that.'
+        return rule, 'Search without it (--save RUN.TOML), then set layout.recompute = "auto" there and plan that.'
     kind = {"zero_stage": "ZeRO ", "recompute": "recompute "}.get(name, "")
     words = ", ".join(map(str, offered))
     return f"{has} {kind}{words}, not {value}", f"Choose one of {words}, or another --stack."

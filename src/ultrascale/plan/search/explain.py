@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
-from ultrascale.plan.search.search import Priced, SearchResult, fastest_of_each_schedule, needed_bytes
+from ultrascale.plan.search.search import (
+    Priced,
+    SearchResult,
+    fastest_of_each_schedule,
+    needed_bytes,
+    price_least,
+    price_unfit,
+)
 from ultrascale.plan.time.price import Prediction, predict, price
 from ultrascale.plan.workload import Workload
 from ultrascale.spec.cluster import Cluster, Link
@@ -84,13 +91,16 @@ def rungs(result: SearchResult) -> list[Rung]:
     found, before = [], np.zeros(len(table), dtype=bool)
     for name, rows in ladder:
         if (rows & ~before).any():
-            found.append(_rung(name, result.priced, rows))
+            found.append(_rung(name, result, rows))
         before |= rows
     return found
 
 
-def _rung(name: str, priced: Priced, rows: NDArray[np.bool_]) -> Rung:
+def _rung(name: str, result: SearchResult, rows: NDArray[np.bool_]) -> Rung:
+    priced = result.priced
     fitting = rows & priced.fits
+    if not fitting.any():
+        price_least(result.workload, priced, rows)
     fastest = float(priced.step_seconds[fitting].min()) if fitting.any() else None
     known = rows & ~priced.too_slow  # of those only a bound is known, far below what they need
     least = float(priced.peak_bytes[known if known.any() else rows].min())
@@ -154,6 +164,7 @@ def marginals(result: SearchResult) -> list[Marginal]:
     best = result.best
     if best is None:
         return []
+    price_unfit(result.workload, result.priced)
     pool = _pool(result.priced, result.workload.cluster.accelerator.memory_bytes.value)
     workload = result.workload
     base, own = best.step_seconds, best.layout

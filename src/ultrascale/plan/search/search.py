@@ -1,7 +1,7 @@
 """The best layouts of a cluster: all legal ones bounded, the promising ones priced, the best few simulated, ranked, compared.
 
     plan.space   every legal layout, tens of thousands of rows
-    plan.bounds  rows that cannot fit, or cannot matter, leave
+    plan.bounds  rows that cannot fit by what they hold at the least, or cannot matter, leave
     plan.price   the rest in chunks, those with the least time first, so that bounds bite early
     predict      the best of each schedule again, one by one, with their pipelines played action by action
     replay       memory of the first of these: what is printed is never a column
@@ -12,17 +12,18 @@ Layouts closer to the fastest than the model can tell apart (`TIE`) are one grou
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.plan.columns.footprint import Footprint
+from ultrascale.plan.columns.footprint import MARGIN, Footprint, outside_bytes, reserved_bytes
+from ultrascale.plan.columns.rank_activations import know_blocks
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.search.asked import unmet
-from ultrascale.plan.search.bounds import memory_floor, time_floor
+from ultrascale.plan.search.bounds import memory_floors, time_floor
 from ultrascale.plan.search.replayed import with_replay
 from ultrascale.plan.search.space import Asked, Refusal, Space, legal_layouts
 from ultrascale.plan.time.price import Prediction, predict, price
@@ -32,8 +33,11 @@ from ultrascale.spec.problems import Problem, SpecError
 from ultrascale.spec.units import count_of, divisors
 
 Floats = NDArray[np.float64]
+Progress = Callable[[float], None]
 CHUNK = 16_384
 """Layouts priced at once: small enough that their columns stay in the cache, large enough that NumPy's calls do not show."""
+FEW = 256
+"""Priced at once in search of the one that needs least."""
 KEPT = 256
 """Layouts that pruning must not lose: the ranking is right down to here."""
 EXACT = 10
@@ -58,6 +62,8 @@ class Priced:
     """Dropped because the training state alone is more than the device."""
     too_slow: NDArray[np.bool_]
     """Dropped because others are faster in no more memory."""
+    unfit: NDArray[np.bool_]
+    """Dropped because with what a pass holds at the least it is more than the device may reserve."""
 
     @property
     def table(self) -> LayoutTable:
@@ -65,7 +71,7 @@ class Priced:
 
     @property
     def was_priced(self) -> NDArray[np.bool_]:
-        return ~self.too_large & ~self.too_slow
+        return ~self.too_large & ~self.too_slow & ~self.unfit
 
 
 @dataclass(frozen=True)
@@ -104,12 +110,13 @@ def search(
     asked: Asked | None = None,
     exact: int = EXACT,
     prunes: bool = True,
+    told: Progress | None = None,
 ) -> SearchResult:
     """Rank all legal layouts of the workload's cluster.
 
     `base` gives the fields of a layout that are not searched, `asked` holds searched fields to given values. The best `exact`
-    layouts of each schedule are predicted one by one. `prunes` False prices every layout. Raises SpecError if none is legal, or
-    if a value that is asked for is in none.
+    layouts of each schedule are predicted one by one. `prunes` False prices every layout. `told` is called now and then with
+    the share that is done. Raises SpecError if none is legal, or if a value that is asked for is in none.
     """
     started = time.perf_counter()
     space = legal_layouts(workload, base=base, asked=asked)
@@ -117,7 +124,7 @@ def search(
         raise SpecError(problems)
     if not len(space.table):
         raise SpecError([_nothing_legal(workload, space)])
-    priced = price_all(workload, space, kept=KEPT, prunes=prunes)
+    priced = price_all(workload, space, kept=KEPT, prunes=prunes, told=told)
     if not priced.fits.any():
         priced = _across_nodes(workload, base, asked or {}) or priced
     space = priced.space
@@ -155,26 +162,78 @@ def _across_nodes(workload: Workload, base: Layout | None, asked: Asked) -> Pric
     return priced if priced is not None and priced.fits.any() else None
 
 
-def price_all(workload: Workload, space: Space, *, kept: int, prunes: bool = True) -> Priced:
-    """Bound or price every layout of `space`; the `kept` fastest that fit and the front of time and memory are right."""
-    table = space.table
-    least_bytes, least_seconds = memory_floor(workload, table), time_floor(workload, table)
-    seconds, peak, fits = np.full(len(table), np.nan), least_bytes.copy(), np.zeros(len(table), dtype=bool)
-    too_large = least_bytes > workload.cluster.accelerator.memory_bytes.value
+def price_all(
+    workload: Workload, space: Space, *, kept: int, prunes: bool = True, told: Progress | None = None
+) -> Priced:  # fmt: skip
+    """Bound or price every layout of `space`; the `kept` fastest that fit, the front of time and memory and, where nothing
+    fits, the layout that needs least are right. `told` is called with the share that is done."""
+    table, seconds_floor = space.table, time_floor(workload, space.table)
+    at_rest, peak = _floors(workload, table)
+    seconds, fits, too_slow, unfit = (np.full(len(table), value) for value in (np.nan, False, False, False))
+    too_large = at_rest > workload.cluster.accelerator.memory_bytes.value
     if not prunes or too_large.all():
         too_large = np.zeros_like(too_large)
-    too_slow = np.zeros(len(table), dtype=bool)
-    waiting = np.flatnonzero(~too_large)
-    waiting = waiting[np.argsort(least_seconds[waiting], kind="stable")]
+    if prunes:
+        unfit = ~too_large & (peak > _usable(workload))
+    peak = np.where(unfit, peak, at_rest)
+    found = Priced(space, seconds, peak, fits, too_large, too_slow, unfit)
+    waiting = np.flatnonzero(found.was_priced)
+    waiting = waiting[np.argsort(seconds_floor[waiting], kind="stable")]
+    count = max(len(waiting), 1)
     while len(waiting):
         chunk, waiting = waiting[:CHUNK], waiting[CHUNK:]
-        prices = price(workload, table.take(chunk))
-        seconds[chunk], peak[chunk], fits[chunk] = prices.step_seconds, needed_bytes(prices.memory), prices.fits
+        _price_some(workload, found, chunk)
         if prunes and len(waiting):
-            drop = _cannot_matter(least_seconds[waiting], least_bytes[waiting], seconds[fits], peak[fits], kept)
+            drop = _cannot_matter(seconds_floor[waiting], at_rest[waiting], seconds[fits], peak[fits], kept)
             too_slow[waiting[drop]] = True
             waiting = waiting[~drop]
-    return Priced(space, seconds, peak, fits, too_large, too_slow)
+        if told is not None:
+            told(1 - len(waiting) / count)
+    if not fits.any():
+        price_least(workload, found, np.ones(len(table), dtype=bool))
+    return found
+
+
+def _price_some(workload: Workload, priced: Priced, rows: NDArray[np.intp]) -> None:
+    """Prices of these rows into their columns."""
+    prices = price(workload, priced.table.take(rows))
+    priced.step_seconds[rows], priced.peak_bytes[rows] = prices.step_seconds, needed_bytes(prices.memory)
+    priced.fits[rows], priced.unfit[rows] = prices.fits, False
+
+
+def price_least(workload: Workload, priced: Priced, rows: NDArray[np.bool_]) -> None:
+    """Price of the `unfit` among `rows`, which fit no device, as many as can need less than all that are priced."""
+    waiting = np.flatnonzero(priced.unfit & rows)
+    waiting = waiting[np.argsort(priced.peak_bytes[waiting], kind="stable")]
+    least = float(priced.peak_bytes[priced.was_priced & rows].min(initial=np.inf))
+    while len(waiting) and priced.peak_bytes[waiting[0]] < least:
+        chunk, waiting = waiting[:FEW], waiting[FEW:]
+        _price_some(workload, priced, chunk)
+        least = min(least, float(priced.peak_bytes[chunk].min()))
+
+
+def price_unfit(workload: Workload, priced: Priced) -> None:
+    """Price of all that are `unfit`, for whoever asks what more memory would be worth."""
+    rows = np.flatnonzero(priced.unfit)
+    for start in range(0, len(rows), CHUNK):
+        _price_some(workload, priced, rows[start : start + CHUNK])
+
+
+def _floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
+    """Least bytes of the state, and least that is taken in a pass, allocator and what lies outside of it included."""
+    at_rest, in_pass = np.empty(len(table)), np.empty(len(table))
+    know_blocks(workload, table)
+    for start in range(0, len(table), CHUNK):
+        rows = np.arange(start, min(start + CHUNK, len(table)))
+        some = table.take(rows)
+        at_rest[rows], live = memory_floors(workload, some)
+        in_pass[rows] = reserved_bytes(live, joins_segments=workload.stack.joins_segments) + outside_bytes(some)
+    return at_rest, in_pass
+
+
+def _usable(workload: Workload) -> float:
+    """Bytes of a device that may be taken."""
+    return workload.cluster.accelerator.memory_bytes.value * (1 - MARGIN) * (1 + 1e-9)
 
 
 def _cannot_matter(least_seconds: Floats, least_bytes: Floats, seconds: Floats, peak: Floats, kept: int) -> NDArray[np.bool_]:

@@ -31,6 +31,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.spec.cut_rules import cut_problems
 from ultrascale.spec.layout import NARROW, Layout
 from ultrascale.spec.layout import SCHEDULES as CHUNKS
+from ultrascale.spec.recomputed import is_modules, modules_name, modules_named
 from ultrascale.spec.stack_files import abilities
 from ultrascale.spec.units import count_of, divisors
 
@@ -46,6 +47,8 @@ DOMINATED = {
     "afab": "1f1b has the same bubble and holds fewer micro-batches",
     "dualpipe": "dualpipe-v has the same bubble and holds the weights once",
 }
+NAME_MODULES = ("modules", "attention")
+"""Meanings of `selective` in stacks whose recomputation is told by modules: ours and Megatron's."""
 Asked = Mapping[str, Sequence[Any]]
 """Fields of `Layout` that are given: to the values that are searched."""
 
@@ -121,7 +124,8 @@ def legal_layouts(workload: Workload, *, base: Layout | None = None, asked: Aske
     `base` gives the fields that are not searched (precision, buckets, offload); `asked` holds searched fields to given values.
     """
     rules = _Rules(workload, base or Layout(precision="bf16"), asked or {})
-    cuts = list(_cuts(rules))
+    named = modules_asked(workload, rules.asked)
+    cuts = [] if named and rules.breaks(f"recompute {named}", Layout(recompute=named)) else list(_cuts(rules))
     by_inside: dict[tuple[int, str, int], list[Cut]] = {}
     for cut in cuts:
         by_inside.setdefault((cut.dp, cut.schedule if cut.pp > 1 else "", cut.pp), []).append(cut)
@@ -301,8 +305,9 @@ def _inside(rules: _Rules, dp: int, schedule: str, pp: int, share: int, cp: int)
     sizes = [size for size in _micro_batch_sizes(rules, dp, cp) if _suits(rules, schedule, pp, dp, size)]
     ways = []
     can = abilities(rules.workload.stack).recompute
-    for way in rules.choose("recompute", can):
-        if way not in can:
+    named = modules_asked(rules.workload, rules.asked)
+    for way in ("blocks",) if named else rules.choose("recompute", can):
+        if not named and way not in can:
             rules.refuse(f"recompute {way}", f"{rules.workload.stack.name} has {', '.join(can)}")
             continue
         every = rules.choose("recompute_every", (2,)) if way == "every-k" else (2,)
@@ -380,7 +385,16 @@ def _product(cuts: Sequence[Cut], rows: NDArray[np.int64], rules: _Rules) -> Lay
     table = LayoutTable.of(layouts).take(np.repeat(np.arange(len(layouts)), len(rows)))
     names = ("zero_stage", "dp_shard", "micro_batch_size", "recompute", "recompute_every")
     repeated = {name: np.tile(column, len(layouts)) for name, column in zip(names, rows.T, strict=True)}
-    return LayoutTable(**{**vars(table), **repeated})
+    named = modules_asked(rules.workload, rules.asked)
+    return LayoutTable(**{**vars(table), **repeated, "modes": (named,) if named else ()})
+
+
+def modules_asked(workload: Workload, asked: Asked) -> str:
+    """The modules that all layouts of a search compute again, joined; empty where it names none, or other ways beside them."""
+    ways = asked.get("recompute", ())
+    if workload.stack.selective not in NAME_MODULES or len(ways) != 1 or not is_modules(ways[0]):
+        return ""
+    return modules_name(modules_named(ways[0]))
 
 
 def _overlaps(rules: _Rules, cut: Cut) -> list[bool]:

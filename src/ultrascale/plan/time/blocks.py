@@ -36,6 +36,8 @@ SHAPE_FIELDS = (
     "partition_checkpoints", "fp8_scaling", "gathers_fp8",
 )  # fmt: skip
 PASSES = ("forward", "backward")
+OVER_TP = ("tp", "expert_tp")
+"""Axes whose traffic is told as that of tp."""
 HEAD_MULTIPLE = 8
 """Of a vocabulary's columns, which are always of 16 bits here: other numbers are not aligned."""
 WIDE_BYTES, NARROW_BYTES, CAST_BYTES = 2, 3, 4
@@ -238,9 +240,10 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
     never_wait = [[op for op in ops if not may_wait(op)] for ops in works]
     at_once = np.array([compute_seconds(workload, *one, head)[4] for one in zip(shapes, never_wait, strict=True)])
     traffic, counts = _traffic(workload, shapes, works)
-    of_columns = [[op for op in ops if _is_of_column(op)] for ops in works]
+    over_tp = [[op for op in ops if any(one.axis in OVER_TP for one in op.collectives)] for ops in works]
+    of_columns = [[op for op in ops if _is_of_column(op)] for ops in over_tp]
     beside = _over_tp(workload, shapes, of_columns)
-    of_input, of_weight = (_halves(shapes, works, half) for half in HALVES)
+    of_input, of_weight = (_halves(shapes, over_tp, half) for half in HALVES)
     sums = _halves(shapes, of_columns, "input")
     axes = {f"{axis}_{when}": traffic[axis, when] for axis in ("tp", "cp", "ring", "ep") for when in PASSES}
     return PartSeconds(

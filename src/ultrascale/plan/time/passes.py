@@ -107,8 +107,9 @@ def pass_seconds(
     recompute = again * full + (table.recompute == RECOMPUTE.index("selective")) * selective
     told = None
     if table.modes:
-        shapes = [blocks.shapes[0], without_fp8(blocks.shapes[0])] if some_kept else blocks.shapes[:1]
-        told = np.concatenate([mean_again(workload, table, shape, constants) for shape in shapes], axis=1)
+        both = [[shape, without_fp8(shape)] if some_kept else [shape] for shape in blocks.shapes]
+        told = np.stack([np.concatenate([mean_again(workload, table, shape, constants) for shape in some], axis=1)
+                         for some in both], axis=-1)[:, :, blocks.shape_of]  # fmt: skip
 
     shown, tp_forward, tp_backward = _tensor_parallel(table, stack, sum_of, constants)
     tp = tp_forward + tp_backward + again * shown * sum_of("tp_forward", in_blocks)
@@ -133,7 +134,7 @@ def pass_seconds(
     cp_forward, cp = _exposed_context_parallel(table, sum_of, attends_again, constants)
     ep = sum_of("ep_forward") + sum_of("ep_backward") + again * sum_of("ep_forward", in_blocks)
     if told is not None:
-        more = np.einsum("ck,rkn->crn", told, in_blocks)
+        more = np.einsum("ckn,rkn->crn", told, in_blocks)
         recompute, tp, cp, ep = recompute + more[0], tp + shown * more[1], cp + more[2], ep + more[3]
     ahead_ep = sum_of("ep_forward")
     return Passes(

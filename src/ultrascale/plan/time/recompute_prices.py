@@ -28,8 +28,8 @@ def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], const
 
 
 def mean_again(workload: Workload, table: LayoutTable, shape: Shape, constants: Constants) -> Floats:
-    """What a block of each kind adds on average by its recomputation, [4, kinds], as `forward_seconds`; of a table whose one
-    layout tells each block's way."""
+    """What a block of each kind adds on average by its recomputation, [4, kinds], as `forward_seconds`; of a table whose
+    layouts tell each block's way."""
     kinds, kind_of_layer = layer_kinds(workload)
     of_mode = {
         (mode, kind): _of_block(workload, shape, layer, mode, constants)

@@ -254,7 +254,8 @@ def _refused_table(result: SearchResult) -> Table:
     if len(refused) > MAX_REFUSED:
         rest = refused[MAX_REFUSED:]
         table.add_row("others", f"{len(rest)} more families (--json lists them)", f"{sum(one.count for one in rest):,}")
-    too_large, unfit = int(result.priced.too_large.sum()), int((result.priced.was_priced & ~result.priced.fits).sum())
+    priced = result.priced
+    too_large, unfit = int(priced.too_large.sum()), int((~priced.too_large & ~priced.too_slow & ~priced.fits).sum())
     table.add_row("too large", "weights, gradients and optimizer state alone are more than a GPU", f"{too_large:,} layouts")
     table.add_row("does not fit", "with activations and buffers", f"{unfit:,} layouts")
     return table
