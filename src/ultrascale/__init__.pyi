@@ -55,6 +55,7 @@ def plan(
     print_flags: bool = False,
     svg: _Words | None = None,
     perfetto: _Words | None = None,
+    html: _Words | None = None,
     tokens: _Words | None = None,
     save: _Words | None = None,
     **settings: Any,
@@ -93,6 +94,7 @@ def plan(
         print_flags: Print the plan as the trainer's own settings, and nothing else.
         svg: Draw the pipeline of the step into this file.
         perfetto: Write the predicted step as a trace for ui.perfetto.dev into this file.
+        html: Write the plan, drawn, into this one file, to look at in a browser or to mail.
         tokens: Say how long training on so many takes and what it costs, such as 15T.
         save: Write the run that is explained to this TOML file, for `check` and `train`.
     """
@@ -126,6 +128,7 @@ def search(
     print_flags: bool = False,
     svg: _Words | None = None,
     perfetto: _Words | None = None,
+    html: _Words | None = None,
     tokens: _Words | None = None,
     save: _Words | None = None,
     **settings: Any,
@@ -161,6 +164,7 @@ def search(
         print_flags: Print the plan as the trainer's own settings, and nothing else.
         svg: Draw the pipeline of the step into this file.
         perfetto: Write the predicted step as a trace for ui.perfetto.dev into this file.
+        html: Write the plan, drawn, into this one file, to look at in a browser or to mail.
         tokens: Say how long training on so many takes and what it costs, such as 15T.
         save: Write the run that is explained to this TOML file, for `check` and `train`.
     """

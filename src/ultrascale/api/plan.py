@@ -86,6 +86,15 @@ def answer(request: PlanRequest, *, told: Callable[[float], None] = lambda share
 
     Raises SpecError with what makes no sense.
     """
+    found = _answer(request, told)
+    if request.options.html is not None:
+        from ultrascale.api.plan_page import write_html
+
+        write_html(found, request.options.html)
+    return found
+
+
+def _answer(request: PlanRequest, told: Callable[[float], None]) -> Plan:
     options = request.options
     if len(options.run) > 1:
         files = f"names {len(options.run)} files: {', '.join(options.run)}"

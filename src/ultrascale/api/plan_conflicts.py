@@ -15,7 +15,8 @@ from ultrascale.spec.units import UnitError, parse_tokens
 
 OF_A_SEARCH = ("explain", "runnable", "top")
 OF_TIMES = (
-    "explain", "top", "svg", "perfetto", "tokens", "optimizer", "expert-imbalance", "checkpoint-minutes", "storage-gbytes",
+    "explain", "top", "svg", "perfetto", "html", "tokens", "optimizer", "expert-imbalance", "checkpoint-minutes",
+    "storage-gbytes",
 )  # fmt: skip
 AXES = ("tp", "cp", "pp", "ep", "schedule")
 
@@ -115,7 +116,7 @@ def _conditions(asked: PlanOptions) -> list[Problem]:
 def _files(asked: PlanOptions) -> list[Problem]:
     """Files that are there already, unless they are pictures or traces, which can be drawn again; and folders that are not."""
     found = []
-    for name, drawn in (("save", None), ("svg", ".svg"), ("perfetto", ".json")):
+    for name, drawn in (("save", None), ("svg", ".svg"), ("perfetto", ".json"), ("html", ".html")):
         if getattr(asked, name) is None:
             continue
         path = Path(getattr(asked, name))

@@ -81,6 +81,8 @@ class PlanOptions:
     """Draw the pipeline of the step into this file."""
     perfetto: str | None = None
     """Write the predicted step as a trace for ui.perfetto.dev into this file."""
+    html: str | None = None
+    """Write the plan, drawn, into this one file, to look at in a browser or to mail."""
     tokens: str | None = None
     """Say how long training on so many takes and what it costs, such as 15T."""
     save: str | None = None

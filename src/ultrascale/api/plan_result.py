@@ -223,7 +223,11 @@ class Comparison:
         from ultrascale.spec.schema import leaves
 
         runs = [one.run for one in (self.a, self.b)]
-        named = {key: [_at(run, key) for run in runs] for key in leaves() if key not in ("name", "folder")}
+        named = {
+            key: [_at(run, key) for run in runs]
+            for key in leaves()
+            if key not in ("name", "folder") and not key.startswith("launch.")
+        }
         chosen = (self.a.chosen, self.b.chosen)
         named |= {"machines": [one.cluster.name for one in chosen], "stack": [one.stack.name for one in chosen]}
         return [{"name": name, "a": a, "b": b} for name, (a, b) in named.items() if a != b]

@@ -36,6 +36,7 @@ VERBS = {
     "doctor": Verb("doctor", "what this machine has, and what would stop a run on it", "Start here"),
     "primer": Verb("primer", "what a GPU does well and badly: small kernels, achieved against peak", "Start here"),
     "plan": Verb("plan", "memory and time of a run, before it runs", "Before a run"),
+    "page": Verb("page", "the planner in a browser: memory, time, schedule, reasons", "Before a run"),
     "show": Verb("show", "a run's settings and where each came from; presets, machines", "Before a run"),
     "validate": Verb("validate", "how far predictions are from measured runs, row by row", "Before a run"),
     "trace": Verb("trace", "any rank of any cluster's job, here: memory and messages to the byte", "Before a run"),

@@ -33,10 +33,10 @@ def command(arguments: list[str]) -> int:
         from ultrascale.cli import plan_far
 
         return plan_far.command(arguments[1:])
-    stack, words = take_settings(arguments, "stack")
-    options, rest = parse_with_overrides(PlanOptions, "plan", words, positional={"run": "[RUN.TOML]"})
+    request = request_of(arguments)
+    options = request.options
     with _progress() as told:
-        found = answer(PlanRequest(options, tuple(rest), tuple(stack.items()), tuple(arguments)), told=told)
+        found = answer(request, told=told)
     if found.unwritten:
         print(f"ultrascale: no layout fits; not written: {', '.join(found.unwritten)}.", file=sys.stderr)
     if options.print_flags:
@@ -50,6 +50,13 @@ def command(arguments: list[str]) -> int:
     else:
         _show(found)
     return 0 if found.fits else 1
+
+
+def request_of(arguments: list[str]) -> PlanRequest:
+    """The question that these words ask. Ends the process where they cannot be read."""
+    stack, words = take_settings(arguments, "stack")
+    options, rest = parse_with_overrides(PlanOptions, "plan", words, positional={"run": "[RUN.TOML]"})
+    return PlanRequest(options, tuple(rest), tuple(stack.items()), tuple(arguments))
 
 
 @contextmanager

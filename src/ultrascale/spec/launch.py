@@ -23,9 +23,13 @@ class Slurm:
     """What sbatch is asked for."""
 
     partition: str | None = None
+    """The queue, `sbatch --partition`. None: the cluster's default."""
     account: str | None = None
+    """Who is charged, `sbatch --account`."""
     qos: str | None = None
+    """Quality of service, `sbatch --qos`."""
     reservation: str | None = None
+    """Nodes that are held for somebody, `sbatch --reservation`."""
     constraint: str | None = None
     """Features that nodes must have."""
     exclusive: bool = True
@@ -45,6 +49,7 @@ class Kubernetes:
     kind: Literal["trainjob", "jobset"] = "trainjob"
     """A TrainJob with a runtime of its own (Kubeflow Trainer 2), or the JobSet that would come of it."""
     namespace: str = "default"
+    """Where its objects are made."""
     claim: str | None = None
     """The PersistentVolumeClaim with run, data and folders, which every node mounts (ReadWriteMany). None: one is described."""
     size: str = "1Ti"

@@ -1,0 +1,149 @@
+"""What can be asked on the page, and the same question in the words of `ultrascale plan`.
+
+A question is a dictionary: names of controls to what stands in them, and a dropped file as {"name": ..., "text": ...}. Nothing
+in it may name a file of the machine that answers: what a browser asks must not read anything.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ultrascale.spec.cluster import MOST
+from ultrascale.spec.layout import RANGES, SCHEDULES
+from ultrascale.spec.machines import USUAL_NODE
+from ultrascale.spec.model_presets import PRESETS
+from ultrascale.spec.problems import Problem, SpecError
+from ultrascale.spec.stack_files import stack_names
+
+LARGEST_FILE = 1_000_000
+"""Bytes of a dropped file: config.json of the largest models has 5 thousand."""
+LONGEST_VALUE = 200
+"""Letters of what stands in a control."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """A field of the page's form."""
+
+    name: str
+    """In the question, and in the link."""
+    label: str
+    unit: str
+    range: str
+    """What may stand in it, in words; the planner checks it."""
+    default: str = ""
+    """Empty: searched, or what the planner takes by itself."""
+    choices: tuple[str, ...] = ()
+    """All that may stand in it; of `suggests`, some."""
+    slider: tuple[int, int] | None = None
+    """Of powers of two: the lowest and the highest exponent."""
+    group: str = "Question"
+
+
+_AXIS = f"1 to {RANGES['tp'][1]:,}, or 4,8; empty: any"
+CONTROLS = (
+    Control("model", "Model", "preset", "a preset; or drop a config.json below", "llama-3-8b", tuple(sorted(PRESETS))),
+    Control("count", "Devices", "accelerators", f"1 to {MOST:,}", "64", slider=(0, 14)),
+    Control("machine", "Machine", "accelerator", "of the catalogue", "h100-sxm", tuple(sorted(USUAL_NODE))),
+    Control("seq_len", "Sequence length", "tokens", "1 to what the model has positions for", "8192", slider=(9, 17)),
+    Control("tokens_per_batch", "Global batch", "tokens", "such as 4M or 512k; empty: a micro-batch a device", "4M"),
+    Control("zero_stage", "ZeRO stage", "stage", "0 to 3; empty: any", choices=("0", "1", "2", "3"), group="Layout"),
+    Control("tp", "Tensor parallelism", "ranks", _AXIS, group="Layout"),
+    Control("cp", "Context parallelism", "ranks", _AXIS, group="Layout"),
+    Control("pp", "Pipeline parallelism", "ranks", _AXIS, group="Layout"),
+    Control("ep", "Expert parallelism", "ranks", _AXIS, group="Layout"),
+    Control("schedule", "Pipeline schedule", "name", "empty: any", choices=tuple(SCHEDULES), group="Layout"),
+    Control("micro_batch_size", "Micro-batch", "sequences", f"1 to {RANGES['tp'][1]:,}; empty: any", group="Layout"),
+    Control("recompute", "Recomputation", "activations", "empty: any", choices=("none", "selective", "full"), group="Layout"),
+    Control("precision", "Precision", "dtype", "empty: bf16 where there is bf16", group="Trainer",
+            choices=("fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
+    Control("optimizer", "Optimizer", "name", "empty: adamw", group="Trainer",
+            choices=("adamw", "adamw-bf16", "adamw-8bit", "muon")),
+    Control("stack", "Trainer", "name", "the trainer that is planned for", "ultrascale", stack_names(), group="Trainer"),
+    Control("tokens", "Train on", "tokens", "such as 15T; empty: 20 a parameter", group="Trainer"),
+)  # fmt: skip
+BY_NAME = {one.name: one for one in CONTROLS}
+BESIDE = ("file", "why")
+"""Of a question, and no controls: a dropped file; with reasons, other numbers of devices and other machines."""
+
+
+def controls_json() -> list[dict[str, Any]]:
+    """The form, as the page builds it."""
+    return [asdict(one) for one in CONTROLS]
+
+
+def words_of(question: dict[str, Any], folder: Path) -> list[str]:
+    """The question in words of `ultrascale plan`; a dropped file is put into `folder`. Raises SpecError."""
+    problems = [Problem(str(name), "is no control of the page", f"There are {', '.join(BY_NAME)}.")
+                for name in question if name not in (*BY_NAME, *BESIDE)]  # fmt: skip
+    values = {name: str(value).strip() for name, value in question.items() if name in BY_NAME and value is not None}
+    values = {name: value for name, value in values.items() if value}
+    problems += [problem for name, value in values.items() for problem in _unreadable(name, value)]
+    if problems:
+        raise SpecError(problems)
+    file = _dropped(question["file"], folder) if question.get("file") else None
+    words: list[str] = []
+    if file is not None and file.suffix == ".toml":
+        words.append(str(file))
+        values.pop("model", None)
+    elif file is not None:
+        values["model"] = str(file)
+    if values.get("stack") == BY_NAME["stack"].default:
+        del values["stack"]
+    count, machine = values.pop("count", None), values.pop("machine", None)
+    if count or machine:
+        values["gpus"] = f"{count or 1}x{machine}" if machine else str(count)
+    words += [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    return [*words, "--explain"] if question.get("why") and not (file and file.suffix == ".toml") else words
+
+
+def _unreadable(name: str, value: str) -> list[Problem]:
+    """Why this must not reach the planner: it is the name of a file, or might be taken for one."""
+    if len(value) > LONGEST_VALUE:
+        return [Problem(name, f"has {len(value):,} letters, and at most {LONGEST_VALUE} are read", "Drop a file instead.")]
+    if name == "model" and value not in PRESETS:
+        from ultrascale.spec.resolve import resolve
+
+        resolve(None, ["--model.preset", value])  # says what is wrong, and which preset may have been meant
+    text = re.sub(r"/\d+$", "", value) if name == "machine" else value  # gb200-nvl72/64: so many of each rack
+    if any(letter in text for letter in "/\\\0\n") or text.lower().endswith((".toml", ".json", ".csv")):
+        return [Problem(name, f"{value!r} names a file, and the page reads none", f"Give {BY_NAME[name].range}.")]
+    return []
+
+
+def _dropped(file: Any, folder: Path) -> Path:
+    """A config.json or run.toml as a file of the planner's."""
+    if not (isinstance(file, dict) and isinstance(file.get("text"), str)):
+        raise SpecError([Problem("file", "is no text", "Drop a config.json or a run.toml.")])
+    text, is_toml = file["text"], str(file.get("name", "")).lower().endswith(".toml")
+    if len(text.encode()) > LARGEST_FILE:
+        rule = f"has {len(text.encode()):,} bytes, and at most {LARGEST_FILE:,} are read"
+        raise SpecError([Problem("file", rule, "Drop the config.json of a model or a run.toml, and no weights.")])
+    if is_toml:
+        _expect_no_paths(text)
+    path = folder / "dropped" / ("run.toml" if is_toml else "config.json")  # a model is called by its folder
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _expect_no_paths(text: str) -> None:
+    """Raises SpecError if a run's file has the planner read another file."""
+    try:
+        told = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return  # the planner says so, with the line
+    model, layout = told.get("model"), told.get("layout")
+    found = []
+    if isinstance(model, dict) and "path" in model:
+        found.append(Problem("model.path", "names a file, and the page reads none", "Drop that config.json, or name a preset."))
+    if isinstance(layout, dict) and str(layout.get("schedule", "")) not in ("", *SCHEDULES):
+        found.append(Problem("layout.schedule", "is no schedule by name", f"Take {', '.join(SCHEDULES)}."))
+    if any(mark in str(told.get("cluster", "")) for mark in ("/", "\\", ".toml")):
+        found.append(Problem("cluster", "names a file, and the page reads none", "Name machines such as 64xh100."))
+    if found:
+        raise SpecError(found)

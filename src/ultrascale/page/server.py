@@ -1,0 +1,141 @@
+"""The page on 127.0.0.1, for whoever has its link.
+
+Any program of this machine, and any web page open in a browser here, can talk to a port of 127.0.0.1. So:
+
+token    random, the first part of every path: without it all is 404
+Host     must be 127.0.0.1 or localhost with our port: a name that somebody points at 127.0.0.1 (DNS rebinding) is refused
+files    those of `static`, by name; no path is ever joined
+answers  POST of application/json, which a foreign page cannot send without asking first; Origin must be ours
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import sys
+import webbrowser
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from threading import Lock
+from typing import Any
+
+from ultrascale.page.controls import LARGEST_FILE, controls_json
+from ultrascale.spec.problems import Problem, SpecError
+
+Question = Callable[[dict[str, Any]], dict[str, Any]]
+STATIC = {
+    "": ("index.html", "text/html"), "page.css": ("page.css", "text/css"), "charts.js": ("charts.js", "text/javascript"),
+    "page.js": ("page.js", "text/javascript"), "server.js": ("server.js", "text/javascript"),
+}  # fmt: skip
+"""All that is served: path behind the token to file and type."""
+LARGEST_BODY = 2 * LARGEST_FILE
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""No script, picture or answer of elsewhere; and the token in no Referer."""
+
+
+def static_text(name: str) -> str:
+    """A file of the page."""
+    return (files("ultrascale.page") / "static" / name).read_text(encoding="utf-8")
+
+
+class PageServer(ThreadingHTTPServer):
+    """Answers questions, one at a time: a search has all of the processor."""
+
+    daemon_threads = True
+
+    def __init__(self, question: Question, port: int = 0) -> None:
+        self.question, self.token, self.lock = question, secrets.token_urlsafe(24), Lock()
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{self.token}/"
+
+    def hosts(self) -> tuple[str, str]:
+        """What Host may say."""
+        return f"127.0.0.1:{self.server_address[1]}", f"localhost:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    server_version, sys_version = "ultrascale", ""
+    timeout = 60
+    """Seconds that a silent browser may take."""
+
+    def do_GET(self) -> None:
+        path = self._allowed_path()
+        if path == "controls.json":
+            self._send(200, "application/json", json.dumps(controls_json()))
+        elif path in STATIC:
+            name, kind = STATIC[path]
+            self._send(200, kind, static_text(name))
+        elif path is not None:
+            self._refuse(404, "nothing here")
+
+    def do_POST(self) -> None:
+        path = self._allowed_path()
+        if path is None:
+            return
+        origin, size = self.headers.get("Origin"), self.headers.get("Content-Length", "")
+        if origin is not None and origin.removeprefix("http://") not in self.server.hosts():
+            return self._refuse(403, "asked by another page")
+        if path != "answer" or self.headers.get("Content-Type", "").partition(";")[0] != "application/json":
+            return self._refuse(404, "nothing here")
+        if not size.isdigit() or int(size) > LARGEST_BODY:
+            return self._refuse(413, f"a question has at most {LARGEST_BODY:,} bytes")
+        try:
+            asked = json.loads(self.rfile.read(int(size)))
+        except ValueError:
+            asked = None
+        if not isinstance(asked, dict):
+            return self._refuse(400, "a question is a JSON object")
+        with self.server.lock:
+            told = self.server.question(asked)
+        self._send(200, "application/json", json.dumps(told))
+
+    def _allowed_path(self) -> str | None:
+        """What is behind the token; None where the request is refused, which it is then."""
+        if self.headers.get("Host") not in self.server.hosts():
+            return self._refuse(403, "this Host is not served")
+        token, slash, path = self.path.partition("?")[0].removeprefix("/").partition("/")
+        if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            return self._refuse(404, "nothing here: open the link that `ultrascale page` has printed")
+        return path
+
+    def _refuse(self, code: int, why: str) -> None:
+        self.close_connection = True
+        self._send(code, "text/plain", why + "\n")
+
+    def _send(self, code: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(code)
+        for name, value in {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body)), **HEADERS}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a line a request would hide the link, and holds the token."""
+
+
+def serve(question: Question, *, port: int, opens_browser: bool) -> None:
+    """Serve until Ctrl-C. Raises SpecError if the port is taken."""
+    try:
+        server = PageServer(question, port)
+    except OSError as error:
+        rule = f"{port} cannot be served on: {error.strerror}"
+        raise SpecError([Problem("--port", rule, "Leave it out for a port that is free.")]) from None
+    print(f"{server.url}\nOnly this link opens it, and only on this machine. Ctrl-C ends it.", flush=True)
+    if opens_browser and not webbrowser.open(server.url):
+        print("ultrascale: no browser could be opened; open the link yourself.", file=sys.stderr)
+    with server:
+        server.serve_forever()

@@ -1,0 +1,248 @@
+"""One plan as what is drawn: numbers in bytes and seconds, each with its text, so that the page formats nothing by itself.
+
+`answer` is the whole of what a browser gets. Its `json` is what `ultrascale plan --json` prints of the same question.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ultrascale.page.ranked import ranking, reasons, scaling_rows, settings_of
+from ultrascale.plan.columns.footprint import Footprint
+from ultrascale.plan.flags.trainers import WRITERS, trainer_flags
+from ultrascale.plan.report import RunPlan, not_trainable, plan_run, step_interval, workload_of
+from ultrascale.plan.search.search import SearchResult
+from ultrascale.plan.time.price import Prediction
+from ultrascale.plan.view.cost import cost
+from ultrascale.plan.view.plan_view import FOOTPRINT, TIMES
+from ultrascale.plan.view.search_view import layout_words
+from ultrascale.plan.view.step_timeline import step_timeline
+from ultrascale.spec.layout import SCHEDULES
+from ultrascale.spec.problems import SpecError
+from ultrascale.spec.resolve import to_toml
+from ultrascale.spec.stack_files import STACKS, stack_file
+from ultrascale.spec.units import count_of, format_bytes, format_count, format_seconds
+from ultrascale.spec.weights import num_parameters
+
+TIGHT_BYTES = 2 * 2**30
+"""Headroom below this is warned of: fragments and other libraries take as much."""
+DRAWN_TURNS = 4
+"""Micro-batches drawn for each rank of a pipeline: fill, steady state and drain are all in them, and numbers can be read."""
+MOST_DRAWN_RANKS = 64
+"""Ranks of a pipeline that are drawn."""
+RANK_SORTS = ("first stage", "middle stages", "last stage")
+AXES = {
+    "tensor_parallel": "tp",
+    "context_parallel": "cp",
+    "expert_parallel": "ep",
+    "data_parallel": "dp",
+    "pipeline_sends": "pp",
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the planner found for a question."""
+
+    chosen: RunPlan
+    json: dict[str, Any]
+    """As the command line prints it."""
+    result: SearchResult | None = None
+    """None for a run's file, which has one layout."""
+    conditions: dict[str, Any] = field(default_factory=dict)
+    tokens: int | None = None
+    """To train on; None: 20 a parameter."""
+    explanation: Callable[[], dict[str, Any]] | None = None
+    """What --explain adds to a search's JSON; it takes seconds, and is worked out when it is asked for."""
+
+
+def answer(found: Planned, words: list[str]) -> dict[str, Any]:
+    """Everything that is drawn of a plan, JSON-able. `words`: those of the command line that asks the same."""
+    chosen = found.chosen
+    told: dict[str, Any] = {
+        "schema": "ultrascale/page/1",
+        "command": " ".join(["ultrascale plan", shlex.join(words)]),
+        "title": _title(chosen),
+        "verdict": _verdict(chosen),
+        "facts": _facts(found),
+        "memory": _memory(found),
+        "waterfall": [],
+        "schedule": None,
+        "flags": _flags(chosen),
+        "run_toml": to_toml(chosen.run),
+        "json": found.json,
+    }
+    if chosen.prediction is not None:
+        told |= {"waterfall": _waterfall(chosen.prediction), "schedule": _schedule(chosen.prediction)}
+        told["own"] = settings_of(chosen.prediction)
+    if found.result is not None:
+        told |= {"ranking": ranking(found.result), "why": reasons(found.result, found.json)}
+        told |= {"scaling": scaling_rows(found.json)}
+    return told
+
+
+def _number(value: float, text: str) -> dict[str, Any]:
+    return {"value": value, "text": text}
+
+
+def _title(chosen: RunPlan) -> dict[str, str]:
+    model, cluster = chosen.run.model, chosen.cluster
+    nodes = f", {count_of(cluster.num_nodes, 'node')}" if cluster.num_nodes > 1 else ""
+    return {
+        "model": f"{model.name or model.model_type}, {format_count(num_parameters(model))} parameters",
+        "machine": f"{chosen.run.layout.world_size} x {cluster.accelerator.title}{nodes}",
+        "layout": layout_words(chosen.run.layout, chosen.num_micro_batches),
+    }
+
+
+def _verdict(chosen: RunPlan) -> dict[str, Any]:
+    """Whether it fits, in a sentence, and how it is to be read: good, tight or bad."""
+    spare = chosen.usable_bytes - chosen.needed_bytes
+    need, have = format_bytes(chosen.needed_bytes), format_bytes(chosen.capacity_bytes)
+    if not chosen.fits:
+        return {"kind": "bad", "text": f"Does not fit: {need} of {have}, {format_bytes(-spare)} too much."}
+    if spare < TIGHT_BYTES:
+        return {"kind": "tight", "text": f"Fits with little headroom: {need} of {have}, {format_bytes(spare)} to spare."}
+    return {"kind": "good", "text": f"Fits: {need} of {have}, {format_bytes(spare)} to spare."}
+
+
+def _facts(found: Planned) -> list[dict[str, str]]:
+    """Name, value and note of what is said in numbers."""
+    chosen, one = found.chosen, found.chosen.prediction
+    batch = chosen.run.batch
+    tokens = batch.sequences_per_batch * batch.sequence_length
+    rows = [
+        (
+            "Global batch",
+            f"{tokens:,} tokens",
+            f"{count_of(batch.sequences_per_batch, 'sequence')} of {batch.sequence_length:,}",
+        )
+    ]
+    if one is not None:
+        low, high = (format_seconds(at) for at in step_interval(one))
+        rows = [
+            ("Step", format_seconds(one.step_seconds), f"80% prediction interval: {low} to {high}"),
+            ("Tokens a second", f"{one.tokens_per_second:,.0f}", f"{one.tokens_per_second_per_gpu:,.0f} a GPU"),
+            ("MFU", f"{one.mfu():.1%}", f"HFU {one.hfu():.1%}"),
+            *rows,
+        ]
+        if chosen.fits:
+            goal = found.tokens or 20 * num_parameters(chosen.run.model)
+            taken = cost(chosen.cluster, goal / one.tokens_per_second, num_gpus=chosen.run.layout.world_size)
+            why = "" if found.tokens else ", 20 a parameter"
+            rows.append(
+                ("Training", format_seconds(taken.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
+            )
+            rows.append(("GPU hours", f"{taken.gpu_hours:,.0f}", taken.words.removeprefix(", ")))
+    spare = format_bytes(abs(chosen.usable_bytes - chosen.needed_bytes))
+    margin = f"{format_bytes(chosen.headroom_bytes)} more stay free for the allocator"
+    rows.insert(1, ("Headroom" if chosen.fits else "Too much", spare, margin))
+    runs = not not_trainable(chosen.run) and chosen.stack.name == "ultrascale"
+    rows.append(
+        ("ultrascale train", "runs this layout" if runs else "does not run this layout", f"planned for {chosen.stack.name}")
+    )
+    return [dict(zip(("name", "text", "note"), row, strict=True)) for row in rows]
+
+
+def _memory(found: Planned) -> dict[str, Any]:
+    """By category at the peak, the layout as it is and with each ZeRO stage, against the device; and per pipeline stage."""
+    chosen = found.chosen
+    bars = []
+    for stage, plan in _stages_of_zero(found).items():
+        assert plan.prediction is not None
+        is_own = stage == chosen.run.layout.zero_stage
+        parts = _parts(plan.prediction.memory, plan.needed_bytes)
+        bars.append({"label": f"ZeRO {stage}", "chosen": is_own, "fits": plan.fits, "parts": parts}
+                    | _number(plan.needed_bytes, format_bytes(plan.needed_bytes))
+                    | {"step": format_seconds(plan.prediction.step_seconds), "zero_stage": stage})  # fmt: skip
+    own, ranks = chosen.prediction, []
+    if own is not None and own.layout.pp > 1:
+        known = zip(RANK_SORTS, own.memory.by_rank.tolist(), strict=True)
+        ranks = [{"label": name, **_number(value, format_bytes(value))} for name, value in known if value]
+    capacity, usable = chosen.capacity_bytes, chosen.usable_bytes
+    return {
+        "bars": bars, "ranks": ranks, "capacity": _number(capacity, format_bytes(capacity)),
+        "usable": _number(usable, format_bytes(usable)),
+        "legend": [{"name": name, "label": label, "note": note} for name, (label, _, note) in FOOTPRINT.items()],
+    }  # fmt: skip
+
+
+def _stages_of_zero(found: Planned) -> dict[int, RunPlan]:
+    """The chosen layout under ZeRO 0 to 3, those that are legal; none where no time is known."""
+    chosen, plans = found.chosen, {}
+    if chosen.prediction is None:
+        return plans
+    for stage in range(4):
+        layout = chosen.run.layout
+        if stage != layout.zero_stage:
+            layout = replace(layout, zero_stage=stage, dp_shard=layout.dp_shard if stage else None)
+        try:
+            run = replace(chosen.run, layout=layout)
+            plans[stage] = chosen if layout == chosen.run.layout else _planned(found, run)
+        except SpecError:  # this model or trainer has no such stage
+            continue
+    return plans
+
+
+def _planned(found: Planned, run: Any) -> RunPlan:
+    if problems := run.layout.problems():
+        raise SpecError(list(problems))
+    return plan_run(run, found.chosen.cluster, found.chosen.stack, **found.conditions)
+
+
+def _parts(memory: Footprint, needed: int) -> list[dict[str, Any]]:
+    known = {name: float(value) for name, value in memory.categories.items()}
+    outside = float(memory.outside)
+    known |= {"reserve": max(0.0, needed - outside - sum(known.values())), "outside": outside}
+    return [
+        {"name": name, "label": FOOTPRINT[name][0], **_number(value, format_bytes(value))}
+        for name, value in known.items()
+        if value
+    ]
+
+
+def _waterfall(one: Prediction) -> list[dict[str, Any]]:
+    """Where the step's time goes, in the planner's order; `axis`: whose traffic it is."""
+    return [
+        {"name": name, "label": TIMES[name][0], "share": f"{seconds / one.step_seconds:.1%}", "axis": AXES.get(name, ""),
+         **_number(seconds, format_seconds(seconds))}
+        for name, seconds in one.waterfall.items() if seconds > 0
+    ]  # fmt: skip
+
+
+def _schedule(one: Prediction) -> dict[str, Any] | None:
+    """The pipeline's actions as they were played, as many micro-batches as can be drawn; None without a pipeline."""
+    layout = one.layout
+    if not 1 < layout.pp <= MOST_DRAWN_RANKS or layout.schedule not in SCHEDULES:
+        return None
+    count = min(one.num_micro_batches, DRAWN_TURNS * layout.pp)
+    timeline = step_timeline(one, num_micro_batches=count)
+    of = "" if count == one.num_micro_batches else f", {count} of the {one.num_micro_batches} micro-batches"
+    about = timeline.to_json()
+    return {
+        "title": f"{layout.schedule} on {layout.pp} ranks{of}: ranks wait {timeline.bubble_fraction:.1%} of what is drawn",
+        **_number(timeline.step_seconds, format_seconds(timeline.step_seconds)),
+        "ranks": [
+            {"rank": row["rank"], "idle": f"{row['bubble_seconds'] / timeline.step_seconds:.1%}", "kept": row["in_flight"],
+             "actions": [[name, round(start, 9), round(end, 9)] for name, start, end in row["actions"]]}
+            for row in about["ranks"]
+        ],
+    }  # fmt: skip
+
+
+def _flags(chosen: RunPlan) -> dict[str, dict[str, str]]:
+    """The plan as the settings of every trainer that writes some: `text`, or `lacks`, why that trainer cannot run it."""
+    told: dict[str, dict[str, str]] = {}
+    names = [name for name in ("megatron", "torchtitan", "nanotron", "deepspeed") if stack_file(name).writes in WRITERS]
+    for name in dict.fromkeys([chosen.stack.name, *names]):
+        if name == "ultrascale":
+            continue
+        stack = chosen.stack if name == chosen.stack.name else STACKS[name]
+        try:
+            told[name] = {"text": trainer_flags(workload_of(chosen.run, chosen.cluster, stack), chosen.run.layout)}
+        except SpecError as error:
+            told[name] = {"lacks": "\n".join(f"{one.key}: {one.rule}. {one.remedy}" for one in error.problems)}
+    return told

@@ -1,0 +1,25 @@
+// Who answers in a built folder: a worker with Python in it, so that the page never waits.
+"use strict";
+
+const worker = new Worker("worker.mjs", { type: "module" });
+const waiting = new Map();
+let number = 0;
+worker.onmessage = ({ data }) => {
+  const done = waiting.get(data.number);
+  waiting.delete(data.number);
+  if (done) done(JSON.parse(data.answer));
+};
+
+const source = {
+  controls: () => fetch("controls.json").then((reply) => reply.json()),
+  ask: (question, signal) => new Promise((resolve, reject) => {
+    const own = ++number;
+    waiting.set(own, resolve);
+    signal.addEventListener("abort", () => {
+      waiting.delete(own);
+      worker.postMessage({ forget: own });
+      reject(new DOMException("another question", "AbortError"));
+    });
+    worker.postMessage({ number: own, question: JSON.stringify(question) });
+  }),
+};

@@ -1,0 +1,168 @@
+"""The page in a real browser: load, change, share, go back, compare, drop a file, refuse nonsense."""
+
+from __future__ import annotations
+
+import json
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from page.dropped import LLAMA
+
+from ultrascale.cli.main import main
+
+PLANNED = "#status:has-text('Planned in')"
+
+
+def opened(tab, link):
+    tab.goto(link)
+    tab.wait_for_selector(PLANNED)
+    return tab
+
+
+def changed(tab, name, value):
+    """Fill a control, as a person does, and wait for the plan of it."""
+    before = tab.url
+    field = tab.locator(f"#control-{name}")
+    if field.evaluate("node => node.tagName") == "SELECT":
+        field.select_option(value)
+    else:
+        field.fill(value)
+    tab.wait_for_url(lambda url: url != before)
+    tab.wait_for_selector(PLANNED)
+
+
+def test_it_loads_and_shows_the_planners_numbers(tab, link, capsys):
+    opened(tab, f"{link}?model=gpt2&count=8&tokens_per_batch=512k&seq_len=1024")
+    words = ["--model", "gpt2", "--gpus", "8xh100-sxm", "--tokens-per-batch", "512k", "--seq-len", "1024", "--json"]
+    main(["plan", *words])
+    printed = json.loads(capsys.readouterr().out)
+    assert f"{printed['time']['tokens_per_second']:,.0f}" in tab.inner_text("#facts")
+    assert tab.locator("#memory .bar button").all_inner_texts() == ["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3"]
+    assert tab.locator("#ranking tbody tr").count() == min(10, len(printed["search"]["ranked"]))
+
+
+def test_a_control_is_in_the_link_and_the_link_is_a_plan(tab, link, browser):
+    opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024")
+    changed(tab, "tp", "2")
+    assert parse_qs(urlsplit(tab.url).query)["tp"] == ["2"]
+    told = tab.inner_text("#facts")
+    assert "tp2" in told
+    other = opened(browser.new_page(), tab.url)
+    assert (other.inner_text("#facts"), other.input_value("#control-tp")) == (told, "2")
+    other.close()
+    tab.go_back()
+    tab.wait_for_selector("#facts:not(:has-text('tp2'))")
+    assert tab.input_value("#control-tp") == ""
+    tab.go_forward()
+    tab.wait_for_selector("#facts:has-text('tp2')")
+
+
+def test_a_slider_moves_the_number(tab, link):
+    opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024")
+    slider = tab.locator("[data-of=count]")
+    slider.focus()
+    slider.press("ArrowRight")
+    tab.wait_for_selector("#facts:has-text('16 x')")
+    assert "count=16" in tab.url
+
+
+def test_a_layout_of_the_ranking_is_planned_by_the_keyboard(tab, link):
+    opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024")
+    second = tab.locator("#ranking tbody tr").nth(1)
+    layout = second.locator("td").first.inner_text()
+    second.locator("button").focus()
+    tab.keyboard.press("Enter")
+    tab.wait_for_url("**tp=**")
+    tab.wait_for_selector(PLANNED)
+    assert layout in tab.inner_text("#ranking")
+    assert tab.locator("#ranking tbody tr").count() < 10
+
+
+def test_two_plans_are_compared_with_differences_first(tab, link):
+    opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024")
+    tab.click("#keep")
+    tab.wait_for_selector("#compared")
+    changed(tab, "tp", "2")
+    tab.wait_for_selector("#compared:has-text('tp2')")
+    kinds = tab.locator("#compared tbody tr").evaluate_all("rows => rows.map((row) => row.className)")
+    assert kinds == sorted(kinds, key=lambda kind: kind == "same")
+    assert {"same", "tied"} <= set(kinds)
+
+
+def test_the_schedule_tells_of_the_pass_under_the_pointer(tab, link):
+    opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024&pp=2&schedule=1f1b&tokens_per_batch=64k")
+    tab.locator("#schedule .pass.F").first.hover()
+    assert tab.inner_text("#schedule .told").startswith("rank 0: forward of micro-batch 0, stage 0, ")
+
+
+NONSENSE = {
+    "count": ("1000000000000", "more machines than anybody plans for"),
+    "seq_len": ("1000000000000", "1000000000000"),
+    "tp": ("3", "tp = 3"),
+}
+NONSENSE |= {"tokens_per_batch": ("many", "many")}
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [(n, *v) for n, v in NONSENSE.items()], ids=NONSENSE)
+def test_nonsense_gets_the_command_lines_sentence(tab, link, name, value, says, capsys):
+    opened(tab, link)
+    tab.fill(f"#control-{name}", value)
+    tab.wait_for_selector("#error:visible")
+    asked = {"count": "64", "seq_len": "8192", "tokens_per_batch": "4M"} | {name: value}
+    gpus = f"{asked.pop('count')}xh100-sxm"
+    words = [word for key, text in asked.items() for word in (f"--{key.replace('_', '-')}", text)]
+    assert main(["plan", "--model", "llama-3-8b", "--gpus", gpus, *words]) == 2
+    assert tab.inner_text("#error").strip() in capsys.readouterr().err
+    tab.fill(f"#control-{name}", "64" if name == "count" else "")
+    tab.wait_for_selector("#error", state="hidden")
+
+
+def test_an_unknown_model_in_a_link_is_refused(tab, link):
+    tab.goto(f"{link}?model=lama-3-8b")
+    tab.wait_for_selector("#error:has-text('there is no model called')")
+
+
+def test_a_config_json_is_planned_and_weights_are_not_read(tab, link):
+    opened(tab, f"{link}?count=8&seq_len=1024")
+    tab.set_input_files("#file", {"name": "config.json", "mimeType": "application/json", "buffer": json.dumps(LLAMA).encode()})
+    tab.wait_for_selector("#status:has-text('from config.json')")
+    assert "llama-3-8b" not in tab.inner_text("#facts")
+    large = {"name": "model.safetensors", "mimeType": "application/octet-stream", "buffer": bytes(50_000_000)}
+    tab.set_input_files("#file", large)
+    tab.wait_for_selector("#error:has-text('50,000,000 bytes')")
+    missing = {"name": "config.json", "mimeType": "application/json", "buffer": b'{"hidden_size": 512}'}
+    tab.set_input_files("#file", missing)
+    tab.wait_for_selector("#error:has-text('model_type')")
+
+
+@pytest.mark.parametrize("width", [390, 1280, 2560])
+def test_nothing_is_wider_than_the_screen(tab, link, width):
+    tab.set_viewport_size({"width": width, "height": 900})
+    opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024&pp=2")
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_every_control_has_a_label_a_unit_and_a_range(tab, link):
+    opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024")
+    fields = tab.locator("#form .field:has([id^=control-])")
+    for field in fields.all():
+        about = field.locator("[aria-describedby]").get_attribute("aria-describedby")
+        assert field.locator("label .unit").inner_text() or field.locator("label .unit").text_content()
+        assert tab.locator(f"#{about}").text_content()
+    assert fields.count() == 17
+
+
+def test_a_plan_as_one_file_is_drawn_without_a_network(tab, tmp_path, capsys):
+    path = tmp_path / "plan.html"
+    words = ["--model", "gpt2", "--gpus", "8xh100", "--seq-len", "1024", "--pp", "2", "--explain"]
+    assert main(["plan", *words, "--html", str(path)]) == 0
+    capsys.readouterr()
+    requests: list[str] = []
+    tab.on("request", lambda request: requests.append(request.url))
+    tab.goto(path.as_uri())
+    tab.wait_for_selector("#scaling")
+    assert requests == [path.as_uri()]
+    assert tab.locator("section").evaluate_all("all => all.map((one) => one.id)") == [
+        "facts", "ranking", "memory", "time", "schedule", "front", "why", "scaling", "files",
+    ]  # fmt: skip
+    assert (path.stat().st_size < 1_000_000, tab.locator("form").count()) == (True, 0)

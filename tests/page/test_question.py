@@ -1,0 +1,186 @@
+"""The page's one function says what the command line says: the same numbers, and the same sentence to nonsense."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from page.dropped import LLAMA, RUN
+
+from ultrascale.cli.main import main
+from ultrascale.cli.page import question
+from ultrascale.page.controls import CONTROLS, words_of
+
+SMALL = {"model": "llama-3-8b", "count": "8", "machine": "h100-sxm", "seq_len": "4096", "tokens_per_batch": "512k"}
+
+
+def told(words, capsys):
+    """(exit code, stdout, stderr) of a command."""
+    try:
+        code = main(words)
+    except SystemExit as stopped:
+        code = stopped.code
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+def without_its_own_time(answer):
+    """As it is read from JSON, without what the search took."""
+    answer = json.loads(json.dumps(answer))
+    if "search" in answer:
+        assert answer["search"].pop("seconds") > 0
+    return answer
+
+
+EXAMPLES = 200 if os.environ.get("ULTRASCALE_NIGHTLY") == "1" else 20
+DRAWN = st.fixed_dictionaries(
+    {
+        "model": st.sampled_from(["llama-3-8b", "gpt2", "llama-3.2-1b", "mixtral-8x7b"]),
+        "count": st.sampled_from(["1", "8", "16", "64"]),
+        "machine": st.sampled_from(["h100-sxm", "a100-80", "b200", "mi300x", "v100-32"]),
+        "seq_len": st.sampled_from(["512", "1024"]),
+        "tokens_per_batch": st.sampled_from(["", "64k", "1M"]),
+    },
+    optional={
+        "zero_stage": st.sampled_from(["0", "1", "2", "3"]),
+        "tp": st.sampled_from(["1", "2", "3", "2,4"]),
+        "pp": st.sampled_from(["1", "2"]),
+        "micro_batch_size": st.sampled_from(["1", "2"]),
+        "recompute": st.sampled_from(["none", "selective", "full"]),
+        "stack": st.sampled_from(["ultrascale", "megatron", "torchtitan"]),
+        "precision": st.sampled_from(["bf16", "fp8"]),
+    },
+)
+
+
+@given(asked=DRAWN)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+def test_answers_are_those_of_the_command_line(asked, capsys, tmp_path):
+    answer = question(asked)
+    code, out, err = told(["plan", *words_of(asked, tmp_path), "--json"], capsys)
+    if "error" in answer:
+        assert (code, answer["error"] in err) == (2, True)
+    else:
+        assert without_its_own_time(answer["json"]) == without_its_own_time(json.loads(out))
+        assert code == (answer["verdict"]["kind"] == "bad")
+
+
+def test_reasons_are_those_of_explain(capsys, tmp_path):
+    asked = SMALL | {"why": 1}
+    answer = question(asked)
+    _, out, _ = told(["plan", *words_of(asked, tmp_path), "--json"], capsys)
+    assert without_its_own_time(answer["json"]) == without_its_own_time(json.loads(out))
+    assert len(answer["scaling"]) == len(answer["json"]["search"]["explanation"]["scaling"]) > 3
+    assert [one["title"] for one in answer["why"]][1] == "What makes it fit"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("config.json", json.dumps(LLAMA)), ("run.toml", RUN)], ids=["config.json", "run.toml"]
+)
+def test_a_dropped_file_is_planned_as_the_command_line_plans_it(name, text, capsys, tmp_path):
+    asked = {"file": {"name": name, "text": text}}
+    asked |= {} if name == "run.toml" else {"count": "8", "machine": "h100-sxm", "seq_len": "1024"}
+    answer = question(asked)
+    _, out, _ = told(["plan", *words_of(asked, tmp_path), "--json"], capsys)
+    assert without_its_own_time(answer["json"]) == without_its_own_time(json.loads(out))
+
+
+STUPID = {
+    "unknown model": {"model": "lama-3-8b"},
+    "no model": {"model": ""},
+    "negative devices": {"count": "-8"},
+    "no devices": {"count": "0"},
+    "a million million devices": {"count": "1000000000000"},
+    "half a device": {"count": "1.5"},
+    "unknown machine": {"machine": "h1000"},
+    "negative sequence": {"seq_len": "-1"},
+    "no sequence": {"seq_len": "0"},
+    "a sequence of 10^12": {"seq_len": "1000000000000"},
+    "a sequence in words": {"seq_len": "long"},
+    "a batch in words": {"tokens_per_batch": "many"},
+    "a batch of nothing": {"tokens_per_batch": "0"},
+    "a batch below a sequence": {"tokens_per_batch": "1k"},
+    "tp that does not divide": {"tp": "3"},
+    "tp of 0": {"tp": "0"},
+    "negative pp": {"pp": "-2"},
+    "experts that are not there": {"ep": "4"},
+    "unknown schedule": {"pp": "2", "schedule": "gpipe"},
+    "ZeRO 4": {"zero_stage": "4"},
+    "a micro-batch of 10^12": {"micro_batch_size": "1000000000000"},
+    "unknown recomputation": {"recompute": "some"},
+    "unknown precision": {"precision": "int3"},
+    "unknown trainer": {"stack": "megatorn"},
+    "unknown optimizer": {"optimizer": "adam"},
+    "tokens in words": {"tokens": "lots"},
+    "flags in a value": {"model": "--save=x"},
+}
+
+
+@pytest.mark.parametrize("asked", STUPID.values(), ids=STUPID.keys())
+def test_nonsense_gets_the_sentence_of_the_command_line(asked, capsys):
+    asked = {name: value for name, value in (SMALL | asked).items() if value}
+    answer = question(asked)
+    gpus = f"{asked.pop('count')}x{asked.pop('machine')}"
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in (asked | {"gpus": gpus}).items()]
+    code, _, err = told(["plan", *words], capsys)
+    assert code == 2
+    assert " ".join(answer["error"].split()).replace("(flag) ", "") in " ".join(err.split()).replace("(flag) ", "")
+
+
+FILES = {
+    "no JSON": ("config.json", "{", "config.json"),
+    "a list": ("config.json", "[]", "config.json"),
+    "keys that are missing": ("config.json", '{"hidden_size": 512}', "model_type"),
+    "weights": ("model.safetensors", "x" * 1_000_001, "at most 1,000,000 are read"),
+    "no TOML": ("run.toml", "[[[", "run.toml"),
+    "another file's model": ("run.toml", '[model]\npath = "/etc"', "model.path"),
+    "another file's schedule": ("run.toml", RUN + 'schedule = "a.csv"', "layout.schedule"),
+    "another file's machines": ("run.toml", RUN.replace("8xh100", "2x/etc/machine.toml"), "cluster"),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "says"), FILES.values(), ids=FILES.keys())
+def test_a_bad_file_is_refused_with_a_reason(name, text, says):
+    told = question(SMALL | {"file": {"name": name, "text": text}})["error"]
+    assert says in told
+    assert "/tmp" not in told
+
+
+@pytest.mark.parametrize("name", [one.name for one in CONTROLS if one.name not in ("count", "tokens")])
+def test_no_control_reads_a_file(name, tmp_path, monkeypatch):
+    """Whether a file or folder is there makes no difference."""
+    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "config.json"
+    here.write_text(json.dumps(LLAMA))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(LLAMA))
+    values = [str(here), "config.json", "./folder", "../folder", "x.csv", "x.toml", "folder", "~"]
+    there = [question(SMALL | {name: value})["error"] for value in values]
+    shutil.rmtree(tmp_path / "folder")
+    here.unlink()
+    assert there == [question(SMALL | {name: value})["error"] for value in values]
+
+
+def test_a_key_that_is_no_control_is_refused():
+    assert "save" in question(SMALL | {"save": "x.toml"})["error"]
+
+
+def test_memory_is_drawn_for_each_zero_stage_and_its_parts_sum_up():
+    memory = question(SMALL | {"tp": "2", "pp": "2", "micro_batch_size": "1", "zero_stage": "1"})["memory"]
+    assert [bar["zero_stage"] for bar in memory["bars"]] == [0, 1, 2, 3]
+    assert [bar["chosen"] for bar in memory["bars"]] == [False, True, False, False]
+    for bar in memory["bars"]:
+        assert sum(part["value"] for part in bar["parts"]) == pytest.approx(bar["value"], rel=1e-6)
+    assert [one["label"] for one in memory["ranks"]] == ["first stage", "last stage"]
+
+
+def test_the_waterfall_sums_to_the_step_and_the_schedule_is_the_planners():
+    answer = question(SMALL | {"pp": "4", "schedule": "1f1b", "micro_batch_size": "1"})
+    seconds = answer["json"]["time"]["seconds_per_step"]
+    assert sum(part["value"] for part in answer["waterfall"]) == pytest.approx(seconds)
+    first = answer["schedule"]["ranks"][0]["actions"]
+    assert [name for name, _, _ in first[:5]] == ["0F0", "0F1", "0F2", "0F3", "0B0"]
