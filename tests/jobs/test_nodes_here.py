@@ -85,6 +85,7 @@ def test_a_host_that_cannot_be_reached_ends_the_others_with_exit_code_1(two):
     assert time.monotonic() - started < 120 and rows(two) == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_pod_that_is_asked_to_leave_saves_and_does_not_end_like_one_whose_run_is_complete(two):
     found = resolve("two.toml")
