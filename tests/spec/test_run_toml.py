@@ -68,7 +68,9 @@ def test_the_file_of_a_resolved_run_is_that_run_and_says_where_each_value_is(tmp
     (tmp_path / "run.toml").write_text(to_toml(run))
     again = resolve(tmp_path / "run.toml")
     assert again.run == run
-    assert {origin.rpartition(":")[0] for origin in again.provenance.values()} == {str(tmp_path / "run.toml")}
+    of_run = {key: origin for key, origin in again.provenance.items() if not key.startswith("launch.")}
+    assert {origin.rpartition(":")[0] for origin in of_run.values()} == {str(tmp_path / "run.toml")}
+    assert {again.provenance[key] for key in again.provenance if key not in of_run} == {"default"}  # no part of the run
 
 
 @pytest.mark.parametrize("name", PRESETS)
