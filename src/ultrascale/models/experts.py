@@ -90,7 +90,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, rows, columns))
         self.matrix_rows: int | None = None
-        """F, where `weight` is all experts' rows [X F, D] (`parallel.data`)."""
+        """F, where `weight` is all experts' rows, [X F, D]: whoever cuts it may want it so."""
         self.bias = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
         self.adds_bias = True
         """Whether this rank does, where several make parts of one sum."""

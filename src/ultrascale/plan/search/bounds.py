@@ -1,9 +1,10 @@
 """What a layout needs at the very least, from a few products of columns: enough to drop most layouts before they are priced.
 
-    memory   weights, gradients and optimizer state of the fullest rank, as they stand when the optimizer steps; nothing else
+    memory   weights, gradients and optimizer state of the fullest rank, as they stand when the optimizer steps; and what it
+             surely holds at once in a pass
     time     FLOPs with what is computed twice, at the device's full peak, and the bubble of a perfectly even pipeline
 
-A layout is dropped if its state alone is more than the device has, or if its least time is above that of the slowest layout
+A layout is dropped if either is more than the device has, or if its least time is above that of the slowest layout
 worth keeping *and* some priced layout is no slower than its least time in no more than its least memory. So neither the ranking
 nor the front of time and memory can change; `tests/plan/test_search.py` compares both with the search that prices everything.
 """
@@ -28,11 +29,6 @@ WIDE = 4
 """Bytes of an element from which one process computes with the parameters themselves."""
 ONE_AFTER_ANOTHER = tuple(SCHEDULES.index(name) for name in ("1f1b", "afab", "interleaved"))
 """Schedules whose bubble is that of pp - 1 micro-batches, over the virtual stages; others fill it with weight gradients."""
-
-
-def memory_floor(workload: Workload, table: LayoutTable) -> Floats:
-    """Bytes of the training state of the fullest rank, [layouts]."""
-    return memory_floors(workload, table)[0]
 
 
 def memory_floors(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:
