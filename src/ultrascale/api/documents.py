@@ -11,6 +11,7 @@ from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
 from ultrascale.spec.problems import Problem
 from ultrascale.spec.run import Run
+from ultrascale.validation.scores import Errors
 
 
 class Memory(TypedDict):
@@ -476,19 +477,6 @@ class SweepRefused(TypedDict):
 
     values: dict[str, str]
     problems: list[Problem]
-
-
-class Errors(TypedDict):
-    """Relative errors of a group of predictions."""
-
-    group: str
-    count: int
-    median_absolute: float
-    mean_absolute: float
-    bias: float
-    median_error: float
-    p90_absolute: float
-    covered: float | None
 
 
 class SweepHeld(TypedDict):
