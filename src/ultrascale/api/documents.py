@@ -6,6 +6,8 @@ Bytes, seconds, FLOPs and tokens unless a key says otherwise. The key `schema` i
 # No `from __future__ import annotations`: what is NotRequired would not be seen in strings.
 from typing import Any, Literal, NotRequired, TypedDict
 
+from ultrascale.plan.search.explain import Change, Marginal, Rung
+from ultrascale.plan.search.space import Refusal
 from ultrascale.spec.launch import Launch
 from ultrascale.spec.layout import Layout
 from ultrascale.spec.model import Model
@@ -85,46 +87,6 @@ class Ranked(Prediction):
     """Chance that it runs out of memory; the ranking is by the step's time over the chance that it does not."""
 
 
-class Refused(TypedDict):
-    """A family of layouts that is not in the search."""
-
-    family: str
-    reason: str
-    count: int
-    """How often, among the ways to cut the model."""
-    remedy: str
-    """The nearest that works; empty where no rule names it."""
-
-
-class Rung(TypedDict):
-    """One kind of sharding more than the rung before."""
-
-    name: str
-    num_layouts: int
-    least_bytes: float
-    fits: bool
-    fastest_seconds: float | None
-
-
-class Change(TypedDict):
-    """One choice of the best layout made another way."""
-
-    name: str
-    value: str
-    seconds: float
-    peak_bytes: float
-    fits: bool
-
-
-class Worth(TypedDict):
-    """What another machine would be worth."""
-
-    name: str
-    seconds: float
-    gain: float
-    """Tokens per second more, as a share."""
-
-
 class Scaled(TypedDict):
     """The best layout on another number of devices."""
 
@@ -140,7 +102,7 @@ class Explanation(TypedDict):
 
     fit: list[Rung]
     changes: list[Change]
-    worth: list[Worth]
+    worth: list[Marginal]
     scaling: list[Scaled]
     elsewhere: dict[str, Prediction]
     """On as many other devices."""
@@ -162,7 +124,7 @@ class Search(TypedDict):
     front: list[Prediction]
     """Layouts that no other beats in both time and memory."""
     smallest: Prediction | None
-    refused: list[Refused]
+    refused: list[Refusal]
     explanation: NotRequired[Explanation]
 
 
